@@ -78,17 +78,17 @@ def test_the_time_left_grows_in_a_standstill(monkeypatch: pytest.MonkeyPatch) ->
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     bar = progress.ProgressBar("work", 100, "rows")
-    assert bar.left(bar.pace()) is None
+    assert bar.time_left(bar.pace()) is None
 
     now[0] += 10
     bar.to(10)
-    assert bar.left(bar.pace()) == pytest.approx(90)
+    assert bar.time_left(bar.pace()) == pytest.approx(90)
 
     now[0] += 10
-    assert bar.left(bar.pace()) == pytest.approx(180)
+    assert bar.time_left(bar.pace()) == pytest.approx(180)
 
     now[0] += 1000
-    assert bar.left(bar.pace()) is None, "nothing has moved for long"
+    assert bar.time_left(bar.pace()) is None, "nothing has moved for long"
     assert "so far" in bar.facts()[-1]
 
 

@@ -76,7 +76,7 @@ def test_waiting_is_told_at_once_and_then_every_so_often(monkeypatch):
 
     async def work():
         asyncio.get_running_loop().call_later(0.04, lambda: told.append("40 ms"))
-        return await with_retries(call, within_s=300, what="opening", tell=told.append)
+        return await with_retries(call, within_s=300, what="opening", notify=told.append)
 
     assert asyncio.run(work()) == 7
 
@@ -98,10 +98,10 @@ def test_a_call_that_hangs_is_told_and_a_quick_one_is_not(monkeypatch):
         await asyncio.sleep(0.2)
 
     async def work():
-        await with_retries(slow, within_s=300, what="opening", tell=told.append)
+        await with_retries(slow, within_s=300, what="opening", notify=told.append)
         assert len(told) == 2 and told[0].endswith(": no answer yet") and "done after" in told[1]
         call, _ = calls(7)
-        await with_retries(call, within_s=300, what="opening", tell=told.append)
+        await with_retries(call, within_s=300, what="opening", notify=told.append)
         await asyncio.sleep(0.2)
         assert len(told) == 2
 

@@ -59,7 +59,7 @@ def rows_of(tool: Mapping[str, Any], tasks: Mapping[str, Any]) -> list[dict[str,
     }
     wanted = WantedTasks(**{**given, "train": 150, "held_out": 0, "seed": 999})
     made = asyncio.run(make_tasks([_entry.validate_python(tool)], wanted))
-    return [demonstration(row, made.known.specs) for row in made.train]
+    return [demonstration(row, made.survey.specs) for row in made.train]
 
 
 def base(folder: Path, rows: Sequence[dict[str, Any]], hidden: int) -> str:

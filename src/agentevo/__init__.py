@@ -4,8 +4,8 @@
     run = agentevo.train("coins", model="smollm2-135m-instruct", trainer={"steps": 20})
     print(run.summary, run.checkpoint)
 
-Invariant: importing this package imports no room of it; each name below loads what it needs when it
-is first used.
+Invariant: importing this package imports none of its subpackages; each name below loads what it
+needs when it is first used.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Words for people on a terminal or in a log: lines with the time on stderr, beside any view, and
-what views and bars are made of."""
+"""Output for a terminal or a log: lines with the time on stderr, next to any view, and the parts
+that views and bars are made of."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""What moves a terminal's cursor, changes its state, or turns the order of what is read, but for
-line breaks and tabs."""
+"""Characters that move a terminal's cursor, change its state, or change the reading order; line
+breaks and tabs are not among them."""
 
 
 def without_controls(text: str) -> str:
-    """A text of somebody else's, to be printed: control characters as JSON's escapes."""
+    """A foreign text, safe to print: control characters become JSON escapes."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -30,18 +30,17 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def listen(listener: Callable[[str], None]) -> None:
-    """From here on the listener hears each line that `to_stderr` says, on the thread that says
-    it."""
+    """From now on the listener receives each line of `to_stderr`, on the thread that prints it."""
     _listeners.append(listener)
 
 
 def unlisten(listener: Callable[[str], None]) -> None:
-    """It hears no more."""
+    """The listener receives no more lines."""
     _listeners.remove(listener)
 
 
 def to_stderr(line: str) -> None:
-    """Says it, unless whoever read it is gone: that ends nothing."""
+    """Prints a line. A reader that is gone ends nothing."""
     for listener in list(_listeners):
         listener(line)
     with suppress(OSError, ValueError):

@@ -11,15 +11,15 @@ from agentevo.types import Task, Trajectory, Turn
 
 
 def copy_of_task(task: Task) -> Task:
-    """A task for a user's code: what it does to its answer and metadata changes nothing for
-    others."""
+    """A task for a user's code: changes to its answer and metadata do not affect other users of the
+    task."""
     return msgspec.structs.replace(
         task, answer=copy.deepcopy(task.answer), metadata=copy.deepcopy(task.metadata)
     )
 
 
 def copy_of_turn(turn: Turn) -> Turn:
-    """A turn for a user's code: what it does to its columns and messages changes nothing that is
+    """A turn for a user's code: changes to its columns and messages do not affect what is
     recorded."""
     return msgspec.structs.replace(
         turn,
@@ -29,8 +29,7 @@ def copy_of_turn(turn: Turn) -> Turn:
 
 
 def copy_of_trajectory(trajectory: Trajectory) -> Trajectory:
-    """An attempt for a user's code: what that does to it changes nothing that is stored or
-    trained."""
+    """An attempt for a user's code: changes to it do not affect what is stored or trained."""
     return msgspec.structs.replace(
         trajectory,
         turns=[copy_of_turn(turn) for turn in trajectory.turns],

@@ -22,14 +22,16 @@ def missing_threads(num_threads: int, environment: Mapping[str, str] = os.enviro
     """Why OpenMP may start fewer threads than PyTorch asks for, and what to do; None where it
     starts all. `num_threads` are PyTorch's. Setting that number lower would not do: a thread that
     begins later asks for OpenMP's own at first."""
-    found = {name: value.strip().lower() for name, value in environment.items() if "OMP_" in name}
-    own = _number(found.get("OMP_NUM_THREADS", "").partition(",")[0])
-    count = max(num_threads, own or allowed_cpus())
-    limit = _number(found.get("OMP_THREAD_LIMIT"))
-    levels = found.get("OMP_MAX_ACTIVE_LEVELS")
+    omp_variables = {
+        name: value.strip().lower() for name, value in environment.items() if "OMP_" in name
+    }
+    omp_threads = _number(omp_variables.get("OMP_NUM_THREADS", "").partition(",")[0])
+    count = max(num_threads, omp_threads or allowed_cpus())
+    limit = _number(omp_variables.get("OMP_THREAD_LIMIT"))
+    levels = omp_variables.get("OMP_MAX_ACTIVE_LEVELS")
 
-    if found.get("OMP_DYNAMIC") in ("true", "1", "yes", "on"):
-        return f"OMP_DYNAMIC={found['OMP_DYNAMIC']}: unset it"
+    if omp_variables.get("OMP_DYNAMIC") in ("true", "1", "yes", "on"):
+        return f"OMP_DYNAMIC={omp_variables['OMP_DYNAMIC']}: unset it"
     if limit and limit < count:
         return f"OMP_THREAD_LIMIT={limit}: unset it, or set OMP_NUM_THREADS={limit} too"
     if _number(levels) == 0 and count > 1:

@@ -1,10 +1,10 @@
-"""Passwords in URLs: `${env:NAME}` stands where the password belongs, and whoever opens the URL
-puts in the value of that environment variable.
+"""Passwords in URLs: `${env:NAME}` stands where the password belongs, and the code that opens the
+URL inserts the value of that environment variable.
 
 A configuration holds the URL as it was written, and so does everything that is made from one:
-config.yaml, reports, messages, the words of child processes. A URL with the password itself is
-refused where it could be written down; so is the key of a server (`api_key`) in any other form.
-What is shown of a URL goes through `without_password`.
+config.yaml, reports, messages, the arguments of child processes. A URL with the password itself is
+refused where it could be written down; so is the key of a server (`api_key`) in any other form. A
+URL is printed only through `without_password`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from agentevo.errors import ConfigError
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 EXAMPLE = "${env:STORE_PASSWORD}"
 API_KEYS = ("api_key", "admin_api_key", "engine_secret")
-"""What a configuration calls the key of a server, wherever it is."""
+"""The name of a server's key in a configuration, in every section."""
 _WITH_KEYS = ("tools", "engine", "remote_models", "sandbox", "mcp")
-"""Sections of servers whose URLs nobody puts anything into: their keys are `api_key`."""
+"""Sections of servers into whose URLs no code inserts a value: their keys are `api_key`."""
 _HIDDEN = "***"
 _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]++:/{1,2}\S+")
 """Begins where a name begins and never goes back, so that a name of a megabyte is read once."""
@@ -41,8 +41,8 @@ def with_environment(url: str) -> str:
     set."""
 
     def value(reference: re.Match[str]) -> str:
-        given = os.environ.get(reference[1])
-        if not given:
+        variable = os.environ.get(reference[1])
+        if not variable:
             raise ConfigError(
                 f"{without_password(url)}: the environment variable {reference[1]} is not set: "
                 "set it for every process that opens this URL"
@@ -50,7 +50,7 @@ def with_environment(url: str) -> str:
 
         before = url[: reference.start()]
         after = url[reference.end() :]
-        return quote(given, safe="") if "://" in before and "@" in after else given
+        return quote(variable, safe="") if "://" in before and "@" in after else variable
 
     return REFERENCE.sub(value, url)
 
@@ -61,14 +61,14 @@ def key_of(name: str, reference: str | None) -> str | None:
     if reference is None:
         return None
 
-    found = REFERENCE.fullmatch(reference)
-    if found is None:
+    match = REFERENCE.fullmatch(reference)
+    if match is None:
         raise ConfigError(f"{name}: write ${{env:NAME}}, the environment variable with the key")
 
-    key = os.environ.get(found[1], "").strip()
+    key = os.environ.get(match[1], "").strip()
     if not key or not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"{name}: the environment variable {found[1]} holds no key: set it, in one line of "
+            f"{name}: the environment variable {match[1]} holds no key: set it, in one line of "
             "ASCII, for every process of the run"
         )
 
@@ -76,7 +76,7 @@ def key_of(name: str, reference: str | None) -> str | None:
 
 
 def without_password(url: str) -> str:
-    """The URL as messages show it; what is in its place as `${env:NAME}` stays."""
+    """The URL for messages: without the password; `${env:NAME}` in its place is kept."""
     return _with_password_as(url, _HIDDEN)
 
 
@@ -85,19 +85,19 @@ def without_passwords(text: str) -> str:
     return _URL.sub(lambda url: without_password(url[0]), text)
 
 
-def is_same_place(one: str, other: str) -> bool:
-    """Whether two URLs differ in nothing but the password, if at all."""
-    return all_but_password(one) == all_but_password(other)
+def is_same_place(first_url: str, second_url: str) -> bool:
+    """Whether two URLs differ at most in the password."""
+    return all_but_password(first_url) == all_but_password(second_url)
 
 
 def all_but_password(url: str) -> str:
-    """The URL as if it had no password, in whatever way it gives one."""
+    """The URL as if it had no password, whichever way it gives one."""
     return _with_password_as(url, "", references=True).replace(":@", "@")
 
 
 def credential_problems(tree: Mapping[str, object]) -> list[str]:
     """Values of a configuration that would write a password down, or that hold `${env:NAME}` where
-    nobody puts anything in, as 'key: problem: remedy'."""
+    no code inserts a value, as 'key: problem: remedy'."""
     problems = []
     for key, text in _texts(tree):
         if key.rpartition(".")[2] in API_KEYS:
@@ -148,7 +148,7 @@ def refuse_password(url: str) -> str:
 
 
 def _with_password_as(url: str, shown: str, *, references: bool = False) -> str:
-    """The URL with `shown` in place of a password, also of one that is a reference if asked."""
+    """The URL with `shown` in place of a password, also of a reference to one if asked."""
 
     def stays(password: str) -> bool:
         return not password or (not references and REFERENCE.fullmatch(password) is not None)

@@ -1,9 +1,8 @@
-"""A user's blocking code on a thread of its own, so that code that hangs costs what waits for it
-and nobody else.
+"""A user's blocking code on a thread of its own: code that hangs costs only what waits for it.
 
-A thread has the context of whoever called: calls that are recorded in it (store/call_log.py) belong
-to the attempt. A thread can't be killed: one that nobody waits for any more is left alone, and a
-process bears MAX_LEFT of those that never end.
+A thread has the context of its caller: calls that are recorded in it (store/call_log.py) belong to
+the attempt. A thread can't be killed: one without a waiting caller is abandoned, and a process
+tolerates MAX_LEFT threads that never end.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from agentevo.tracebacks import format_stack
 T = TypeVar("T")
 
 MAX_LEFT = 500
-"""Threads that nobody waits for any more, in one process."""
+"""Abandoned threads of one process, which have no waiting caller."""
 
 _left: set[threading.Thread] = set()
 
@@ -49,7 +48,7 @@ class OwnThread:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call that nobody waits for any more still runs."""
+        """Whether an abandoned call still runs."""
         return self._given_up is not None and not self._given_up.done()
 
     async def call(self, function: Callable[[], T]) -> T:
@@ -80,12 +79,13 @@ class OwnThread:
         return format_stack(self._thread.ident or 0)
 
     def has_ended(self, within_s: float) -> bool:
-        """Whether the thread has ended, waiting so long at most."""
+        """Whether the thread has ended; waits at most that long."""
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
     def end(self, last: Callable[[], object] = lambda: None) -> None:
-        """The thread ends with `last`, after its calls. Nobody waits for that, or hears of it."""
+        """The thread ends with `last`, after its calls. No caller waits for that or is notified of
+        it."""
 
         def work() -> None:
             with suppress(BaseException):
@@ -100,11 +100,11 @@ class OwnThread:
 
         def work() -> None:
             if not answer.set_running_or_notify_cancel():
-                return  # nobody waits for it any more, and it has not begun
+                return  # no caller waits for it, and it has not begun
 
             try:
                 result = context.run(function)
-            except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+            except BaseException as error:  # noqa: BLE001 (handed to the waiting caller)
                 answer.set_exception(self._as_failure(error))
             else:
                 answer.set_result(result)
@@ -122,8 +122,7 @@ class OwnThread:
             call()
 
     def _as_failure(self, error: BaseException) -> Exception:
-        """The exception as one that a coroutine may raise and that fails nothing but its
-        attempt."""
+        """The exception as one that a coroutine may raise and that fails only its attempt."""
         article = "an" if self._who[0] in "aeiou" else "a"
         if isinstance(error, StopIteration):
             failure: Exception = RuntimeError(
@@ -139,7 +138,7 @@ class OwnThread:
 
 
 async def run_in_thread(function: Callable[[], T], who: str) -> T:
-    """What the function returns or raises on a thread of its own."""
+    """The result of the function, or its exception, on a thread of its own."""
     thread = OwnThread(who)
     try:
         return await thread.call(function)

@@ -8,7 +8,7 @@ from typing import Literal
 
 DeviceName = Literal["auto", "cpu", "cuda", "npu", "xpu", "mps"]
 """`cuda` is NVIDIA's, and AMD's with PyTorch for ROCm; `npu` Huawei's Ascend; `xpu` Intel's; `mps`
-Apple's. `auto` takes the first of cuda, npu and xpu that is there, else the CPU."""
+Apple's. `auto` takes the first available of cuda, npu and xpu, else the CPU."""
 CUDA = "cuda"
 """The kind that vLLM and SGLang are fastest on."""
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
@@ -22,10 +22,10 @@ def visible(devices: Sequence[int]) -> dict[str, str]:
     if not devices:
         return {}
 
-    found = {}
+    environment = {}
     for variable in VISIBILITY:
-        given = [name for name in os.environ.get(variable, "").split(",") if name.strip()]
-        known = max(devices) < len(given)
-        found[variable] = ",".join(given[n] if known else str(n) for n in devices)
+        device_ids = [name for name in os.environ.get(variable, "").split(",") if name.strip()]
+        is_in_range = max(devices) < len(device_ids)
+        environment[variable] = ",".join(device_ids[n] if is_in_range else str(n) for n in devices)
 
-    return found
+    return environment

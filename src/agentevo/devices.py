@@ -35,22 +35,22 @@ _WHOSE = {
 }
 _AUTOCASTS = ("cpu", *_WHOSE)
 _PINNED = AUTOMATIC
-"""Kinds to which pinned memory of the host is copied while the CPU goes on."""
+"""Kinds to which pinned memory of the host is copied while the CPU continues."""
 _COMPILED = (CUDA,)
 """Kinds for which PyTorch's compiler makes kernels: FlexAttention, log-probs, decoder layers."""
 
 
-def find(wanted: str, key: str = "model.device") -> torch.device:
+def find(device_type: str, key: str = "model.device") -> torch.device:
     """The device that a recipe names. Raises ModelError where there is none."""
-    if wanted == "auto":
-        wanted = next((kind for kind in AUTOMATIC if is_there(kind)), "cpu")
-    elif wanted != "cpu" and not is_there(wanted):
-        what, remedy = _WHOSE[wanted]
+    if device_type == "auto":
+        device_type = next((kind for kind in AUTOMATIC if is_there(kind)), "cpu")
+    elif device_type != "cpu" and not is_there(device_type):
+        what, remedy = _WHOSE[device_type]
         raise ModelError(
-            f"{key}={wanted}, but PyTorch sees no {what}: set {key}=auto or cpu, or {remedy}"
+            f"{key}={device_type}, but PyTorch sees no {what}: set {key}=auto or cpu, or {remedy}"
         )
 
-    return torch.device(wanted)
+    return torch.device(device_type)
 
 
 def is_there(kind: str) -> bool:
@@ -69,7 +69,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def take(device: torch.device, number: int) -> None:
-    """From now on this process computes on the device of that number, of those of its kind."""
+    """From now on this process computes on the device of that number, among those of its kind."""
     if is_accelerator(device):
         _module(device).set_device(number)
 
@@ -83,7 +83,7 @@ def collectives(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what the device has been told to compute."""
+    """Waits for all work that was submitted to the device."""
     if is_accelerator(device):
         _module(device).synchronize()
 
@@ -104,15 +104,15 @@ def empty_cache(device: torch.device) -> None:
 def memory(device: torch.device) -> tuple[float, float]:
     """(free, all) bytes of the device's memory."""
     if device.type == "mps":
-        whole = float(torch.mps.recommended_max_memory())
-        return whole - torch.mps.driver_allocated_memory(), whole
+        total = float(torch.mps.recommended_max_memory())
+        return total - torch.mps.driver_allocated_memory(), total
 
     if is_accelerator(device):
         module = _module(device)
         # some kinds' functions take no None for the device that this process is at
         at = () if device.index is None else (device.index,)
-        free, whole = module.mem_get_info(*at)
-        return float(free), float(whole)
+        free, total = module.mem_get_info(*at)
+        return float(free), float(total)
 
     of_host = psutil.virtual_memory()
     return float(of_host.available), float(of_host.total)
@@ -127,7 +127,7 @@ def name_of(device: torch.device) -> str:
 
 
 def identity(device: torch.device) -> str:
-    """Its kind and, where it has one that no other device on any machine has, its number: `cuda
+    """Its kind and, where it has a number that is unique among all machines, that number: `cuda
     GPU-...`."""
     if device.type != CUDA:
         return device.type
@@ -135,12 +135,12 @@ def identity(device: torch.device) -> str:
 
 
 def are_joined_by_nccl(identities: Iterable[str]) -> bool:
-    """Whether NCCL takes devices of these identities as one group: those of CUDA, each once."""
-    known = list(identities)
-    are_apart = len(set(known)) == len(known)
+    """Whether NCCL accepts devices of these identities as one group: CUDA devices, each once."""
+    identity_list = list(identities)
+    are_apart = len(set(identity_list)) == len(identity_list)
     return (
         are_apart
-        and all(one.startswith(f"{CUDA} ") for one in known)
+        and all(device_identity.startswith(f"{CUDA} ") for device_identity in identity_list)
         and distributed.is_nccl_available()
     )
 
@@ -158,13 +158,13 @@ def all_of(device: torch.device) -> list[torch.device]:
 
 
 def can_pin(device: torch.device) -> bool:
-    """Whether copies to it from pinned memory go on beside the CPU's work."""
+    """Whether copies from pinned memory to the device overlap with the CPU's work."""
     return device.type in _PINNED
 
 
 def compiles(kind: str) -> bool:
-    """Whether attention over trees is a compiled FlexAttention on such devices, and what else is
-    many operations one compiled kernel."""
+    """Whether such devices compute attention over trees by a compiled FlexAttention, and other
+    groups of operations by one compiled kernel."""
     return kind in _COMPILED
 
 
@@ -180,8 +180,8 @@ def autocasting() -> list[str]:
 
 @contextmanager
 def drawing_by(device: torch.device, seed: int) -> Iterator[None]:
-    """A block whose draws, on the CPU and on this device, only the seed decides; what is drawn
-    after it is what would have been drawn without it."""
+    """A block in which only the seed decides the draws, on the CPU and on this device; draws after
+    the block are those that would have come without it."""
     module = _module(device) if is_accelerator(device) else None
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also reseed every other device

@@ -52,8 +52,8 @@ class AgentEvoError(Exception):
 
 
 class OverreachError(AgentEvoError):
-    """A user's code tried to end what is not its own, by SystemExit, KeyboardInterrupt or whatever
-    else is no Exception: it ends its own attempt."""
+    """A user's code tried to end more than its own attempt, by SystemExit, KeyboardInterrupt or
+    another BaseException: it ends its own attempt."""
 
     def __init__(self, error: BaseException, who: str) -> None:
         what = f"SystemExit({shown(error.code)})" if isinstance(error, SystemExit) else ""
@@ -96,7 +96,7 @@ class BadRequestError(AgentEvoError):
 
 
 class NoCallError(AgentEvoError):
-    """An agent that calls the policy by a client of its own has not called it at all."""
+    """An agent that should call the policy by its own client has not called it at all."""
 
 
 class CommandFailedError(AgentEvoError):
@@ -124,7 +124,7 @@ class EngineUnavailableError(EngineError):
 
 
 class WeightsNotSentError(EngineError):
-    """A trainer that sends weights to those who ask has not sent these yet: who waits asks on."""
+    """A trainer that sends weights on request has not sent these yet: the receiver asks again."""
 
 
 class WeightsLostError(EngineError):
@@ -133,12 +133,12 @@ class WeightsLostError(EngineError):
 
 
 class StreamDivergedError(EngineUnavailableError):
-    """A request whose tokens were streamed was drawn otherwise in the end: what its listener was
-    told can't be taken back."""
+    """A request whose tokens were streamed ended with other tokens: what its listener received
+    can't be taken back."""
 
 
 class ListenerError(AgentEvoError):
-    """A listener of a request's tokens raised: its own request ends, and the engine goes on."""
+    """A listener of a request's tokens raised: its own request ends, and the engine continues."""
 
 
 class AttemptsFailedError(AgentEvoError):
@@ -159,8 +159,8 @@ class ToolArgumentsError(ToolError):
 
 
 class ToolUnavailableError(AgentEvoError):
-    """Nobody answers for a tool: the infrastructure's failure, not the policy's. `was_sent`: the
-    call may have been carried out all the same."""
+    """A tool does not respond: the infrastructure's failure, not the policy's. `was_sent`: the call
+    may have been carried out nevertheless."""
 
     def __init__(self, message: str, *, was_sent: bool = False) -> None:
         super().__init__(message)
@@ -190,7 +190,7 @@ class StoreUnavailableError(StoreError):
 
 
 class DiskError(AgentEvoError):
-    """A file can't be written: the disk is full, or may only be read. What is there stays whole."""
+    """A file can't be written: the disk is full, or is read-only. Existing content stays whole."""
 
 
 class TrainingError(AgentEvoError):

@@ -1,4 +1,4 @@
-"""Running a coroutine to its end, beside a user's code that may do anything to the event loop.
+"""Running a coroutine to its end, next to a user's code that may do anything to the event loop.
 
 A user's code (an agent, a scorer) runs in a `TaskScope`. It can cancel the tasks that were started
 in its scope and no others; a KeyboardInterrupt or SystemExit of its tasks ends that task alone;
@@ -49,7 +49,7 @@ class TaskScope:
         self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task in this scope, as are those that it starts."""
+        """A task in this scope; tasks that it starts are in the scope too."""
         context = contextvars.copy_context()
         context.run(_scope.set, self)
         return asyncio.get_running_loop().create_task(work, context=context)
@@ -66,7 +66,8 @@ class TaskScope:
 
 @contextmanager
 def outside_scopes() -> Iterator[None]:
-    """For our own code that a user's code calls: what it starts in here belongs to no scope."""
+    """For our own code that a user's code calls: tasks that it starts in this block belong to no
+    scope."""
     token = _scope.set(None)
     try:
         yield
@@ -77,9 +78,9 @@ def outside_scopes() -> Iterator[None]:
 class _LoopTask(asyncio.Task[Any]):
     """A task that code of another scope can't cancel."""
 
-    def __init__(self, work: Any, *, context: contextvars.Context | None = None, **more: Any):
+    def __init__(self, work: Any, *, context: contextvars.Context | None = None, **options: Any):
         self._scope = (contextvars.copy_context() if context is None else context).get(_scope)
-        super().__init__(work, context=context, **more)
+        super().__init__(work, context=context, **options)
         if self._scope is not None:
             self._scope.add(self)
 
@@ -91,7 +92,7 @@ class _LoopTask(asyncio.Task[Any]):
 
 
 def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run with the promises of the module, also where a notebook's event loop is already
+    """asyncio.run with the guarantees of the module, also where a notebook's event loop is already
     running (then in a thread of its own)."""
     if not _is_running():
         return _run(work)
@@ -127,9 +128,9 @@ async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class NoticesBlocks:
-    """Awaits a user's coroutine, and says once where it keeps the event loop to itself: whatever
-    blocks in it, such as time.sleep or a client that is not async, stops all that runs beside
-    it. A step of BLOCK_S or more counts; `TELL_S` of them together are told."""
+    """Awaits a user's coroutine, and warns once where it blocks the event loop: code that blocks,
+    such as time.sleep or a client that is not async, stops everything else on the loop. A step of
+    BLOCK_S or more counts; the warning follows after `TELL_S` of them together."""
 
     BLOCK_S = 0.25
     TELL_S = 1.0
@@ -147,14 +148,14 @@ class NoticesBlocks:
         steps: Any = work.__await__()
         go_on: Callable[[], Any] = partial(next, steps)
         while True:
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             try:
                 waited_for = go_on()
-            except StopIteration as ended:
-                result: T = ended.value
+            except StopIteration as stop:
+                result: T = stop.value
                 return result
             finally:
-                self._add(time.perf_counter() - began)
+                self._add(time.perf_counter() - started_at)
 
             try:
                 sent = yield waited_for
@@ -207,7 +208,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     own_threads = ThreadPoolExecutor(thread_name_prefix="agentevo")
     loop.set_default_executor(threads)
     _own_threads[loop] = own_threads
-    loop.set_task_factory(lambda loop, work, **more: _LoopTask(work, loop=loop, **more))
+    loop.set_task_factory(lambda loop, work, **options: _LoopTask(work, loop=loop, **options))
     asyncio.set_event_loop(loop)
     try:
         main = loop.create_task(work)
@@ -248,8 +249,8 @@ def _is_of_a_scope(error: BaseException) -> bool:
 
 @contextmanager
 def _ctrl_c(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[list[int]]:
-    """Where nobody else handles it, Ctrl-C cancels `main`, and a second one interrupts at once.
-    Yields the signals that have come."""
+    """Where no other handler is installed, Ctrl-C cancels `main`, and a second one interrupts at
+    once. Yields the signals that have come."""
     received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -275,20 +276,20 @@ def _ctrl_c(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterato
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     """Cancels what still runs, and waits for it with a bound."""
-    left = asyncio.all_tasks(loop)
-    for task in left:
+    unfinished = asyncio.all_tasks(loop)
+    for task in unfinished:
         task.cancel()
 
-    if left:
-        _drive(loop, loop.create_task(asyncio.wait(left, timeout=CLOSING_S)))
+    if unfinished:
+        _drive(loop, loop.create_task(asyncio.wait(unfinished, timeout=CLOSING_S)))
 
-    for task in left:
+    for task in unfinished:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             loop.call_exception_handler(
                 {"message": "a task failed while it was ended", "exception": error, "task": task}
             )
 
-    loop.set_exception_handler(lambda loop, context: None)  # nobody waits for what is left
+    loop.set_exception_handler(lambda loop, context: None)  # no code waits for what is left
     _drive(loop, loop.create_task(_within(CLOSING_S, loop.shutdown_asyncgens)))
 
 
@@ -299,14 +300,15 @@ async def _within(seconds: float, work: Callable[[], Coroutine[Any, Any, Any]]) 
 
 
 def _end_connections(loop: asyncio.AbstractEventLoop) -> None:
-    """Closes what clients have left open. A pool that lives on, such as that of a client in a
-    module, finds its connections closed and makes new ones on the next loop; open, they would fail
-    there when they are used or forgotten, with "Event loop is closed"."""
-    left = list(getattr(loop, "_transports", {}).values())
-    for transport in left:
-        with suppress(AttributeError):  # one that has ended as it wrote its last has no loop
+    """Closes the connections that clients have left open. A pool that outlives the loop, such as
+    that of a client in a module, finds its connections closed and makes new ones on the next loop;
+    open ones would fail there when they are used or garbage collected, with "Event loop is
+    closed"."""
+    transports = list(getattr(loop, "_transports", {}).values())
+    for transport in transports:
+        with suppress(AttributeError):  # one that has ended as it wrote its last data has no loop
             transport.abort()
-    if left:
+    if transports:
         _drive(loop, loop.create_task(asyncio.sleep(0)))  # after the calls that abort has left
 
 

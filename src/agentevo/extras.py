@@ -10,8 +10,8 @@ from types import ModuleType
 from agentevo.errors import MissingExtraError
 
 TRAINING_PACKAGES = ("torch", "accelerate", "gguf")
-"""What the extra `train` has: whoever computes with a model needs them, and whoever only asks an
-engine does not."""
+"""The modules of the extra `train`: code that computes with a model needs them, and code that only
+asks an engine does not."""
 
 
 @contextmanager

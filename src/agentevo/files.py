@@ -1,9 +1,9 @@
-"""Writing files and folders so that readers see all of one or nothing of it.
+"""Writing files and folders so that readers see a complete version or none.
 
 The content is made in a hidden sibling and renamed into place, which a killed process can't leave
 half done. Folders are not guarded against power loss: that takes `sync_to_disk` of each file, of
-the folder, and of the one that it lies in, in this order. Replacing an existing folder has one
-instant, between two renames, in which neither is in place.
+the folder, and of its parent folder, in this order. Replacing an existing folder has one instant,
+between two renames, in which neither is in place.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ RESUME = "make room there, or make it writable, and resume: every committed step
 
 
 def cache_root() -> Path:
-    """$AGENTEVO_CACHE, or ~/.cache/agentevo: what can be made again, each kind in a folder of its
-    own."""
+    """$AGENTEVO_CACHE, or ~/.cache/agentevo: content that can be made again, each kind in a folder
+    of its own."""
     root = os.environ.get("AGENTEVO_CACHE")
     return Path(root).expanduser() if root else Path.home() / ".cache" / "agentevo"
 
@@ -79,8 +79,8 @@ def create_atomic(path: Path, content: str, *, mode: int = 0o666) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file for reading that others may have put there: no link is followed, and nothing
-    waits for who writes into a pipe. Raises OSError, also for what is no regular file."""
+    """Opens a file for reading that other users may have put there: it follows no link, and does
+    not wait for the writer of a pipe. Raises OSError, also for what is no regular file."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -124,7 +124,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Deletes what killed writers of `target` left beside it. Only for a caller that holds a lock
-    on `target`."""
+    """Deletes the temporary files of killed writers of `target`. Only for a caller that holds a
+    lock on `target`."""
     for path in target.parent.glob(f".{target.name}.*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)

@@ -14,13 +14,13 @@ _num_within = 0
 
 @contextmanager
 def lasting_heap() -> Iterator[None]:
-    """A block in which all that is there at its beginning is taken to live to its end.
+    """A block in which all objects that exist at its beginning are assumed to live to its end.
 
-    The half million objects of torch and transformers are searched for garbage each time that
-    Python looks at all, 0.2 to 0.4 s in which nobody plays; here they aren't, but for once at the
-    beginning, so it is for work that takes minutes (benchmarks/heap.py). What becomes cyclic
-    garbage of them within the block is freed after it, and after the last of several that overlap.
-    Where somebody else has frozen the heap already, nothing is changed.
+    Each collection of Python's garbage collector searches the half million objects of torch and
+    transformers, 0.2 to 0.4 s in which no attempt plays; within this block it searches them only
+    once, at the beginning, so the block is for work that takes minutes (benchmarks/heap.py). Cyclic
+    garbage among them that arises within the block is freed after it, and after the last of several
+    blocks that overlap. Where other code has frozen the heap already, the block changes nothing.
     """
     global _num_within
     with _lock:

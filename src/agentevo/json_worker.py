@@ -1,5 +1,5 @@
-"""A process of its own for work that no thread can break off, such as sympy or a chat template of
-somebody else's: it has a limit of memory, and whoever asks ends it when it is late.
+"""A process of its own for work that no thread can interrupt, such as sympy or a foreign chat
+template: it has a limit of memory, and its caller ends it when it is late.
 
 A request is a line of JSON, and so is the answer. The first line says that the process is ready.
 The end of the requests ends the process.
@@ -21,16 +21,16 @@ from typing import Any
 import psutil
 
 START_S = 120.0
-"""Longest time for a process to import what it needs, on a machine that is busy."""
+"""Longest time for a process to import its modules, on a busy machine."""
 LONGEST_S = 120
-"""A request that nobody waits for any more ends the process after this time."""
+"""A request without a waiting caller ends the process after this time."""
 
 
 class JsonWorker:
     """One process, for one thread at a time."""
 
     def __init__(self, module: str, name: str) -> None:
-        """`module` calls `serve_requests`; `name` is what messages call the process. Raises
+        """`module` calls `serve_requests`; `name` is the process's name in messages. Raises
         RuntimeError, and TimeoutError, for one that does not start."""
         self._name = name
         self._process = subprocess.Popen(
@@ -49,8 +49,8 @@ class JsonWorker:
         return self.end.alive and self._process.poll() is None
 
     def ask(self, request: dict[str, Any], limit_s: float, purpose: str) -> dict[str, Any]:
-        """The answer. `purpose` is what it is asked to do, for messages. Raises TimeoutError and
-        RuntimeError, after which the process has ended."""
+        """The answer. `purpose` names the work in messages. Raises TimeoutError and RuntimeError,
+        after which the process has ended."""
         assert self._process.stdin is not None
         until = time.monotonic() + limit_s
         line = memoryview(json.dumps(request).encode() + b"\n")
@@ -63,7 +63,7 @@ class JsonWorker:
         return self._read_answer(until, limit_s, purpose)
 
     def _read_answer(self, until: float, limit_s: float, purpose: str) -> dict[str, Any]:
-        """The next line. Whatever goes wrong ends the process."""
+        """The next line. Every error ends the process."""
         assert self._process.stdout is not None
 
         line = bytearray()
@@ -71,8 +71,8 @@ class JsonWorker:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._process.stdout, selectors.EVENT_READ)
                 while not line.endswith(b"\n"):
-                    left = until - time.monotonic()
-                    if left <= 0 or not selector.select(left):
+                    time_left = until - time.monotonic()
+                    if time_left <= 0 or not selector.select(time_left):
                         raise TimeoutError(
                             f"the process of {self._name} took longer than {limit_s:g} s to "
                             f"{purpose}"
@@ -101,9 +101,10 @@ def serve_requests(
     max_memory: int,
 ) -> None:
     """In the process: answers requests until there are no more. `prepare` imports what the first
-    one would wait for; `max_memory` is what may come on top of that, in bytes of address space."""
+    request would wait for; `max_memory` is the allowance on top of that, in bytes of address
+    space."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a package prints is no answer
+    os.dup2(2, 1)  # output that a package prints is no answer
     prepare()
     _limit_memory(max_memory)
 
@@ -114,13 +115,13 @@ def serve_requests(
         _end_after(0)  # the next request may be minutes away
 
 
-def _limit_memory(more: int) -> None:
+def _limit_memory(extra_bytes: int) -> None:
     try:
         import resource
     except ImportError:  # Windows
         return
 
-    most = psutil.Process().memory_info().vms + more
+    most = psutil.Process().memory_info().vms + extra_bytes
     _, highest = resource.getrlimit(resource.RLIMIT_AS)
     limit = most if highest == resource.RLIM_INFINITY else min(most, highest)
     resource.setrlimit(resource.RLIMIT_AS, (limit, highest))

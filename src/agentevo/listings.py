@@ -201,7 +201,7 @@ KINDS: Mapping[str, str] = {
     "sandboxes": "where code of a model runs: the key type of a sandbox",
     "trackers": "where a run's numbers go beside its folder: tracking.backends",
 }
-"""The kinds, with what they are for."""
+"""The kinds, with their purposes."""
 
 
 def _first_comment(path: Path) -> str:

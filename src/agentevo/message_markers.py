@@ -6,8 +6,8 @@ and begin another. So each such marker is cut before the template sees it: CUT s
 first character, and who encodes the rendering encodes the pieces between cuts each by itself. The
 ids still say the same text, without a special token that the template has not written.
 
-What a template writes as ordinary text, such as Llama 2's [INST], is no token: nothing tells it
-from a message that says the same.
+Text that a template writes as ordinary text, such as Llama 2's [INST], is no token: it can't be
+distinguished from a message with the same text.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CUT = "\ufdd0"
-"""A noncharacter of Unicode, which no text has; one that has it loses it."""
+"""A noncharacter of Unicode, which no text should have; a text that has it loses it."""
 THOUGHT_TAGS = ("<think>", "</think>")
-"""What an answer may say though the tokenizer has it as a special token."""
+"""Special tokens of the tokenizer that an answer may nevertheless contain."""
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 _TAG = re.compile(r"</?\w+>")
 
@@ -75,11 +75,11 @@ def _around_messages(
 ) -> set[str]:
     """Those of the markers that the template writes in a plain conversation, and the tokenizer's
     own beginning and end of a text."""
-    asked = {"role": "user", "content": "a"}
-    messages = [asked, {"role": "assistant", "content": "b"}, asked]
+    user_message = {"role": "user", "content": "a"}
+    messages = [user_message, {"role": "assistant", "content": "b"}, user_message]
     try:
         text = render(messages)
-    except Exception:  # noqa: BLE001 (a template may do anything; who renders with it is told)
+    except Exception:  # noqa: BLE001 (a template may do anything; its user reports it)
         return markers
 
     ends = {tokenizer.bos_token, tokenizer.eos_token}

@@ -1,9 +1,9 @@
-"""An event loop on a thread of its own, for code of others that may block it.
+"""An event loop on a thread of its own, for foreign code that may block it.
 
-All attempts of a world share it, since what they share (clients, locks) belongs to one loop. What
-blocks holds up these attempts and nothing else. Where the loop does not answer after an attempt was
-broken off, it is left behind with what hangs on it, and later attempts get a new one; a process
-bears MAX_LEFT of those.
+All attempts of a world share it, since the objects that they share (clients, locks) belong to one
+loop. Blocking code delays only these attempts. Where the loop does not respond after an attempt was
+cancelled, it is abandoned with the attempts that hang on it, and later attempts get a new one; a
+process tolerates MAX_LEFT abandoned loops.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 MAX_LEFT = 20
 ANSWER_S = 2.0
-"""A loop that has not answered for so long is blocked."""
+"""A loop that has not answered for this time is blocked."""
 
 
 class OwnLoop:
-    """See the module. `name` is that of its threads."""
+    """See the module. `name` is the name of its threads."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -32,8 +32,8 @@ class OwnLoop:
         self._num_left = 0
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the coroutine returns or raises on that loop; it is cancelled with whoever awaits
-        this. Raises EnvironmentFailure if too many loops are blocked."""
+        """What the coroutine returns or raises on that loop; it is cancelled with the caller.
+        Raises EnvironmentFailure if too many loops are blocked."""
         loop = self._running()
         future = asyncio.run_coroutine_threadsafe(_guard(work), loop)
         try:

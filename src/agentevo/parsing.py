@@ -1,4 +1,4 @@
-"""YAML and JSON that somebody wrote by hand, that another program wrote, or that was damaged since:
+"""YAML and JSON that a user wrote by hand, that another program wrote, or that was damaged since:
 read within limits, so that no text makes the reader crash, hang or run out of memory.
 
 A mapping's keys are texts, as they are written: `1: x` and `~: x` have the keys `1` and `~`.
@@ -48,12 +48,12 @@ _WHOLE_NUMBERS = re.compile(
 
 
 class ParseError(ValueError):
-    """A text is not what it should be; the message says in which line, and what is wrong."""
+    """A text is not valid; the message says in which line, and what is wrong."""
 
 
 def read_text(path: Path, *, at_most: int = MAX_BYTES) -> str:
-    """The text of a file that somebody wrote. Raises ConfigError for what is no file, can't be
-    read, has more than `at_most` bytes, or is not UTF-8."""
+    """The text of a user's file. Raises ConfigError for what is no file, can't be read, has more
+    than `at_most` bytes, or is not UTF-8."""
     size = check_file(path)
     if size > at_most:
         raise ConfigError(
@@ -71,8 +71,8 @@ def read_text(path: Path, *, at_most: int = MAX_BYTES) -> str:
 
 
 def check_file(path: Path) -> int:
-    """The size in bytes of what is a file. Raises ConfigError for what is none: a pipe would be
-    waited for, and a device has no end."""
+    """The size in bytes of a file. Raises ConfigError for anything else: a pipe would be waited
+    for, and a device has no end."""
     try:
         what = os.stat(path)
     except (OSError, ValueError) as error:
@@ -87,8 +87,7 @@ def check_file(path: Path) -> int:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The one JSON object in a file that AgentEvo wrote. Raises ConfigError for a file that was
-    damaged since."""
+    """The one JSON object in a file that AgentEvo wrote. Raises ConfigError for a damaged file."""
     try:
         value = parse_json(read_text(path))
     except ParseError as error:
@@ -116,9 +115,9 @@ def check_depth(value: Any) -> None:
     for _ in range(MAX_DEPTH + 1):
         level = [
             item
-            for one in level
-            if isinstance(one, (dict, list))
-            for item in (one.values() if isinstance(one, dict) else one)
+            for container in level
+            if isinstance(container, (dict, list))
+            for item in (container.values() if isinstance(container, dict) else container)
         ]
         if not level:
             return
@@ -166,7 +165,7 @@ _Loader.add_implicit_resolver(f"{_TAG}int", _WHOLE_NUMBERS, list("-+0123456789")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts into quotes what any reader of YAML 1.1 or `_Loader` would take for something else."""
+    """Quotes every text that a reader of YAML 1.1 or `_Loader` would read as another value."""
 
 
 for _kind, _pattern in (("float", _NUMBERS), ("int", _WHOLE_NUMBERS)):
@@ -179,7 +178,7 @@ def dump_yaml(tree: Any) -> str:
 
 
 class _Tree:
-    """Makes a plain tree of the nodes of a document, and counts what it makes."""
+    """Makes a plain tree of the nodes of a document, and counts its values."""
 
     def __init__(self) -> None:
         self._num_values = 0
@@ -206,28 +205,28 @@ class _Tree:
         if node.tag != f"{_TAG}map":
             raise _wrong_tag(node)
 
-        own: dict[str, Any] = {}
+        own_keys: dict[str, Any] = {}
         merged: list[dict[str, Any]] = []
         for key, item in node.value:
             value = self.value(item, depth - 1)
             if key.tag == f"{_TAG}merge":
                 mappings = value if isinstance(value, list) else [value]
-                if not all(isinstance(one, dict) for one in mappings):
+                if not all(isinstance(mapping, dict) for mapping in mappings):
                     raise _wrong(item, "`<<` takes a mapping, or a list of them")
                 merged += mappings
                 continue
 
             name = _key(key)
-            if name in own:
+            if name in own_keys:
                 raise _wrong(key, f"not valid YAML: found duplicate key {name}")
 
-            own[name] = value
+            own_keys[name] = value
 
         values: dict[str, Any] = {}
         for mapping in reversed(merged):  # the first one counts
             values.update(mapping)
 
-        return {**values, **own}
+        return {**values, **own_keys}
 
     def _scalar(self, node: yaml.Node) -> Any:
         if node.tag in (f"{_TAG}str", f"{_TAG}value"):

@@ -1,5 +1,5 @@
-"""Paths that somebody gave: what can't be one, and where no folder can be made, said before
-anything is created."""
+"""Paths that a user gave: checks for what can't be a path, and for where no folder can be made,
+before anything is created."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MOST_NEIGHBOURS = 2000
 
 
 def name_problem(path: str) -> str:
-    """What keeps a text from being a path and what to do, or empty. Whether something is there is
-    not looked at."""
+    """Why a text can't be a path and what to do, or empty. The function does not check whether the
+    path exists."""
     if "\0" in path:
         return "has a NUL character, which no path has: remove it"
 
@@ -41,23 +41,24 @@ def name_problem(path: str) -> str:
     if longest > MAX_NAME:
         return f"has a name of {longest:,} bytes, and file systems take {MAX_NAME}: shorten it"
 
-    whole = sum(map(len, names)) + len(names)
-    if whole > MAX_PATH:
-        return f"has {whole:,} bytes, and systems take {MAX_PATH:,}: shorten it"
+    num_bytes = sum(map(len, names)) + len(names)
+    if num_bytes > MAX_PATH:
+        return f"has {num_bytes:,} bytes, and systems take {MAX_PATH:,}: shorten it"
 
     return ""
 
 
 def short(path: Path) -> str:
-    """The path as a message names it: from the current folder where it lies below."""
+    """The path in a message: relative to the current folder where it is below that."""
     with suppress(ValueError, OSError):
         return str(path.relative_to(Path().absolute()))
     return str(path)
 
 
 def check_new_folder(folder: Path, key: str) -> None:
-    """Raises ConfigError where a folder can't be made or written into; `key` is what gives another.
-    A file without a name tries the place, and is gone when this returns or the process dies."""
+    """Raises ConfigError where a folder can't be made or written into; `key` is the key that sets
+    another. A file without a name tests the place, and disappears when this returns or the process
+    dies."""
     problem = name_problem(f"{folder.absolute()}/{'x' * LONGEST_OWN}") or _place_problem(folder)
     if problem:
         raise ConfigError(f"{_shown(folder)} {problem}: give another {key}")
@@ -96,9 +97,9 @@ def _place_problem(folder: Path) -> str:
 
 
 def spelling_hint(path: Path, accepts: Callable[[Path], bool] = Path.exists) -> str:
-    """`did you mean 'runs/lake'? ` for a path that is not there, where one that is there is written
-    nearly so, in any of its parts, and is accepted; else empty. The ending of a file counts
-    apart."""
+    """`did you mean 'runs/lake'? ` for a missing path, if an existing one that is accepted has
+    nearly that spelling, in any of its parts; else empty. The ending of a file is compared
+    separately."""
     try:
         corrected = Path(path.anchor)
         for part in path.parts[len(corrected.parts) :]:
@@ -112,15 +113,17 @@ def spelling_hint(path: Path, accepts: Callable[[Path], bool] = Path.exists) -> 
 
 
 def _nearest_name(folder: Path, name: str) -> str:
-    """What lies in the folder under nearly that name. Raises LookupError where nothing does."""
-    wanted = Path(name)
+    """The entry of the folder with nearly that name. Raises LookupError where there is none."""
+    wanted_path = Path(name)
     names = [entry.name for entry in islice(os.scandir(folder), MOST_NEIGHBOURS)]
     visible = [Path(entry) for entry in names if not entry.startswith(".")]
-    of_its_kind = [entry for entry in visible if entry.suffix == wanted.suffix]
-    of_others = [entry for entry in visible if not wanted.suffix or entry.stem == wanted.stem]
+    of_its_kind = [entry for entry in visible if entry.suffix == wanted_path.suffix]
+    of_others = [
+        entry for entry in visible if not wanted_path.suffix or entry.stem == wanted_path.stem
+    ]
     for entries in (of_its_kind, of_others):
         by_stem = {entry.stem: entry.name for entry in sorted(entries)}
-        guess = nearest(wanted.stem, list(by_stem))
+        guess = nearest(wanted_path.stem, list(by_stem))
         if guess is not None:
             return by_stem[guess]
 

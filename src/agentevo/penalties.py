@@ -1,5 +1,5 @@
-"""Penalties of what was said already, and biases of tokens: what they make of a model's logits, for
-whoever draws under them and for whoever computes the same distribution again.
+"""Penalties of tokens that a text has already, and biases of tokens: their effect on a model's
+logits, for code that draws under them and for code that computes the same distribution again.
 
 With logits z, r = repetition and c the number of times that a token has been drawn in this
 completion:
@@ -36,7 +36,7 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency: float = 0.0
     repetition: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added)."""
+    """(token, the amount added)."""
 
     @property
     def problem(self) -> str | None:
@@ -81,7 +81,7 @@ class PenaltyChanges(NamedTuple):
     tokens: np.ndarray
     """[K] int64"""
     offsets: np.ndarray
-    """[K] float32, what is added"""
+    """[K] float32, the amounts added"""
     repeated: np.ndarray
     """[K] float32: `repetition` where R applies, else 1"""
 
@@ -140,14 +140,16 @@ class TokenPenalties(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence[tuple[int, Penalties | None]]) -> TokenPenalties | None:
-        """Those of a text from those of its stretches, each with its length."""
+        """The penalties of a text from those of its stretches, each with its length."""
         table = [penalties for _, penalties in parts if penalties is not None]
         if not table:
             return None
 
         sizes = [size for size, _ in parts]
         numbers = np.cumsum([penalties is not None for _, penalties in parts]) - 1
-        rows = [-1 if one is None else n for (_, one), n in zip(parts, numbers, strict=True)]
+        rows = [
+            -1 if penalties is None else n for (_, penalties), n in zip(parts, numbers, strict=True)
+        ]
         starts = np.cumsum([0, *sizes[:-1]])
 
         return cls(
@@ -157,9 +159,9 @@ class TokenPenalties(NamedTuple):
         )
 
     def changes(self, ids: np.ndarray, places: np.ndarray) -> Mapping[int, PenaltyChanges]:
-        """Place -> what they change there, of the given places [M] in ascending order at which they
-        change anything; `ids` [T] is the text."""
-        found: dict[int, PenaltyChanges] = {}
+        """Place -> the changes there, of the given places [M] in ascending order at which there are
+        any; `ids` [T] is the text."""
+        changes_by_place: dict[int, PenaltyChanges] = {}
         state = None
         start = -1
         done = 0
@@ -175,6 +177,6 @@ class TokenPenalties(NamedTuple):
                 state.take(token)
 
             done = place
-            found[place] = state.changes()
+            changes_by_place[place] = state.changes()
 
-        return found
+        return changes_by_place

@@ -4,12 +4,12 @@
         for row in rows:
             progress.advance()
 
-Where a command has said `showing(stderr)`, one thread looks at the number now and then and draws
-it: a bar on a terminal, which is gone at the end; elsewhere a line after FIRST_LINE_S and then
-every LINE_S, each of which stands on its own. Work that is over before leaves nothing. Without
-`showing`, as from Python, nothing is ever drawn, and within a bar no other one is. Within `hidden`
-somebody else shows what is done, and may look at the bars that are under way. The time left is what
-the pace of the last WINDOW_S says, a standstill included. `advance` costs an addition.
+Where a command has called `showing(stderr)`, one thread looks at the number now and then and draws
+it: on a terminal a bar, which disappears at the end; elsewhere a complete line after FIRST_LINE_S
+and then every LINE_S. Work that ends earlier leaves nothing. Without `showing`, as from Python,
+nothing is ever drawn, and within a bar no other bar is drawn. Within `hidden` another view shows
+the progress, and may read the bars that are under way. The time left follows from the pace of the
+last WINDOW_S, a standstill included. `advance` costs an addition.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LINE_S = 15.0
 FRAME_S = 0.2
 WINDOW_S = 30.0
 LEAST_PACE_S = 2.0
-"""Before so much has been seen of the pace, no time left is said."""
+"""Shortest observation of the pace before a time left is shown."""
 
 
 class Display:
@@ -64,7 +64,7 @@ class Hidden:
         try:
             yield
         finally:
-            self._bars = tuple(one for one in self._bars if one is not bar)
+            self._bars = tuple(other_bar for other_bar in self._bars if other_bar is not bar)
 
 
 _display: ContextVar[Display | Hidden | None] = ContextVar("agentevo_progress", default=None)
@@ -83,7 +83,7 @@ def showing(stream: TextIO, *, plain: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def hidden() -> Iterator[Hidden]:
-    """No bar is drawn within this block: somebody else shows what is done."""
+    """No bar is drawn within this block: another view shows the progress."""
     bars = Hidden()
     token = _display.set(bars)
     try:
@@ -99,7 +99,7 @@ def is_shown() -> bool:
 
 
 class ProgressBar:
-    """The number of what is done, for whoever does it."""
+    """The number of what is done, for the code that does it."""
 
     def __init__(
         self, what: str, total: float | None, unit: str, look: Callable[[], float] | None = None
@@ -132,11 +132,11 @@ class ProgressBar:
         self._seen.append((now, self.done))
         while len(self._seen) > 2 and now - self._seen[0][0] > WINDOW_S:
             self._seen.popleft()
-        began, before = self._seen[0]
-        return max(self.done - before, 0.0) / (now - began) if now > began else 0.0
+        first_time, before = self._seen[0]
+        return max(self.done - before, 0.0) / (now - first_time) if now > first_time else 0.0
 
-    def left(self, pace: float) -> float | None:
-        """Seconds, or None where nobody can know."""
+    def time_left(self, pace: float) -> float | None:
+        """Seconds, or None where that can't be known."""
         if self.total is None or pace <= 0 or self.elapsed < LEAST_PACE_S:
             return None
         return max(self.total - self.done, 0.0) / pace
@@ -157,14 +157,14 @@ class ProgressBar:
     def facts(self) -> list[str]:
         """The number, the rate, and the time left, or else the time taken."""
         pace = self.pace()
-        left = self.left(pace)
-        found = [self.count_text(), f"{_amount(pace, self.unit, rate=True)}/s" if pace else ""]
-        found.append(
+        seconds_left = self.time_left(pace)
+        texts = [self.count_text(), f"{_amount(pace, self.unit, rate=True)}/s" if pace else ""]
+        texts.append(
             f"{format_duration(self.elapsed)} so far"
-            if left is None
-            else f"about {format_duration(left)} left"
+            if seconds_left is None
+            else f"about {format_duration(seconds_left)} left"
         )
-        return [fact for fact in found if fact]
+        return [fact for fact in texts if fact]
 
 
 @contextmanager
@@ -174,27 +174,27 @@ def bar(
     unit: str = "rows",
     look: Callable[[], float] | None = None,
 ) -> Iterator[ProgressBar]:
-    """A bar around the block. `unit`: a plural noun, or `bytes`. `look` says what is done, where
-    nobody counts it; it is called by another thread."""
-    made = ProgressBar(what, total, unit, look)
+    """A bar around the block. `unit`: a plural noun, or `bytes`. `look` returns what is done, where
+    no code counts it; another thread calls it."""
+    new_bar = ProgressBar(what, total, unit, look)
     display = _display.get()
     if isinstance(display, Hidden):
-        with display.has(made):
-            yield made
+        with display.has(new_bar):
+            yield new_bar
         return
 
     if display is None or not display.taken.acquire(blocking=False):
-        yield made
+        yield new_bar
         return
 
     over = threading.Event()
-    thread = threading.Thread(target=_draw, args=(made, display, over), daemon=True)
+    thread = threading.Thread(target=_draw, args=(new_bar, display, over), daemon=True)
     thread.start()
     try:
-        yield made
+        yield new_bar
     finally:
         over.set()
-        thread.join(5.0)  # a terminal that takes nothing more holds nobody up
+        thread.join(5.0)  # a terminal that takes nothing more blocks no work
         display.taken.release()
 
 
@@ -202,57 +202,64 @@ def over(
     items: Iterable[T], what: str, total: float | None = None, unit: str = "rows"
 ) -> Iterator[T]:
     """The items, counted as they go by."""
-    with bar(what, total, unit) as made:
+    with bar(what, total, unit) as progress_bar:
         for item in items:
             yield item
-            made.advance()
+            progress_bar.advance()
 
 
-def _draw(made: ProgressBar, display: Display, over: threading.Event) -> None:
+def _draw(progress_bar: ProgressBar, display: Display, over: threading.Event) -> None:
     if over.wait(FIRST_BAR_S):
         return
 
     try:
         console = open_console(display.stream, display.plain)
         if console is None:
-            _print_lines(made, display.stream, over)
+            _print_lines(progress_bar, display.stream, over)
         else:
-            _draw_frames(made, console, over)
+            _draw_frames(progress_bar, console, over)
     except (OSError, ValueError):  # its reader is gone, or its file is full
         return
 
 
-def _print_lines(made: ProgressBar, stream: TextIO, over: threading.Event) -> None:
+def _print_lines(progress_bar: ProgressBar, stream: TextIO, over: threading.Event) -> None:
     if over.wait(FIRST_LINE_S - FIRST_BAR_S):
         return
 
     while True:
-        print_line(stream, f"{made.what}: {', '.join(made.facts())}")
+        print_line(stream, f"{progress_bar.what}: {', '.join(progress_bar.facts())}")
         if over.wait(LINE_S):
-            end = _amount(made.done, made.unit) if made.done else "done"
-            print_line(stream, f"{made.what}: {end} in {format_duration(made.elapsed)}")
+            end = _amount(progress_bar.done, progress_bar.unit) if progress_bar.done else "done"
+            print_line(
+                stream, f"{progress_bar.what}: {end} in {format_duration(progress_bar.elapsed)}"
+            )
             return
 
 
-def _draw_frames(made: ProgressBar, console: Console, over: threading.Event) -> None:
+def _draw_frames(progress_bar: ProgressBar, console: Console, over: threading.Event) -> None:
     from rich.live import Live
 
-    frame = _frame(made)
+    frame = _frame(progress_bar)
     with Live(
         frame, console=console, transient=True, auto_refresh=False, redirect_stdout=False
     ) as live:
         while not over.wait(FRAME_S):
-            live.update(_frame(made), refresh=True)
+            live.update(_frame(progress_bar), refresh=True)
 
 
-def _frame(made: ProgressBar) -> RenderableType:
+def _frame(progress_bar: ProgressBar) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
     grid = Table.grid(padding=(0, 2))
-    share = ProgressBar(total=made.total, completed=made.done, width=30, pulse=made.total is None)
-    grid.add_row(Text(made.what), share, Text(", ".join(made.facts()), "dim"))
+    share = ProgressBar(
+        total=progress_bar.total,
+        completed=progress_bar.done,
+        width=30,
+        pulse=progress_bar.total is None,
+    )
+    grid.add_row(Text(progress_bar.what), share, Text(", ".join(progress_bar.facts()), "dim"))
     return grid
 
 

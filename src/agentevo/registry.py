@@ -1,8 +1,9 @@
 """Names that YAML may use, per kind, open to other packages through Python entry points.
 
 A package adds, say, an environment by listing it under the entry-point group
-`agentevo.environments`; it is imported only when its name is asked for. So are those that ship with
-AgentEvo and are not needed by every run (`packaged`). A name that is registered goes before both.
+`agentevo.environments`; it is imported only when its name is used. The same holds for those that
+ship with AgentEvo and are not needed by every run (`packaged`). A registered name takes precedence
+over both.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from agentevo.tracebacks import describe_failure
 from agentevo.user_code import load_in_time
 
 
-def nearest(name: str, known: list[str]) -> str | None:
+def nearest(name: str, known_names: list[str]) -> str | None:
     """The known name that `name` most likely meant, or None."""
-    same = [candidate for candidate in known if candidate.lower() == name.lower()]
-    similar = same or difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+    same = [candidate for candidate in known_names if candidate.lower() == name.lower()]
+    similar = same or difflib.get_close_matches(name, known_names, n=5, cutoff=0.5)
     swapped = [
         candidate for candidate in similar if sorted(candidate) == sorted(name)
     ]  # letters in another order: nearer than a wrong letter

@@ -18,7 +18,7 @@ STORE_RETRY_S = 600.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 SILENT_S = 5.0
-"""A call that has neither answered nor failed for so long is reported."""
+"""A call that has neither answered nor failed for this time is reported."""
 TELL_S = 15.0
 """Time between two reports."""
 
@@ -28,18 +28,17 @@ async def with_retries(
     *,
     within_s: float,
     what: str,
-    tell: Callable[[str], None] = to_stderr,
+    notify: Callable[[str], None] = to_stderr,
 ) -> T:
     """`await call()`, again and again while the store can't be reached or is too slow, with pauses
     that double from FIRST_PAUSE_S to LONGEST_PAUSE_S. Refusals are raised at once; what still fails
     after `within_s` seconds is raised as StoreUnavailableError.
 
-    `tell` is told what is waited for, why and until when: at the first failure or after SILENT_S,
-    then every TELL_S, and when it is over.
-    """
+    `notify` receives a line with what is waited for, why and until when: at the first failure or
+    after SILENT_S, then every TELL_S, and when the wait is over."""
     ends = time.monotonic() + within_s
     pause = FIRST_PAUSE_S
-    reporter = _Reporter(what, within_s, tell)
+    reporter = _Reporter(what, within_s, notify)
     try:
         while True:
             try:
@@ -61,12 +60,12 @@ async def with_retries(
 
 
 class _Reporter:
-    """Says from time to time what is waited for, from when it is made until `stop`, while the event
-    loop goes on."""
+    """Reports from time to time what is waited for, from its creation until `stop`, while the event
+    loop continues."""
 
-    def __init__(self, what: str, within_s: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, what: str, within_s: float, notify: Callable[[str], None]) -> None:
         self._what = what
-        self._tell = tell
+        self._tell = notify
         self._begun = time.monotonic()
         self._until = time.strftime("%H:%M:%S", time.localtime(time.time() + within_s))
         self._why = "no answer yet"

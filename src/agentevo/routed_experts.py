@@ -1,15 +1,15 @@
 """Which experts the routers of a mixture chose, token by token.
 
 A turn has a row for each token that was computed for it first: the last token of the turn that it
-goes on from, its prompt, and its completion without the last token, which nothing was predicted
-from yet. So along a path of the turn tree the rows of its turns, one after the other, are those of
-its tokens but the last:
+continues, its prompt, and its completion without the last token, which nothing was predicted from
+yet. So along a path of the turn tree the rows of its turns, one after the other, are those of its
+tokens except the last:
 
     rows(path) = sum over its turns of (prompt tokens + completion tokens) - 1
 
-The row of a token is that of the pass in which the token after it was drawn (of a prompt's other
-tokens: of the pass before that draw). Rows that are too few or too many are refused wherever they
-turn up, and never filled up or cut.
+The row of a token is that of the pass in which the token after it was drawn (for a prompt's other
+tokens: of the pass before that draw). Too few or too many rows are refused wherever they appear,
+and never filled up or cut.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RoutedExperts(msgspec.Struct, frozen=True):
         return rows.reshape(-1, self.layers, self.top_k)
 
     def within(self, start: int, stop: int) -> RoutedExperts:
-        """The rows from `start` up to `stop`. Raises ValueError where there are not so many."""
+        """The rows from `start` up to `stop`. Raises ValueError where there are fewer."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise ValueError(
                 f"routed experts: rows {start} to {stop} of {self.num_tokens} are asked for"
@@ -83,7 +83,7 @@ class RoutedExperts(msgspec.Struct, frozen=True):
 
 
 def rows_of_turn(prompt: int, completion: int, *, is_root: bool) -> int:
-    """How many rows a turn has whose prompt adds so many tokens; see the module."""
+    """The number of rows of a turn whose prompt adds so many tokens; see the module."""
     return max(prompt + completion - is_root, 0)
 
 
@@ -92,11 +92,11 @@ def why_misaligned(turn: Any) -> str:
     nothing is."""
     routed: RoutedExperts = turn.routed_experts
     sizes = len(turn.prompt_ids), len(turn.completion_ids)
-    wanted = rows_of_turn(*sizes, is_root=turn.parent is None)
-    if routed.num_tokens == wanted:
+    expected = rows_of_turn(*sizes, is_root=turn.parent is None)
+    if routed.num_tokens == expected:
         return ""
     return (
-        f"turn {turn.index} has routed experts of {routed.num_tokens} tokens, and {wanted} were "
+        f"turn {turn.index} has routed experts of {routed.num_tokens} tokens, and {expected} were "
         f"computed for it ({sizes[0]} of its prompt, {sizes[1]} of its completion)"
     )
 

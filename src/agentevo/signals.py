@@ -27,8 +27,8 @@ def collect_signals(
     on_first: Callable[[int], None] = lambda _: None,
     second_interrupts: bool = False,
 ) -> Iterator[list[int]]:
-    """Yields the list of those of these signals that have come, which grows, instead of what they
-    do otherwise. Python hears signals in the main thread only: elsewhere the list stays empty.
+    """Yields the list of those of these signals that have come, which grows, in place of their
+    usual effect. Python handles signals in the main thread only: elsewhere the list stays empty.
 
     `on_first` is called with the first one. `second_interrupts`: Ctrl-C after another signal raises
     KeyboardInterrupt at once.
@@ -54,22 +54,22 @@ def collect_signals(
 @contextmanager
 def asked_to_stop(parent: int | None = None) -> Iterator[Callable[[], bool]]:
     """For a service of a run. Yields a function that says whether SIGTERM or Ctrl-C has come, or
-    the process with the id `parent` is not our parent any more: nobody is there to ask then. A
-    second Ctrl-C interrupts at once."""
+    the process with the id `parent` is not our parent any more: then no process is left that could
+    ask. A second Ctrl-C interrupts at once."""
     with collect_signals(signal.SIGINT, signal.SIGTERM, second_interrupts=True) as received:
         yield lambda: bool(received) or (parent is not None and os.getppid() != parent)
 
 
 @contextmanager
-def stop_on_interrupt(tell: Callable[[str], None]) -> Iterator[list[int]]:
+def stop_on_interrupt(notify: Callable[[str], None]) -> Iterator[list[int]]:
     """For a command. The list that it yields is empty until the first Ctrl-C or SIGTERM, which asks
     for a clean stop; a second Ctrl-C interrupts at once."""
 
     def on_first(number: int) -> None:
-        if number == signal.SIGTERM:  # of a launcher, say: nobody has pressed anything
-            tell(f"the process was asked to stop (SIGTERM): {STOPPING}; Ctrl-C stops at once")
+        if number == signal.SIGTERM:  # of a launcher, say: no key was pressed
+            notify(f"the process was asked to stop (SIGTERM): {STOPPING}; Ctrl-C stops at once")
         else:
-            tell(f"{STOPPING}; Ctrl-C again stops at once")
+            notify(f"{STOPPING}; Ctrl-C again stops at once")
 
     with collect_signals(
         signal.SIGINT, signal.SIGTERM, on_first=on_first, second_interrupts=True

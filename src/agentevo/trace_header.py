@@ -1,5 +1,5 @@
-"""The header that tells another program of the call that it is asked for, in W3C's Trace Context:
-for every room that asks programs, also those below the store, which records the calls.
+"""The header that links a request to the call that makes it, in W3C's Trace Context: for every
+package that sends requests, also those below the store, which records the calls.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ current: ContextVar[Any] = ContextVar("agentevo call", default=None)
 
 
 def traceparent() -> str | None:
-    """The header that tells another program of the call that this runs in; None where nothing is
-    traced."""
+    """The header with the call that this code runs in; None where nothing is traced."""
     call = current.get()
     place = None if call is None else call.place
     return None if place is None else str(place.header)
@@ -24,5 +23,5 @@ def traceparent() -> str | None:
 
 def trace_headers() -> dict[str, str]:
     """`traceparent` as a request's headers; empty where nothing is traced."""
-    told = traceparent()
-    return {} if told is None else {HEADER: told}
+    parent = traceparent()
+    return {} if parent is None else {HEADER: parent}

@@ -35,9 +35,9 @@ _RELAYS = tuple(
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Where in a user's code it was raised, then what it came of; places in AgentEvo are left out,
-    and of installed packages all but that which raised. Empty where that says no more than the
-    error's first line, and for a server that is away, which is no code's fault."""
+    """Where a user's code raised the error, then its causes; places in AgentEvo are left out, and
+    of installed packages all except the one that raised. Empty where that says no more than the
+    error's first line, and for a server that is away, which is not an error of the code."""
     if error is None:
         return ""
 
@@ -63,13 +63,15 @@ def name_place(text: str) -> str:
     """The innermost place of a user's code in what `traceback_of` gave, as `FILE, line N, in NAME`;
     empty where it names none."""
     lines = re.findall(r'^ *File "(.+)", (line \d+, in .+)$', text.partition(CAUSED_BY)[0], re.M)
-    own = [f"{file}, {place}" for file, place in lines if not file.startswith((_OURS, *_INSTALLED))]
-    return own[-1] if own else ""
+    user_places = [
+        f"{file}, {place}" for file, place in lines if not file.startswith((_OURS, *_INSTALLED))
+    ]
+    return user_places[-1] if user_places else ""
 
 
 def describe_failure(error: BaseException) -> str:
-    """`Kind: message` of what a user's code raised, and below it where; without places where Python
-    refused the arguments, so that none of that code has run."""
+    """`Kind: message` of an error that a user's code raised, and below it the place; without places
+    where Python refused the arguments, so that none of that code has run."""
     frames = traceback.extract_tb(error.__traceback__)
     has_run = any(not frame.filename.startswith((_OURS, *_RELAYS)) for frame in frames)
     is_refused_call = isinstance(error, TypeError) and not has_run
@@ -101,10 +103,10 @@ def format_stack(thread_id: int, below: CodeType = threading.Thread.run.__code__
 
 
 def _format_frames(frames: Sequence[traceback.FrameSummary]) -> str:
-    """A user's own places, or, of installed packages alone, those that are not AgentEvo's."""
+    """A user's own places, or, of installed packages only, those that are not AgentEvo's."""
     theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    own = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
-    lines = traceback.format_list((own or theirs)[-MAX_FRAMES:])
+    user_frames = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
+    lines = traceback.format_list((user_frames or theirs)[-MAX_FRAMES:])
     return storable("".join(lines), LONGEST_PLACE * len(lines)).rstrip()
 
 
@@ -117,16 +119,16 @@ def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
 def _one_traceback(error: BaseException, *, is_cause: bool) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith((_OURS, *_RELAYS))]
-    own = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
-    if own and theirs[-1] is not own[-1] and frames[-1] is theirs[-1]:
-        own.append(theirs[-1])
+    user_frames = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
+    if user_frames and theirs[-1] is not user_frames[-1] and frames[-1] is theirs[-1]:
+        user_frames.append(theirs[-1])
 
     is_said = isinstance(error, AgentEvoError) or hasattr(error, "__notes__") or is_cause
-    shown = (own or theirs or ([] if is_said else list(frames)))[-MAX_FRAMES:]
+    shown = (user_frames or theirs or ([] if is_said else list(frames)))[-MAX_FRAMES:]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)]
 
-    said = "".join(traceback.format_exception_only(type(error), error))
-    if not shown and not is_cause:  # the error's first line is told beside it
-        said = said.partition("\n")[2]
+    error_text = "".join(traceback.format_exception_only(type(error), error))
+    if not shown and not is_cause:  # the error's first line is reported separately
+        error_text = error_text.partition("\n")[2]
 
-    return storable("".join([*(lines if shown else []), said])).rstrip()
+    return storable("".join([*(lines if shown else []), error_text])).rstrip()

@@ -49,14 +49,14 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
     arguments: str
     """The exact text that the model or the demonstrator wrote, which may not be valid JSON."""
     id: str = ""
-    """Empty where nobody gave one."""
+    """Empty where none was given."""
 
 
 Role = Literal["system", "user", "assistant", "tool"]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One chat message, for people and for chat templates; training never reads it."""
+    """One chat message, for readers and for chat templates; training never reads it."""
 
     role: Role
     content: str | tuple[TextPart | ImagePart, ...]
@@ -66,7 +66,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str | None = None
     """Who speaks; of a message of role `tool`, the tool."""
     reasoning: str | None = None
-    """What the assistant thought before it answered, where it is kept apart from the content."""
+    """The assistant's reasoning before the answer, where it is separate from the content."""
 
     @property
     def text(self) -> str:
@@ -138,7 +138,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     penalties: Penalties | None = None
     """What is done to the logits before temperature and filters."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens a completion tells of at each of its places."""
+    """How many of the likeliest tokens a completion has at each of its places."""
     routed_from: int = 0
     """The first token whose routed experts a completion tells, where the engine records them."""
 
@@ -230,17 +230,17 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     reward: float = 0.0
     """What the environment paid for this turn, penalties included."""
     messages: list[Message] = []
-    """What the prompt added and what the policy said, as text for people."""
+    """The prompt's new part and the policy's answer, as readable text."""
     tools: str = ""
     """Of a root: the tools that the template wrote into the prompt, as a JSON list of schemas."""
 
     def __repr__(self) -> str:
-        """Without ids and log-probs, of which there may be thousands."""
+        """Without ids and log-probs, which may be thousands."""
         extends = "" if self.parent is None else f" after turn {self.parent}"
-        said = self.messages[-1].text if self.messages else ""
+        last_text = self.messages[-1].text if self.messages else ""
         return (
             f"<Turn {self.index}{extends}: {len(self.prompt_ids)} new prompt tokens, "
-            f"{len(self.completion_ids)} drawn ({self.finish_reason}), said {shown(said)}>"
+            f"{len(self.completion_ids)} drawn ({self.finish_reason}), said {shown(last_text)}>"
         )
 
     def __post_init__(self) -> None:
@@ -272,7 +272,7 @@ class RemoteTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: int
     """Among the attempt's remote turns."""
     parent: int | None = None
-    """The remote turn that this one goes on from; None begins a conversation."""
+    """The remote turn that this one continues; None begins a conversation."""
     model: str
     """Its name in the recipe."""
     agent: str = ""
@@ -321,7 +321,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     reward: float = 0.0
     """What the whole attempt earned, penalties included: the advantages are made from it."""
     reward_parts: dict[str, float] = {}
-    """What the reward is the sum of, by name (`environment`, ...); empty where nobody said."""
+    """The parts that the reward is the sum of, by name (`environment`, ...); empty where none were
+    given."""
     success: bool = False
     status: Status = "completed"
     error: str | None = None
@@ -375,8 +376,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole attempt, penalties included. None leaves it to a scorer."""
     success: bool = False
     reward_parts: dict[str, float] = {}
-    """What the reward is the sum of, by name; empty if it is not taken apart. A ValueError if the
-    sum is another."""
+    """The parts that the reward is the sum of, by name; empty if it has no parts. A ValueError if
+    the sum is another."""
     turn_rewards: dict[int, float] = {}
     """Turn index -> what that turn earned."""
     truncated: bool = False
@@ -400,8 +401,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One call within an attempt: of the policy, a tool, the environment or a scorer. What was said
-    in it is in the trajectory; a call says when, for how long, and inside of which other call."""
+    """One call within an attempt: of the policy, a tool, the environment or a scorer. The
+    trajectory has its content; a call has its time, its duration, and the call that it is inside
+    of."""
 
     id: str
     """`RECORDER-NUMBER`, unique in a store; a recorder belongs to one process."""

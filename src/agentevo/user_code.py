@@ -1,14 +1,14 @@
 """A user's code that is loaded before anything is played: the modules of `import` and of packages,
 and the constructors of agents and rewards.
 
-It runs on the thread of whoever calls: libraries want the main thread, and an SQLite connection or
-a client of an event loop belongs to the thread that made it. Where it has not ended after NOTICE_S,
-a line says where it stands. At the deadline SIGALRM raises in the midst of it, which ends a sleep,
-a wait on a socket and a loop. Where it goes on all the same for GRACE_S (a bare `except`, a call of
-native code), the process ends with code 2.
+The code runs on the thread of the caller: libraries want the main thread, and an SQLite connection
+or a client of an event loop belongs to the thread that made it. Where it has not ended after
+NOTICE_S, a line reports its place. At the deadline SIGALRM raises in the midst of it, which ends a
+sleep, a wait on a socket and a loop. Where it continues nevertheless for GRACE_S (a bare `except`,
+a call of native code), the process ends with code 2.
 
-Not promised: a thread other than the main one hears no signals. Its place is told at the deadline,
-and it is waited for. Native code that keeps Python's lock for good is not seen.
+Not promised: a thread other than the main one receives no signals. Its place is reported at the
+deadline, and the caller waits for it. Native code that keeps Python's lock for good is not noticed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VARIABLE = "AGENTEVO_LOADING_S"
 LONGEST_S = 600.0
 NOTICE_S = 30.0
 REPEAT_S = 1.0
-"""How long after a signal that was swallowed comes the next."""
+"""Time from a swallowed signal to the next one."""
 GRACE_S = 10.0
 
 
@@ -125,7 +125,7 @@ class _Watch:
             signal.setitimer(signal.ITIMER_REAL, max(left_s, 0.001), interval_s)
 
     def message(self, places: str) -> str:
-        """What is said at the deadline."""
+        """The message at the deadline."""
         return (
             f"{self._what} has not ended within {self._longest_s:g} s "
             f"({VARIABLE}=SECONDS allows more). It stands at:\n{places}"

@@ -18,8 +18,8 @@ def test_what_is_stopped_before_it_begins_is_told_to_have_ended() -> None:
     async def ask_and_stop_at_once() -> None:
         asked = CheckpointPlayer(None, told.append)
         request = words.Chat(id="b", conversation="c", messages=[Message("user", "Where?")])
-        asked.hear(msgspec.json.encode(request))
-        asked.hear(msgspec.json.encode(words.Stop("b")))
+        asked.take_line(msgspec.json.encode(request))
+        asked.take_line(msgspec.json.encode(words.Stop("b")))
         async with asyncio.timeout(300):
             while len(told) < 2:
                 await asyncio.sleep(0.01)

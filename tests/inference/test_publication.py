@@ -232,7 +232,7 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
                 weights=SharedWeights(model, own, config, notes.append),
                 store=store,
                 tasks=TaskSource(config, None),
-                elsewhere=None,
+                run_engines=None,
             )
             apart = DisaggregatedRollouts(parts, lambda: bool(stopped), lambda: None, notes.append)
             await apart.begin(0)

@@ -28,7 +28,7 @@ def engines(small_config, tmp_path, monkeypatch):
 
 def played(engines, is_stopped=lambda: False):
     parts = SimpleNamespace(
-        elsewhere=engines, config=SimpleNamespace(evaluation=SimpleNamespace(samples=0))
+        run_engines=engines, config=SimpleNamespace(evaluation=SimpleNamespace(samples=0))
     )
     run = SimpleNamespace(parts=parts, players=None, is_stopped=is_stopped)
     return TrainingRun._play_evaluation(run, 1, full=True, label="")

@@ -106,7 +106,7 @@ def test_a_budget_keeps_the_comparison_back_and_counts_what_a_kill_took() -> Non
         SearchBegun(candidate="c", task="u", label="judged", number=2, at=1010.0),
     ]
     budget = budget_of(section, 20, records)
-    assert (budget.begun, budget.before_s) == (5, 40.0)
+    assert (budget.num_begun, budget.before_s) == (5, 40.0)
 
     budget.take(25, final=False)
     with pytest.raises(BudgetSpentError, match="attempts=50"):

@@ -173,7 +173,7 @@ def test_a_store_that_is_away_costs_calls_and_nothing_else(
     told: list[str] = []
 
     async def scenario() -> None:
-        async with make_log(tell=told.append) as log:
+        async with make_log(notify=told.append) as log:
             calls = AttemptCalls(log, "t")
             store.fails = StoreUnavailableError("gone")
             with calls.attempt("Player"):
@@ -204,7 +204,7 @@ def test_what_the_store_refuses_is_counted(
 
     async def scenario() -> None:
         store.fails = error
-        async with make_log(tell=told.append) as log:
+        async with make_log(notify=told.append) as log:
             with AttemptCalls(log, "t").attempt("Player"):
                 pass
 
@@ -220,7 +220,7 @@ def test_the_end_of_a_run_waits_for_a_slow_store_only_so_long(
     told: list[str] = []
 
     async def scenario() -> None:
-        async with make_log(tell=told.append) as log:
+        async with make_log(notify=told.append) as log:
             with AttemptCalls(log, "t").attempt("Player"):
                 pass
 

@@ -67,7 +67,7 @@ def test_answers_are_what_the_database_says_and_stand_in_the_results(made, shop)
             ((value,),) = connection.execute(step.arguments["sql"])
             assert str(value) == row["answer"] and row["answer"] in step.result
             assert step.question is not None and step.arguments["sql"] == step.question.sql
-            for told in step.question.told.values():
+            for told in step.question.told_values.values():
                 assert str(told) in row["query"]
             assert "SELECT" not in row["query"] and "query" not in row["query"]
 
@@ -167,7 +167,7 @@ def test_many_tables_with_long_statements_and_short_names(tmp_path):
 
     made = made_for(sections(file), WantedTasks(train=20, held_out=5))
     asked = [steps_of(row)[-1].question for row in made.train]
-    assert len(made.known.databases["query"].tables) == 20
+    assert len(made.survey.databases["query"].tables) == 20
     assert {("value", "E"), ("value", "S")} <= {(one.what, one.column) for one in asked}
 
 
@@ -245,7 +245,7 @@ def test_servers_that_lie_about_databases_are_no_databases():
         made_for([FunctionToolSection(name="claims_sql")], WantedTasks(train=2, held_out=0))
     known = made_for(
         [FunctionToolSection(name="repeats_sql")], WantedTasks(train=2, held_out=0)
-    ).known
+    ).survey
     assert known.databases == {}
 
 

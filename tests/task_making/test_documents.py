@@ -123,7 +123,7 @@ def test_a_sentence_that_stands_on_both_sides_is_not_asked_for_nor_what_was_aske
 
     first = tasks_from(both, train=400, held_out=400, per_passage=1, seed=0)
     known = {row["query"] for row in first.train}
-    again = tasks_from(both, train=400, held_out=0, per_passage=1, seed=0, asked=known)
+    again = tasks_from(both, train=400, held_out=0, per_passage=1, seed=0, earlier_questions=known)
     assert again.train and not {row["query"] for row in again.train} & known
 
     with pytest.raises(ConfigError, match="no task held out could be made"):

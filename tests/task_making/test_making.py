@@ -33,7 +33,7 @@ def sections(name, **options):
 
 def made_for(name, wanted, *, told=None, **options):
     lines = [] if told is None else told
-    return asyncio.run(make_tasks(sections(name, **options), wanted, tell=lines.append))
+    return asyncio.run(make_tasks(sections(name, **options), wanted, on_note=lines.append))
 
 
 @pytest.fixture(scope="module")
@@ -268,8 +268,8 @@ def test_values_that_a_schema_names():
     assert described_values("Where, such as Rome.") == ["Rome"]
     assert described_values("The guest's name.") == []
     known = Values({"city": ["Oslo"]})
-    assert known.known("City", {"type": "string"}) == ["Oslo"]
-    assert known.known("kind", {"enum": ["a", "b"]}) == ["a", "b"]
+    assert known.known_values("City", {"type": "string"}) == ["Oslo"]
+    assert known.known_values("kind", {"enum": ["a", "b"]}) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

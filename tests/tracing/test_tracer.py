@@ -219,7 +219,7 @@ def raises() -> None:
 
 def test_an_exporter_that_fails_costs_a_line_at_first_and_one_at_the_end() -> None:
     lines: list[str] = []
-    tracer = make(Kept(raises), tell=lines.append, limits=TraceLimits(delay_s=0.01))
+    tracer = make(Kept(raises), notify=lines.append, limits=TraceLimits(delay_s=0.01))
     played(tracer, one_attempt)
     assert tracer.num_lost == 6
 
@@ -275,7 +275,7 @@ def test_a_run_of_a_moment_loses_no_span() -> None:
         for number in range(100):
             await one_attempt(log, f"t/train@3#{number}")
 
-    played(make(kept, tell=lines.append, limits=TraceLimits(batch=50)), play)
+    played(make(kept, notify=lines.append, limits=TraceLimits(batch=50)), play)
     assert (len(kept.spans), lines) == (600, ["tracing: 600 spans were exported"])
 
 
@@ -285,7 +285,7 @@ def test_a_collector_that_is_away_for_a_moment_costs_no_span() -> None:
     statuses = [503]
     with Collector(answer=lambda: statuses.pop() if statuses else 200) as collector:
         exporter = collector_exporter(collector.url)
-        played(make(exporter, tell=lines.append), one_attempt)
+        played(make(exporter, notify=lines.append), one_attempt)
 
     assert len({span.span_id for span in collector.spans}) == len(collector.spans) == 6
     first, last = lines
@@ -325,7 +325,7 @@ def test_what_the_queue_does_not_hold_is_dropped_and_counted() -> None:
     lines: list[str] = []
     released = threading.Event()
     kept = Kept(lambda: released.wait(600))
-    tracer = make(kept, tell=lines.append, limits=TraceLimits(queue=10, delay_s=600))
+    tracer = make(kept, notify=lines.append, limits=TraceLimits(queue=10, delay_s=600))
 
     async def play(log: CallLog) -> None:
         with AttemptCalls(log, ATTEMPT).attempt("Player"):
@@ -352,7 +352,7 @@ def test_a_span_that_can_not_be_made_costs_itself_alone(monkeypatch: pytest.Monk
     monkeypatch.setattr(Spans, "of", fail_for_one)
     kept = Kept()
     lines = list[str]()
-    tracer = make(kept, tell=lines.append)
+    tracer = make(kept, notify=lines.append)
     played(tracer, one_attempt)
 
     assert (len(kept.spans), tracer.num_exported, tracer.num_lost) == (5, 5, 1)
@@ -453,7 +453,7 @@ def test_a_collector_that_refuses_is_told_of_with_its_reason() -> None:
     lines: list[str] = []
     with Collector(answer=lambda: 400) as collector:
         exporter = collector_exporter(collector.url)
-        played(make(exporter, tell=lines.append), one_attempt)
+        played(make(exporter, notify=lines.append), one_attempt)
 
     first, last = lines
     assert "Bad Request" in first

@@ -111,7 +111,7 @@ def train(
     elif isinstance(tasks, Mapping):
         options["tasks"] = tasks
 
-    given = None if isinstance(tasks, (str, Path, Mapping)) else tasks
+    given_tasks = None if isinstance(tasks, (str, Path, Mapping)) else tasks
     if rewards:
         options["rewards"] = [named_reward(reward) for reward in rewards]
 
@@ -121,7 +121,7 @@ def train(
         trained,
         model=model,
         algorithm=algorithm,
-        has_tasks=given is not None,
+        has_tasks=given_tasks is not None,
         **options,
     )
     config, agent = resolved(overrides=overrides)
@@ -131,25 +131,25 @@ def train(
     with training_packages("training"):
         from agentevo.api.run import train as train_run
 
-    if more := engine_override([config], resume=resume, note=to_stderr):
-        config, agent = resolved(overrides=[*overrides, *more])
+    if engine_options := engine_override([config], resume=resume, note=to_stderr):
+        config, agent = resolved(overrides=[*overrides, *engine_options])
     needs_tasks = agent if not config.tasks.given else None
     return train_run(
-        config, agent=agent, tasks=checked_tasks(given, needs_tasks), resume=resume, view=view
+        config, agent=agent, tasks=checked_tasks(given_tasks, needs_tasks), resume=resume, view=view
     )
 
 
 def _trainable_of(
-    given: Trainable | None, command: Sequence[str] | None, tools: Sequence[Tool]
+    trainable: Trainable | None, command: Sequence[str] | None, tools: Sequence[Tool]
 ) -> Trainable:
-    if (given is not None) + (command is not None) + bool(tools) != 1:
+    if (trainable is not None) + (command is not None) + bool(tools) != 1:
         raise ConfigError(
             "agentevo.train: give it what to train (a recipe, an environment, an agent), or "
             "command=[PROGRAM, ...], or tools=[...] for the tool agent, and only one of these"
         )
 
-    if given is not None:
-        return given
+    if trainable is not None:
+        return trainable
     if tools:
         return ToolUser([named_tool(tool) for tool in tools])
 
@@ -174,8 +174,8 @@ def sft(
     """Fine-tunes on conversations and returns the finished run, as `agentevo sft` does.
 
     `recipe` is a name, a path, a `RunConfig` or a mapping of sections, such as {"data": {"train":
-    "chats.jsonl"}}; the options are those of `train`. Raises `ConfigError` for whatever the command
-    line would refuse.
+    "chats.jsonl"}}; the options are those of `train`. Raises `ConfigError` for everything that the
+    command line would refuse.
     """
     with training_packages("training"):
         from agentevo.api.run import sft as run_sft
@@ -198,13 +198,13 @@ def sft(
     )
 
 
-def _recipe_tree(given: str | Path | RunConfig | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _recipe_tree(config: str | Path | RunConfig | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """(configuration, name of the run)."""
-    if isinstance(given, RunConfig):
-        return to_tree(given), given.run.name
-    if isinstance(given, Mapping):
-        return {str(key): plain_option(value, named=False) for key, value in given.items()}, "sft"
-    path = sources.find_recipe(str(given))
+    if isinstance(config, RunConfig):
+        return to_tree(config), config.run.name
+    if isinstance(config, Mapping):
+        return {str(key): plain_option(value, named=False) for key, value in config.items()}, "sft"
+    path = sources.find_recipe(str(config))
     tree = sources.read_yaml(path)
     check_recipe_of_run(path, tree)
     return tree, path.stem
@@ -218,10 +218,10 @@ def load_run(
     rewards: Sequence[Reward] = (),
     overrides: Sequence[str] = (),
 ) -> Run:
-    """A run that was trained earlier, from its folder. What its configuration names is found again
-    (files under `import` too); an agent function, a list of tasks and reward functions that a
-    program gave are given again, and what it registered itself is registered first. The options
-    of the rewards are those of the run."""
+    """A run that was trained earlier, from its folder. Everything that its configuration names is
+    found again (files under `import` too). The program gives an agent function, a list of tasks and
+    reward functions again, and first registers what it registered itself. The options of the
+    rewards are those of the run."""
     with training_packages("a run"):
         from agentevo.api.run import Run
 
@@ -242,8 +242,8 @@ def resolve(
     has_tasks: bool = False,
     **sections: Any,
 ) -> tuple[RunConfig, AgentFunction | None]:
-    """What `train` will run: the checked configuration, and the agent function if that was given.
-    `has_tasks`: a list of them is given beside it."""
+    """What `train` will run: the checked configuration, and the agent function if one was given.
+    `has_tasks`: whether a list of tasks is given as well."""
     named = {"model": model, "algorithm": algorithm}
     options = {
         key: plain_option(value, named=key in named)
@@ -256,13 +256,13 @@ def resolve(
     else:  # the name may be one that the import registers
         import_all(options, overrides, where="agentevo.train", folder=Path.cwd())
 
-    given, name, agent = _starting_point(agent_or_env)
+    base_tree, name, agent = _starting_point(agent_or_env)
     try:
-        tree = sources.overlay(given, options)
+        tree = sources.overlay(base_tree, options)
     except ConfigError as error:
         raise ConfigError(f"agentevo.train: {error}") from error
 
-    drop_idle_keys(given, tree, changed_keys(options.items()))
+    drop_idle_keys(base_tree, tree, changed_keys(options.items()))
     config = build_config(
         tree,
         overrides,
@@ -271,54 +271,58 @@ def resolve(
         name=name,
         needs_environment=agent is None and not has_tasks,
     )
-    if kept := kept_keys(given, overrides, where=name, options=options):
-        warnings.warn("\n".join(kept), stacklevel=3)
+    if kept_settings := kept_keys(base_tree, overrides, where=name, options=options):
+        warnings.warn("\n".join(kept_settings), stacklevel=3)
 
     return config, agent
 
 
-def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunction | None]:
+def _starting_point(trainable: Trainable) -> tuple[dict[str, Any], str, AgentFunction | None]:
     """(configuration so far, name of the run, agent function)."""
-    if isinstance(given, (str, Path)):
-        return _find_recipe_or_environment(str(given))
-    if isinstance(given, RunConfig):
-        return to_tree(given), given.run.name, None
-    if isinstance(given, Command):
-        return {"agent": {"type": "command", "command": given.words}}, "command", None
-    if isinstance(given, ToolUser):
-        return {"agent": {"type": "tool_agent", "tools": given.tools}}, "tool_agent", None
+    if isinstance(trainable, (str, Path)):
+        return _find_recipe_or_environment(str(trainable))
+    if isinstance(trainable, RunConfig):
+        return to_tree(trainable), trainable.run.name, None
+    if isinstance(trainable, Command):
+        return {"agent": {"type": "command", "command": trainable.words}}, "command", None
+    if isinstance(trainable, ToolUser):
+        return {"agent": {"type": "tool_agent", "tools": trainable.tools}}, "tool_agent", None
 
-    if isinstance(given, EnvironmentConfig):
-        options = plain_option(given, named=False)
+    if isinstance(trainable, EnvironmentConfig):
+        options = plain_option(trainable, named=False)
         return {"environment": options}, str(options.get("type")), None
 
-    if isinstance(given, TextEnvironment):
-        kind = _register_environment(type(given))
-        return {"environment": {**given.config.model_dump(mode="json"), "type": kind}}, kind, None
+    if isinstance(trainable, TextEnvironment):
+        kind = _register_environment(type(trainable))
+        return (
+            {"environment": {**trainable.config.model_dump(mode="json"), "type": kind}},
+            kind,
+            None,
+        )
 
-    if inspect.isclass(given) and issubclass(given, TextEnvironment):
-        kind = _register_environment(given)
+    if inspect.isclass(trainable) and issubclass(trainable, TextEnvironment):
+        kind = _register_environment(trainable)
         return {"environment": {"type": kind}}, kind, None
 
-    if inspect.isclass(given):
-        registered = agents.name_of(given)
+    if inspect.isclass(trainable):
+        registered = agents.name_of(trainable)
         if registered is None:
             raise ConfigError(
-                f"agentevo.train: {given.__name__} is not registered: put "
-                f'@agentevo.agent("{given.__name__.lower()}") before the class of an agent'
+                f"agentevo.train: {trainable.__name__} is not registered: put "
+                f'@agentevo.agent("{trainable.__name__.lower()}") before the class of an agent'
             )
         return {"agent": {"type": registered}}, registered, None
 
-    if callable(given):
+    if callable(trainable):
         try:
-            takes_policy(given)
+            takes_policy(trainable)
         except ConfigError as error:
             raise ConfigError(f"agentevo.train: {error}") from error
-        name = str(getattr(given, "__name__", type(given).__name__)).strip("<>")
-        return {"agent": {"type": "function"}}, name, given
+        name = str(getattr(trainable, "__name__", type(trainable).__name__)).strip("<>")
+        return {"agent": {"type": "function"}}, name, trainable
 
     raise ConfigError(
-        f"agentevo.train: can't train a {type(given).__name__}: "
+        f"agentevo.train: can't train a {type(trainable).__name__}: "
         "give a recipe, an environment (name, options, class), a registered agent (name, class), "
         "or an agent function"
     )
@@ -327,23 +331,23 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
 def _find_recipe_or_environment(name: str) -> tuple[dict[str, Any], str, None]:
     """A recipe, which has vetted settings, is preferred to an environment of the same name."""
     recipes = sources.recipe_names()
-    known = environments.names()
+    environment_names = environments.names()
     if name in recipes or Path(name).suffix in {".yaml", ".yml"}:
         path = sources.find_recipe(name)
         tree = sources.read_yaml(path)
         check_recipe_of_run(path, tree)
         return tree, path.stem, None
 
-    if name in known:
+    if name in environment_names:
         return {"environment": {"type": name}}, name, None
     if name in agent_names():
         return {"agent": {"type": name}}, name, None
 
-    guess = nearest(name, [*recipes, *known, *agent_names()])
+    guess = nearest(name, [*recipes, *environment_names, *agent_names()])
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
         f"agentevo.train: {name!r} is no recipe, no environment and no agent: {hint}recipes: "
-        f"{', '.join(recipes)}; environments: {', '.join(known)}; agents: "
+        f"{', '.join(recipes)}; environments: {', '.join(environment_names)}; agents: "
         f"{', '.join(agent_names())}{OF_YOUR_OWN}"
     )
 

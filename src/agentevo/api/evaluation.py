@@ -41,25 +41,25 @@ def evaluate(  # noqa: PLR0913 (the options of `agentevo eval`)
 
     `target` and `against` are words of the command line (a recipe, RUN, RUN@STEP, a model, a name
     of `remote_models`, URL#MODEL), or the run that was trained. `tasks` are files, or a list of
-    tasks or rows; None: the target's held-out ones. The other arguments are the command's options;
-    `note` hears what it says beside its table. Raises `ConfigError`, before anything is created,
-    for whatever the command line would refuse, and `AttemptsFailedError` where every attempt of a
-    model has failed, when all is written.
+    tasks or rows; None takes the target's held-out tasks. The other arguments are the command's
+    options; `note` receives what the command prints besides its table. Raises `ConfigError`, before
+    anything is created, for everything that the command line would refuse, and
+    `AttemptsFailedError` where every attempt of a model has failed, after everything is written.
     """
     with training_packages("an evaluation"):
         from agentevo.evaluation.evaluate import EvaluationRun, check_attempts
         from agentevo.evaluation.evaluate import evaluate as measured
 
-    files, given = _tasks(tasks)
+    files, given_tasks = _tasks(tasks)
     sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
     named = [named_reward(reward) for reward in rewards]
     summary = measured(
         EvaluationRun(
             target=_word(target),
-            against=[_word(one) for one in against],
+            against=[_word(word) for word in against],
             overrides=[*overrides, *([f"rewards={json.dumps(named)}"] if named else [])],
             tasks=files,
-            given=given,
+            given_tasks=given_tasks,
             limit=limit,
             attempts=attempts,
             checkpoint=checkpoint,
@@ -77,36 +77,36 @@ def evaluate(  # noqa: PLR0913 (the options of `agentevo eval`)
     return summary
 
 
-def _word(given: Any) -> str:
-    if isinstance(given, (str, Path)):
-        return str(given)
+def _word(target: Any) -> str:
+    if isinstance(target, (str, Path)):
+        return str(target)
 
-    folder = getattr(given, "dir", None)
+    folder = getattr(target, "dir", None)
     if isinstance(folder, Path):
         return str(folder)
 
     raise ConfigError(
-        f"agentevo.evaluate: {shown(given)}: give a recipe, the folder of a run or a model, a "
+        f"agentevo.evaluate: {shown(target)}: give a recipe, the folder of a run or a model, a "
         "name, URL#MODEL, or the run that agentevo.train returned"
     )
 
 
-def _tasks(given: Any) -> tuple[list[str], list[Task]]:
+def _tasks(tasks: Any) -> tuple[list[str], list[Task]]:
     """(files, tasks)."""
-    if given is None:
+    if tasks is None:
         return [], []
-    if isinstance(given, (str, Path)):
-        return [str(given)], []
+    if isinstance(tasks, (str, Path)):
+        return [str(tasks)], []
 
-    if not isinstance(given, Sequence) or isinstance(given, bytes):
+    if not isinstance(tasks, Sequence) or isinstance(tasks, bytes):
         raise ConfigError(
-            f"agentevo.evaluate: tasks is {shown(given)}: give a file, a list of files, or a list "
+            f"agentevo.evaluate: tasks is {shown(tasks)}: give a file, a list of files, or a list "
             "of tasks"
         )
 
-    if given and all(isinstance(one, (str, Path)) for one in given):
-        return [str(one) for one in given], []
-    if not all(isinstance(one, (Task, Mapping)) for one in given):
+    if tasks and all(isinstance(item, (str, Path)) for item in tasks):
+        return [str(item) for item in tasks], []
+    if not all(isinstance(item, (Task, Mapping)) for item in tasks):
         raise ConfigError("agentevo.evaluate: tasks: give tasks, or rows as mappings, or files")
 
-    return [], checked_tasks(given, None) or []
+    return [], checked_tasks(tasks, None) or []

@@ -27,11 +27,11 @@ def optimize(
     """Searches, and returns the contents of `summary.json`; `out` is the folder of results, with
     `texts.yaml`.
 
-    The other arguments are those of `agentevo.train`; how to search is the section `optimize`, such
-    as `optimize={"attempts": 400}`. `checkpoint`: a folder of weights in the place of the model's.
-    `note` hears what the command says beside its table. Raises `ConfigError`, before anything is
-    created, for whatever the command line would refuse, and `AttemptsFailedError` where the agent's
-    own texts let nothing be played.
+    The other arguments are those of `agentevo.train`; the section `optimize` says how to search,
+    such as `optimize={"attempts": 400}`. `checkpoint`: a folder of weights that replace the
+    model's. `note` receives what the command prints besides its table. Raises `ConfigError`, before
+    anything is created, for everything that the command line would refuse, and
+    `AttemptsFailedError` where the agent's own texts let no attempt complete.
     """
     with training_packages("a search for texts"):
         from agentevo.evaluation.contestants import Contestant
@@ -44,12 +44,12 @@ def optimize(
     elif isinstance(tasks, Mapping):
         options["tasks"] = tasks
 
-    given = None if isinstance(tasks, (str, Path, Mapping)) else tasks
+    given_tasks = None if isinstance(tasks, (str, Path, Mapping)) else tasks
     if rewards:
         options["rewards"] = [named_reward(reward) for reward in rewards]
 
     config, agent = resolve(
-        agent_or_env, model=model, overrides=overrides, has_tasks=given is not None, **options
+        agent_or_env, model=model, overrides=overrides, has_tasks=given_tasks is not None, **options
     )
     needs_tasks = agent if not config.tasks.given else None
     contestant = Contestant(config.run.name, config, Path(checkpoint) if checkpoint else None)
@@ -58,6 +58,6 @@ def optimize(
         out=Path(out),
         resume=resume,
         agent=agent,
-        given=checked_tasks(given, needs_tasks),
+        tasks=checked_tasks(given_tasks, needs_tasks),
     )
     return searched(what, note)

@@ -114,8 +114,8 @@ class Run:
         )[0]
 
     def replays(self, count: int, *, rebuild: bool = False) -> list[TrajectoryReplay]:
-        """The same of so many training trajectories, drawn at random by the run's seed; without
-        `rebuild` of those whose weights are still there."""
+        """Replays of so many training trajectories, drawn at random by the run's seed; without
+        `rebuild` only of those whose weights still exist."""
         return run_coroutine(
             replay(
                 self.config, sample=count, made_again=rebuild, agent=self._agent, tasks=self._tasks
@@ -133,9 +133,9 @@ class Run:
             async with open_components(
                 self.config, agent=self._agent, tasks=self._tasks, checkpoint=path, store_url=url
             ) as parts:
-                found = await _shown(parts, step, samples, view)
-        _report(self.config, found, step, self.dir, view)
-        return found
+                metrics = await _shown(parts, step, samples, view)
+        _report(self.config, metrics, step, self.dir, view)
+        return metrics
 
 
 def train(
@@ -162,8 +162,8 @@ def sft(config: RunConfig, *, resume: bool = False, view: LiveView | None = None
 def evaluate_model(
     config: RunConfig, *, checkpoint: Path | None = None, view: LiveView | None = None
 ) -> dict[str, float]:
-    """Success of the recipe's model as it is, or of a checkpoint of it, without any run: nothing is
-    written but by trackers, where the recipe lists some."""
+    """Success of the recipe's unchanged model, or of a checkpoint of it, without any run: only
+    trackers write, where the recipe lists some."""
     check_tracking(config)
 
     async def work() -> dict[str, float]:
@@ -171,22 +171,22 @@ def evaluate_model(
             async with open_components(config, checkpoint=checkpoint, store_url=url) as parts:
                 return await _shown(parts, 0, config.evaluation.samples, view)
 
-    found = run_coroutine(work())
-    _report(config, found, 0, Path.cwd(), view)
-    return found
+    metrics = run_coroutine(work())
+    _report(config, metrics, 0, Path.cwd(), view)
+    return metrics
 
 
 def _report(
-    config: RunConfig, found: dict[str, float], step: int, folder: Path, view: LiveView | None
+    config: RunConfig, metrics: dict[str, float], step: int, folder: Path, view: LiveView | None
 ) -> None:
     hearer = Lines(to_stderr) if view is None else view
-    report_evaluation(config, found, step=step, folder=folder, hearer=hearer)
+    report_evaluation(config, metrics, step=step, folder=folder, hearer=hearer)
 
 
 @contextmanager
 def _throwaway_store() -> Iterator[str]:
-    """URL of a store for trajectories that nobody keeps: a finished run's own record stays as
-    training left it."""
+    """URL of a temporary store for trajectories: a finished run's own record stays as training left
+    it."""
     with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as folder:
         yield f"sqlite:///{folder}/store.sqlite"
 
@@ -197,9 +197,9 @@ async def _shown(
     with view if view is not None else nullcontext():
         if view is not None:
             view.phase("evaluating", parts.config.model.name)
-        found = await evaluate(parts, step, samples=samples, players=reference_players(parts))
+        evaluation = await evaluate(parts, step, samples=samples, players=reference_players(parts))
         if view is not None:
-            view.evaluation(step, found.metrics, found.notes(parts.config))
-        check_evaluation(parts, found)
+            view.evaluation(step, evaluation.metrics, evaluation.notes(parts.config))
+        check_evaluation(parts, evaluation)
 
-    return found.metrics
+    return evaluation.metrics

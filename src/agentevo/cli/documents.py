@@ -60,7 +60,9 @@ def open_writer(
         {} if after is None else run_config(check_run_folder(after), UNSCORED).remote_models
     )
     try:
-        return RemoteModel("writer", writer_section(word, name=name, key=key, known=remote_models))
+        return RemoteModel(
+            "writer", writer_section(word, name=name, key=key, known_models=remote_models)
+        )
     except ConfigError as error:
         raise ConfigError(f"--writer: {error}") from error
 
@@ -108,7 +110,11 @@ def from_documents(
     task_options: dict[str, Any] = {"train": train, "held_out": held_out}
     task_options |= {"per_passage": per_passage, "seed": seed}
     made_tasks = _make_tasks(
-        passages, model, task_options, language, () if remaining is None else remaining.asked
+        passages,
+        model,
+        task_options,
+        language,
+        () if remaining is None else remaining.asked_questions,
     )
     num_new = len(made_tasks.train) + len(made_tasks.held_out)
 

@@ -184,7 +184,7 @@ def _make_tasks(
             wanted_tasks,
             taken=frozenset(str(row["content"]) for row in [*parents, *kept_rows]),
             harder_than=parents,
-            tell=_note,
+            on_note=_note,
             progress=so_far.to,
         )
         return run_coroutine(work)
@@ -209,7 +209,7 @@ def _write(
     if model is not None:
         try:
             written = [*made_tasks.train, *made_tasks.held_out]
-            work = reword_tasks(written, model, made_tasks.known.names, seed=wanted_tasks.seed)
+            work = reword_tasks(written, model, made_tasks.survey.names, seed=wanted_tasks.seed)
             rows, account["writer"] = run_coroutine(work)
         finally:
             model.close()
@@ -220,7 +220,7 @@ def _write(
 
     draw = random.Random(f"demonstrations-{wanted_tasks.seed}")
     shown = [
-        demonstration(draw.choice(made_tasks.train), made_tasks.known.specs, system)
+        demonstration(draw.choice(made_tasks.train), made_tasks.survey.specs, system)
         for _ in range(num_shown)
     ]
     write_made(

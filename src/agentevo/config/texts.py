@@ -72,8 +72,8 @@ def check_texts(texts: Mapping[Any, Any], patterns: Sequence[str] | None = None)
         if patterns is not None and not any(fnmatchcase(name, pattern) for pattern in patterns):
             hint = suggest_nearest(name, patterns)
             raise ValueError(
-                f"{name}: this agent asks for no such text: {hint}it has {', '.join(patterns) or 'no'}"
-                f"{'' if patterns else ' texts'}"
+                f"{name}: this agent asks for no such text: {hint}it has "
+                f"{', '.join(patterns) or 'no'}{'' if patterns else ' texts'}"
             )
 
     return dict(texts)

@@ -7,10 +7,10 @@
     alpaca     {"instruction": ..., "input": ..., "output": ..., "system": ...,
                 "history": [[question, answer], ...]}
 
-Messages stay plain mappings with every key that they came with (`reasoning_content`, `name`, ...),
+Messages stay plain mappings with all their original keys (`reasoning_content`, `name`, ...),
 because templates read such keys. Tool calls are brought into OpenAI's nesting, their arguments
 parsed: templates write them as JSON themselves. A row that breaks a rule is a RowError, never
-mended by guessing.
+repaired by guessing.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ _CONVERT: dict[str, Callable[[str, Mapping[str, Any]], ChatRow]] = {
 
 def _check_row(where: str, messages: list[dict[str, Any]], tools: Any) -> ChatRow:
     """Makes a row of messages that keep every rule of a conversation. Messages after the
-    assistant's last one are left off, because nobody answers them."""
+    assistant's last one are dropped, because they have no answer."""
     if not messages:
         raise RowError("empty", "no messages")
 
@@ -276,7 +276,7 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
             f"it begins with {roles[start]}: the first message after the system's is the user's",
         )
 
-    known: set[Any] = set()
+    call_ids: set[Any] = set()
     for number in range(start + 1, len(roles)):
         before = roles[number - 1]
         role = roles[number]
@@ -292,9 +292,9 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
                 f"message {number + 1} has the role tool, but no tool call comes before it",
             )
 
-        known |= {call.get("id") for call in messages[number - 1].get("tool_calls", ())}
+        call_ids |= {call.get("id") for call in messages[number - 1].get("tool_calls", ())}
         answered = messages[number].get("tool_call_id") if role == "tool" else None
-        if answered is not None and None not in known and answered not in known:
+        if answered is not None and None not in call_ids and answered not in call_ids:
             raise RowError(
                 "bad_tool_call",
                 f"message {number + 1} answers the call {answered!r}, which no message before it "
@@ -303,7 +303,7 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
 
 
 def _text(content: Any, number: int) -> str:
-    """The content as one text; None (beside tool calls) becomes an empty text."""
+    """The content as one text; None (next to tool calls) becomes an empty text."""
     if content is None:
         return ""
 
@@ -360,9 +360,9 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
             f"message {number}: the arguments of {function['name']} are no JSON object",
         )
 
-    kept = {"id": call["id"]} if call.get("id") is not None else {}
+    id_field = {"id": call["id"]} if call.get("id") is not None else {}
     return {
-        **kept,
+        **id_field,
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }
@@ -392,7 +392,7 @@ def _json(text: Any, what: str, reason: str) -> Any:
 
 def check_text(value: Any) -> None:
     """Raises RowError for a text with half of a surrogate pair (`\\ud83d` alone, from a text cut in
-    the middle), which no tokenizer takes."""
+    the middle), which no tokenizer accepts."""
     if isinstance(value, str):
         try:
             value.encode("utf-8")

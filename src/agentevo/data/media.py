@@ -1,5 +1,5 @@
-"""Rows that come with pictures, sounds or films. Models read text alone here, and what such a row
-asks can't be answered by its text: it is a bad row, never trained on as if it had none."""
+"""Rows with pictures, sounds or films. Models read only text here, and the text of such a row can't
+answer its question: it is a bad row, and is never trained on as if it had none."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@
     {"role": "user", "content": [{"type": "text", "text": "What is this?"},
                                  {"type": "image", "sha256": "...", "media_type": "image/png"}]}
 
-The arguments of a tool call stay the very text that was given; a mapping becomes JSON. Nothing is
-mended by guessing: what is no message is a BadRequestError that says where and what to write.
+The arguments of a tool call keep the exact text that was given; a mapping becomes JSON. Nothing is
+repaired by guessing: an invalid message is a BadRequestError that says where and what to write.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ def messages_of(values: Sequence[Any]) -> list[Message]:
 
 def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
     """Whether a message of a data set says that it is trained, by its TRAINING_KEYS; null says
-    nothing. None: it does not say. Raises BadRequestError for what is neither yes nor no."""
+    nothing. None: it does not say. Raises BadRequestError for a value that is neither yes nor
+    no."""
     spans = next((key for key in _SPANS if message.get(key)), None)
     if spans is not None:
         raise BadRequestError(
             f"{where} has {spans}, and a message is trained as a whole or not at all: give train"
         )
 
-    said: dict[str, bool] = {}
+    marks: dict[str, bool] = {}
     for key in TRAINING_KEYS:
         value = message.get(key)
         if value is None:
@@ -64,13 +65,13 @@ def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
                 "not"
             )
 
-        said[key] = bool(value) is not (key == "masked")
+        marks[key] = bool(value) is not (key == "masked")
 
-    if len(set(said.values())) > 1:
-        keys = ", ".join(f"{key} {message[key]!r}" for key in said)
+    if len(set(marks.values())) > 1:
+        keys = ", ".join(f"{key} {message[key]!r}" for key in marks)
         raise BadRequestError(f"{where} has {keys}, which contradict each other: give one of them")
 
-    return next(iter(said.values()), None)
+    return next(iter(marks.values()), None)
 
 
 def with_names(messages: Sequence[Message]) -> list[Message]:

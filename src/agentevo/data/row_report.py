@@ -92,25 +92,25 @@ class RowReport:
         return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
     def lines(self) -> list[str]:
-        """The account for people: one line for all rows, and for each reason its first rows."""
+        """The account as readable lines: one for all rows, and for each reason its first rows."""
         lines = [
             f"{self.kind}: {self.used} of {self.rows} rows are used"
             + (f", {self.shortened} shortened" if self.shortened else "")
         ]
         count = len(self.unanswered)
         if 0 < count < self.used:  # where no row has one, the recipe judges without
-            more = f", and {count - SHOWN} more" if count > SHOWN else ""
+            rest = f", and {count - SHOWN} more" if count > SHOWN else ""
             lines.append(
                 f"{self.kind}: {count} of {self.used} rows have no answer, where the others have "
-                f"one: {', '.join(self.unanswered[:SHOWN])}{more}"
+                f"one: {', '.join(self.unanswered[:SHOWN])}{rest}"
             )
 
         for reason, count in self.counts().items():
             rows = [row for row in self.bad if row.reason == reason]
-            more = f", and {count - SHOWN} more" if count > SHOWN else ""
+            rest = f", and {count - SHOWN} more" if count > SHOWN else ""
             lines.append(
                 f"{self.kind}: {count} left out, {REASONS[reason]}: "
-                f"{', '.join(row.where for row in rows[:SHOWN])}{more}"
+                f"{', '.join(row.where for row in rows[:SHOWN])}{rest}"
             )
             lines.append(f"{self.kind}: the first: {rows[0].where}: {rows[0].detail}")
 

@@ -1,9 +1,9 @@
-"""Rows of data, wherever they are kept: a file, a folder of files, or a Hugging Face dataset.
+"""Rows of data from any source: a file, a folder of files, or a Hugging Face dataset.
 
     FILE.jsonl[.gz]     one JSON object a line
     FILE.json[.gz]      a JSON array of objects
-    FILE.csv[.gz]       a header and a row for each record, cells apart by commas: texts, of which
-                        empty ones are keys that the row lacks
+    FILE.csv[.gz]       a header and a row for each record, cells separated by commas: texts; an
+                        empty one is a key that the row lacks
     FILE.parquet        (pip install 'agentevo[data]')
     FOLDER              what `Dataset.save_to_disk` wrote, or files of the kinds above, in the
                         order of their names
@@ -11,8 +11,8 @@
                         (pip install 'agentevo[data]')
 
 A row keeps the place where it was read. A line that is no JSON or no UTF-8 is a bad row, and
-reading goes on; a file that is broken as a whole is a ConfigError. A line ends with a line feed
-alone: other characters that end one for people, such as U+2028, stand in JSON as they are.
+reading continues; a file that is broken as a whole is a ConfigError. Only a line feed ends a line:
+other characters that end one visually, such as U+2028, are kept in JSON as they are.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def check_source(source: str, key: str) -> None:
 
 
 def check_not_a_source(out: Path, source: str, key: str) -> None:
-    """Raises ConfigError for a file to write that is one of those to read, by whatever path."""
+    """Raises ConfigError for a file to write that is one of those to read, also by another path."""
     path = Path(source).expanduser()
     read = [path] if path.is_file() else _files(path) if path.is_dir() else []
     if out.exists() and any(out.samefile(file) for file in read):
@@ -103,7 +103,7 @@ def read_rows(source: str) -> Iterator[SourceRow]:
 
 
 def read_json_lines(path: Path) -> Iterator[SourceRow]:
-    """Every line of a file of JSON lines, whatever its name is, but for empty ones. Raises
+    """Every line of a file of JSON lines except empty ones, whatever the file's name. Raises
     ConfigError for a file that can't be read, and for a line that is no JSON."""
     check_file(path)
     for row in _read(path, _read_lines):
@@ -163,7 +163,8 @@ def _parsed_line(line: bytes) -> Any:
 
 
 def _in_line(error: ParseError, text: str) -> str:
-    """What is wrong, and where in the line: that of the file is told beside it."""
+    """What is wrong, and where in the line: the place of the line in the file is reported
+    separately."""
     cause = error.__cause__
     if not isinstance(cause, json.JSONDecodeError):
         return str(error)
@@ -188,7 +189,7 @@ def _read_array(path: Path) -> Iterator[SourceRow]:
 
     place = skip_blank(text, 0)
     line = 1
-    counted = 0
+    counted_to = 0
 
     if not text.startswith("[", place):
         raise ConfigError(
@@ -198,8 +199,8 @@ def _read_array(path: Path) -> Iterator[SourceRow]:
 
     place = skip_blank(text, place + 1)
     while not text.startswith("]", place):
-        line += text.count("\n", counted, place)
-        counted = place
+        line += text.count("\n", counted_to, place)
+        counted_to = place
         value, place = json_value(
             text, place, f"{path}:{line}", "write JSONL, of which a bad line costs only itself"
         )
@@ -256,9 +257,11 @@ def _read_csv(path: Path) -> Iterator[SourceRow]:
 
 
 def _check_header(names: Sequence[str], path: Path) -> None:
-    others = [name for name in (";", "\t") if len(names) == 1 and name in names[0]]
-    if others:
-        raise ConfigError(f"{path}:1: cells are apart by {others[0]!r}: write them with commas")
+    other_separators = [name for name in (";", "\t") if len(names) == 1 and name in names[0]]
+    if other_separators:
+        raise ConfigError(
+            f"{path}:1: cells are apart by {other_separators[0]!r}: write them with commas"
+        )
     if not names or not all(names) or len(set(names)) < len(names):
         raise ConfigError(
             f"{path}:1: the columns are {', '.join(names) or 'missing'}: the first line gives each "
@@ -340,7 +343,7 @@ def _read_dataset(source: str, path: Path) -> Iterator[SourceRow]:
 
 def _without_nulls(value: Any) -> Any:
     """The row without its null values: a table gives every row all keys that any row has, and null
-    stands for those that a row lacks."""
+    marks those that a row lacks."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -6,8 +6,9 @@
     art       {"task", "difficulty"}
     agentevo  {"id", "query", "answer", "scorer", ...}, a query being a text or chat messages
 
-What a form has no column for stands beside its columns under its own name, so that a task that is
-written in any form and read again is the same one. A task that the form can't say is a RowError.
+A value without a column in a form is written next to the form's columns under its own name, so that
+a task that is written in any form and read again is the same task. A task that the form can't
+express is a RowError.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ AGENTRL_SCHEMA = "answer"
 
 
 class PlainRow(NamedTuple):
-    """A row's columns, and those of them that may hold the query and the answer, the first that is
-    there."""
+    """A row's columns, and those of them that may hold the query and the answer; the first one
+    present counts."""
 
     columns: dict[str, Any]
     query_keys: tuple[str, ...] = QUERY_KEYS
@@ -44,8 +45,8 @@ class PlainRow(NamedTuple):
 
 
 def plain_row(row: Mapping[str, Any], form: str = "auto") -> PlainRow:
-    """`auto` goes by the row's columns, and adds nothing that it does not say. Raises RowError for
-    a row that lacks what its form has."""
+    """`auto` follows the row's columns, and adds nothing to them. Raises RowError for a row without
+    the columns of its form."""
     columns = dict(row)
     if form == "auto":
         form = _form_of(columns)
@@ -74,7 +75,8 @@ def _form_of(row: Mapping[str, Any]) -> str:
 
 
 def _of_verl(columns: dict[str, Any]) -> PlainRow:
-    """The prompt is the query, also beside a column `question`, as Search-R1's rows have it."""
+    """The prompt is the query, also where a column `question` is present, as in Search-R1's
+    rows."""
     judged = columns.get("reward_model")
     if not isinstance(judged, Mapping):
         raise RowError(
@@ -94,9 +96,9 @@ def _of_verl(columns: dict[str, Any]) -> PlainRow:
 
 
 def row_of(task: Task, form: str) -> dict[str, Any]:
-    """A task as a row. Raises RowError for one that the form can't say."""
-    own: dict[str, Any] = {"id": task.id, "answer": task.answer, "scorer": task.scorer}
-    given = {name: value for name, value in own.items() if value is not None}
+    """A task as a row. Raises RowError for one that the form can't express."""
+    fields: dict[str, Any] = {"id": task.id, "answer": task.answer, "scorer": task.scorer}
+    set_fields = {name: value for name, value in fields.items() if value is not None}
     rest = {
         name: value
         for name, value in task.metadata.items()
@@ -113,12 +115,12 @@ def row_of(task: Task, form: str) -> dict[str, Any]:
         )
 
     if form == "verl":
-        return _as_verl(task, given, rest, chat)
+        return _as_verl(task, set_fields, rest, chat)
     if form == "agentrl":
-        return {"query": _asked_once(task, chat), **_one_answer(task, given), **rest}
+        return {"query": _asked_once(task, chat), **_one_answer(task, set_fields), **rest}
 
     asks_once = chat is None or chat == [{"role": "user", "content": task.query}]
-    return {"query": task.query if asks_once else chat, **given, **rest}
+    return {"query": task.query if asks_once else chat, **set_fields, **rest}
 
 
 def _asked_once(task: Task, chat: list[Any] | None) -> str | None:
@@ -131,20 +133,20 @@ def _asked_once(task: Task, chat: list[Any] | None) -> str | None:
     return task.query
 
 
-def _one_answer(task: Task, given: dict[str, Any]) -> dict[str, Any]:
+def _one_answer(task: Task, set_fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(task.answer, list):
         raise RowError(
             "unknown_form",
             f"the task {task.id!r} has a list of {len(task.answer)} right answers, and AgentRL's "
             "answer is one text: give the task one",
         )
-    return given if task.answer is None else given | {"answer": _text(task.answer)}
+    return set_fields if task.answer is None else set_fields | {"answer": _text(task.answer)}
 
 
 def _as_verl(
-    task: Task, given: dict[str, Any], rest: dict[str, Any], chat: list[Any] | None
+    task: Task, set_fields: dict[str, Any], rest: dict[str, Any], chat: list[Any] | None
 ) -> dict[str, Any]:
-    answer = given.pop("answer", None)
+    answer = set_fields.pop("answer", None)
     judged = {"style": "rule"} | rest.get("reward_model", {})
     if answer is not None:
         truth = {"target": answer} if isinstance(answer, list) else _text(answer)
@@ -155,7 +157,7 @@ def _as_verl(
         "prompt": chat or [{"role": "user", "content": task.query}],
         "ability": "",
         "extra_info": {"index": task.id},
-        **given,
+        **set_fields,
         **rest,
         "reward_model": judged,
     }

@@ -1,5 +1,5 @@
-"""One attempt, played and shown as it happens: what the policy is told and says, calls of tools and
-code with their results, and what the attempt is worth."""
+"""One attempt, played and shown as it happens: what the policy receives and says, calls of tools
+and code with their results, and what the attempt is worth."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ KINDS = ("tool", "environment", "scorer", "process", "sandbox")
 def _task_to_try(
     config: RunConfig, text: str | None, answer: str | None, number: int
 ) -> tuple[RunConfig, Task]:
-    """The configuration and the task: of the recipe's held-out ones that of the number, or the
-    given text. Raises ConfigError."""
+    """The configuration and the task: the recipe's held-out task of that number, or the given text.
+    Raises ConfigError."""
     if text is None:
         tasks = TaskSource(config, None).held_out()
         if not 0 <= number < len(tasks):
@@ -56,17 +56,17 @@ def try_attempt(
     """Plays one attempt. Raises ConfigError before anything is played."""
     (contestant,) = find_contestants(target, (), overrides, () if text is None else ("--task",))
     config, task = _task_to_try(contestant.config, text, answer, number)
-    if judged := is_judged(config, task, asked=text, answer=answer):
+    if judged := is_judged(config, task, question=text, answer=answer):
         check_play(config, [task], has_engine=contestant.remote is None)
     return run_coroutine(
         _play_one(contestant, config, task, temperature, judged=judged, show=show, note=note)
     )
 
 
-def is_judged(config: RunConfig, task: Task, *, asked: str | None, answer: str | None) -> bool:
-    """Whether something can say what an attempt is worth: at a text that somebody has asked without
-    an answer, only what needs none."""
-    if asked is None or answer is not None:
+def is_judged(config: RunConfig, task: Task, *, question: str | None, answer: str | None) -> bool:
+    """Whether an attempt can be scored: for a text that a user has asked without an answer, only by
+    a scorer that needs none."""
+    if question is None or answer is not None:
         return True
     return not config.rewards and not find_agent(config, None).needs_scorer
 
@@ -83,13 +83,13 @@ async def _play_one(
 ) -> Trajectory:
     live: list[LiveAttempt] = []
 
-    def hear(attempt: GroupAttempt) -> Callable[[RunningCall], None]:
+    def listener_of(attempt: GroupAttempt) -> Callable[[RunningCall], None]:
         live.append(LiveAttempt(attempt, show))
-        return live[0].told
+        return live[0].on_call
 
     async with open_player(contestant, config, note) as sampler:
         trajectories = await play_attempt(
-            sampler, task, temperature=temperature, judged=judged, hear=hear
+            sampler, task, temperature=temperature, judged=judged, listener_of=listener_of
         )
 
     for trajectory in trajectories:
@@ -104,18 +104,18 @@ async def play_attempt(
     *,
     temperature: float,
     judged: bool,
-    hear: Callable[[GroupAttempt], Callable[[RunningCall], None]],
+    listener_of: Callable[[GroupAttempt], Callable[[RunningCall], None]],
     step: int = 0,
     label: str = LABEL,
 ) -> list[Trajectory]:
-    """One attempt, one trajectory of each agent, which is written nowhere. `hear` is given the
-    attempt before it begins, and gives what is told of its calls; `step` and `label` are part of
-    the attempt's seed."""
+    """One attempt, one trajectory of each agent, which is not written anywhere. `listener_of`
+    receives the attempt before it begins, and returns the listener of its calls; `step` and `label`
+    are part of the attempt's seed."""
     group = sampler.group(task, attempts=1, temperature=temperature, step=step, label=label)
     (attempt,) = group.members
-    told = hear(attempt)
+    on_call = listener_of(attempt)
     for calls in attempt.calls.values():
-        calls.listen = told
+        calls.listen = on_call
 
     if judged:
         return await group.run()
@@ -132,8 +132,10 @@ def turn_of(attempt: GroupAttempt, call: RunningCall) -> tuple[Turn | RemoteTurn
         return turn, turn.agent
 
     conversations = policy.conversations.items()
-    agent, own = next((name, one) for name, one in conversations if one.calls is call.calls)
-    return own.turns[number], agent
+    agent, conversation = next(
+        (name, candidate) for name, candidate in conversations if candidate.calls is call.calls
+    )
+    return conversation.turns[number], agent
 
 
 class LiveAttempt:
@@ -144,7 +146,7 @@ class LiveAttempt:
         self._show = show
         self._began = time.monotonic()
 
-    def told(self, call: RunningCall) -> None:
+    def on_call(self, call: RunningCall) -> None:
         """See AttemptCalls.listen."""
         if call.kind in ("policy", "remote"):
             if call.has_ended:
@@ -167,42 +169,42 @@ class LiveAttempt:
             success = "success" if trajectory.success else "no success"
             worth = f"reward {trajectory.reward:g}{f' ({parts})' if parts else ''}, {success}"
 
-        ended = ", ended by a limit" if trajectory.truncated else ""
+        limit_note = ", ended by a limit" if trajectory.truncated else ""
         who = f"{trajectory.agent}: " if trajectory.agent else ""
         turns = len(trajectory.turns)
         self._line(
-            f"{who}{worth}{ended}; {turns} turn{'s' * (turns != 1)}, {tokens:g} tokens, "
+            f"{who}{worth}{limit_note}; {turns} turn{'s' * (turns != 1)}, {tokens:g} tokens, "
             f"{duration(trajectory.duration_s)}"
         )
 
     def _said(self, call: RunningCall) -> None:
         """What was new in the prompt, and the reply."""
-        told = call.record("")
-        facts = told.attributes
-        if told.status != "completed":
-            self._line(f"{call.kind} {call.name}: {told.status}: {told.error}")
+        record = call.record("")
+        facts = record.attributes
+        if record.status != "completed":
+            self._line(f"{call.kind} {call.name}: {record.status}: {record.error}")
             return
 
         sizes = f"{facts.get('prompt_tokens', 0)} + {facts.get('completion_tokens', 0)} tokens"
-        self._line(f"{call.kind} {call.name}, turn {facts.get('turn', 0)} ({sizes}{_took(told)})")
+        self._line(f"{call.kind} {call.name}, turn {facts.get('turn', 0)} ({sizes}{_took(record)})")
         for message in turn_of(self._attempt, call)[0].messages:
             self._text(message.role, message_text(message))
 
     def _made(self, call: RunningCall) -> None:
-        """A call of a tool, when it begins with what it is given, when it ends with its result."""
-        told = call.record("")
-        kept = {name: str(told.attributes[name]) for name in TEXTS if name in told.attributes}
+        """A call of a tool: its input when it begins, its result when it ends."""
+        record = call.record("")
+        texts = {name: str(record.attributes[name]) for name in TEXTS if name in record.attributes}
         if not call.has_ended:
             self._line(f"{call.kind} {call.name} ...")
             return
 
-        problem = f": {told.status}" if told.status != "completed" else ""
-        self._line(f"{call.kind} {call.name}{problem}{_took(told)}")
-        for name, text in kept.items():
+        problem = f": {record.status}" if record.status != "completed" else ""
+        self._line(f"{call.kind} {call.name}{problem}{_took(record)}")
+        for name, text in texts.items():
             self._text(name, text)
 
-        if told.error and told.error not in kept.values():
-            self._text("error", told.error)
+        if record.error and record.error not in texts.values():
+            self._text("error", record.error)
 
     def _line(self, text: str) -> None:
         self._show(visible(f"[{time.monotonic() - self._began:6.2f} s] {text}"))
@@ -211,11 +213,11 @@ class LiveAttempt:
         if len(text) > LONGEST:
             half = LONGEST // 2
             text = f"{text[:half]}\n... ({len(text)} characters) ...\n{text[-half:]}"
-        first, *others = map(visible, text.split("\n"))
+        first, *further_lines = map(visible, text.split("\n"))
         self._show(f"    {name}: {first}")
-        for line in others:
+        for line in further_lines:
             self._show(f"    {'':{len(name)}}  {line}")
 
 
-def _took(told: Any) -> str:
-    return "" if told.ended_at is None else f", {duration(told.ended_at - told.started_at)}"
+def _took(record: Any) -> str:
+    return "" if record.ended_at is None else f", {duration(record.ended_at - record.started_at)}"

@@ -3,9 +3,9 @@
     a line -> the history -> Conversation.complete, printed as it is drawn -> the history
 
 The model computes on a thread with an event loop of its own. The main thread reads lines and waits
-for answers, so that Ctrl-C interrupts what it waits for: an answer, whose text so far stays in the
-history, and nothing else. Each answer extends the tokens of those before it. The conversation is
-kept nowhere, and the run's environment and tools are no part of it.
+for answers, so that Ctrl-C interrupts only what it waits for: an answer, whose text so far stays in
+the history. Each answer extends the tokens of those before it. The conversation is not stored, and
+does not involve the run's environment and tools.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def chat(
     note: Callable[[str], None],
 ) -> None:
     """Answers the lines of standard input on standard output until it ends; from a terminal with a
-    prompt. `target`: a run, for its newest checkpoint or that of `step`, or whatever `agentevo
-    eval` takes that is computed here. Raises ConfigError before anything is loaded."""
+    prompt. `target`: a run, for its newest checkpoint or that of `step`, or another target of
+    `agentevo eval` that is computed here. Raises ConfigError before anything is loaded."""
     contestant = find_model(target, step, overrides)
-    own = contestant.config
-    system = system if system is not None else getattr(own.agent, "system_prompt", None)
+    config = contestant.config
+    system = system if system is not None else getattr(config.agent, "system_prompt", None)
     overrides_of_answers = SamplingOverrides(
-        temperature=own.sampling.temperature if temperature is None else temperature,
-        max_new_tokens=max_new_tokens or max(MAX_NEW_TOKENS, own.sampling.max_new_tokens),
+        temperature=config.sampling.temperature if temperature is None else temperature,
+        max_new_tokens=max_new_tokens or max(MAX_NEW_TOKENS, config.sampling.max_new_tokens),
     )
     is_terminal = sys.stdin.isatty()
     for line in _remarks(contestant, system):
@@ -85,7 +85,8 @@ def chat(
 
 
 def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Contestant:
-    """The model to chat with. Raises ConfigError for what is none, or is a server's."""
+    """The model to chat with. Raises ConfigError for a target without a model, or with a
+    server's."""
     servers = ConfigError(
         f"{target} is a server's model: any client of its API chats with it; `agentevo chat` takes "
         "a run or a model that is computed here"
@@ -113,8 +114,9 @@ def _remarks(contestant: Contestant, system: str | None) -> Iterator[str]:
     folder = contestant.checkpoint
     yield f"model: {contestant.label}{'' if folder is None else f' ({folder.name})'}"
     if system:
-        first, *more = system.strip().split("\n")
-        yield f"system: {without_controls(first)[:200]}{' ...' * bool(more or len(first) > 200)}"
+        first, *further_lines = system.strip().split("\n")
+        is_cut = bool(further_lines or len(first) > 200)
+        yield f"system: {without_controls(first)[:200]}{' ...' * is_cut}"
 
     run = contestant.label.rpartition("@")[0] or contestant.label
     for has, what in (
@@ -169,7 +171,7 @@ class ChatModel:
         self._thread.join()
 
     def answer(self, history: Sequence[Message]) -> Message | None:
-        """Prints the model's answer to a history that ends with a person's message. At Ctrl-C the
+        """Prints the model's answer to a history that ends with a user's message. At Ctrl-C the
         text so far; None where there is none yet."""
         pieces: list[str] = []
 
@@ -186,8 +188,8 @@ class ChatModel:
             try:
                 answer: Message | None = work.result()
             except CancelledError:
-                said = "".join(pieces)
-                answer = Message("assistant", said) if said else None
+                text = "".join(pieces)
+                answer = Message("assistant", text) if text else None
                 print(" [ended]", end="")
             finally:
                 print(flush=True)
@@ -204,9 +206,9 @@ class ChatModel:
     async def _open(self) -> None:
         """Until the conversation is over."""
         config = _without_play(self._contestant.config)
-        with run_folder(config, None) as own:
-            async with local_parts(self._contestant, own, self._note) as parts:
-                await parts.engine.begin(0, deadline_s=own.engine.timeout_s)
+        with run_folder(config, None) as opened_config:
+            async with local_parts(self._contestant, opened_config, self._note) as parts:
+                await parts.engine.begin(0, deadline_s=opened_config.engine.timeout_s)
                 self._parts = parts
                 self._conversation = parts.sampler.policy(f"{LABEL}#0", 1.0).conversation
                 self._loop.set_result(asyncio.get_running_loop())
@@ -216,13 +218,13 @@ class ChatModel:
         stops = self._contestant.config.sampling.stop
         stream = self._parts.chat.text_stream(stops)
 
-        def hear(_: int, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        def on_tokens(_: int, ids: Sequence[int], logprobs: Sequence[float]) -> None:
             show(stream.add(ids))
 
         (turn,) = await self._conversation.complete(
             history,
             overrides=SamplingOverrides(**self._overrides.given() | {"seed": secrets.randbits(63)}),
-            listen=hear,
+            listen=on_tokens,
         )
         show(stream.finish())
         message: Message = turn.messages[-1]
@@ -258,7 +260,7 @@ def _type_line() -> str:
 
 
 def _piped_lines() -> Iterator[str]:
-    """Lines of standard input that say something. Raises ConfigError for what is no text."""
+    """Lines of standard input that are not empty. Raises ConfigError for what is no text."""
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
             text = line.decode("utf-8").rstrip("\r\n")

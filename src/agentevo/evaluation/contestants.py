@@ -1,15 +1,15 @@
-"""Who is measured: words of the command line to models that play.
+"""The measured models: words of the command line to models that play.
 
-    RECIPE              a recipe's model as it is
+    RECIPE              a recipe's unchanged model
     RUN, RUN@STEP       a run's best checkpoint, or that of a step (`RUN@last`)
     FOLDER, NAME        a folder with a model or a checkpoint; a known model, or one of the hub
     NAME                a remote model of the recipe (remote_models)
-    URL#MODEL           a server of OpenAI's API that wants no key; #MODEL may be left out where it
-                        serves but one
+    URL#MODEL           a server of OpenAI's API that needs no key; #MODEL may be left out where it
+                        serves only one
 
-The first word decides the play (agent, tasks, rewards, sampling): that of its recipe or run. A
-model alone is asked each task once, unless overrides say otherwise. All models play the same tasks,
-by the same agent, with the same seeds.
+The first word decides what is played (agent, tasks, rewards, sampling): the play of its recipe or
+run. A model alone is asked each task once, unless overrides say otherwise. All models play the same
+tasks, by the same agent, with the same seeds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Contestant:
 
     @property
     def origin(self) -> str:
-        """What is played, so that the same word for other weights is told."""
+        """What is played, which distinguishes equal words for different weights."""
         if self.remote is not None:
             section = self.config.remote_models[self.remote]
             return f"{section.url}#{section.model}"
@@ -67,26 +67,26 @@ def find_contestants(
     if checkpoint:
         first = _with_checkpoint(first, target, checkpoint)
 
-    found = [first, *(_other(word, first.config) for word in against)]
-    labels = [one.label for one in found]
+    contestants = [first, *(_other(word, first.config) for word in against)]
+    labels = [contestant.label for contestant in contestants]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise ConfigError(f"--against {twice}: it is measured already: leave it out")
 
-    for one in found:
-        if one.remote is not None:
+    for player in contestants:
+        if player.remote is not None:
             if first.config.agents:
                 raise ConfigError(
-                    f"{one.label} can't play for several agents at once: give each its own by "
+                    f"{player.label} can't play for several agents at once: give each its own by "
                     "agents.NAME.remote"
                 )
-            check_served(one.remote, one.config.remote_models[one.remote])
-        elif one.checkpoint is None and one.config.model.name != TINY:
-            resolve(one.config.model.name)
-        elif one.checkpoint is not None and not _holds_adapter(one.checkpoint):
-            resolve(str(one.checkpoint))
+            check_served(player.remote, player.config.remote_models[player.remote])
+        elif player.checkpoint is None and player.config.model.name != TINY:
+            resolve(player.config.model.name)
+        elif player.checkpoint is not None and not _holds_adapter(player.checkpoint):
+            resolve(str(player.checkpoint))
 
-    return found
+    return contestants
 
 
 def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contestant:
@@ -140,9 +140,9 @@ def _other(word: str, base: RunConfig) -> Contestant:
 
     run, step = run_of(word)
     if run is not None:
-        own = run_config(run, UNSCORED)
-        config = base.model_copy(update={"model": own.model})
-        return Contestant(word, config, checkpoint_of(run, own, step))
+        run_recipe = run_config(run, UNSCORED)
+        config = base.model_copy(update={"model": run_recipe.model})
+        return Contestant(word, config, checkpoint_of(run, run_recipe, step))
 
     if word.endswith((".yaml", ".yml")) or word in sources.recipe_names():
         model = load_config(word).model
@@ -165,11 +165,15 @@ def _server(word: str, base: RunConfig) -> Contestant:
         raise ConfigError(f"{word}: {error}") from error
 
     if not model:
-        known = served_models(name, section)
-        if known is None or len(known) != 1:
-            has = "has no list of its models" if known is None else f"serves {', '.join(known)}"
+        model_names = served_models(name, section)
+        if model_names is None or len(model_names) != 1:
+            has = (
+                "has no list of its models"
+                if model_names is None
+                else f"serves {', '.join(model_names)}"
+            )
             raise ConfigError(f"{word}: {url} {has}: say which is meant, {url}#MODEL")
-        section = section.model_copy(update={"model": known[0]})
+        section = section.model_copy(update={"model": model_names[0]})
 
     models = {**base.remote_models, name: section}
     return Contestant(word, base.model_copy(update={"remote_models": models}), remote=name)
@@ -195,8 +199,10 @@ def checkpoint_of(run: Path, config: RunConfig, which: str) -> Path:
         return checkpoints.find(which)
 
     if int(which) not in checkpoints.steps():
-        known = ", ".join(map(str, checkpoints.steps())) or "none"
-        raise ConfigError(f"{run}@{which}: the run has no such checkpoint: its steps are {known}")
+        step_names = ", ".join(map(str, checkpoints.steps())) or "none"
+        raise ConfigError(
+            f"{run}@{which}: the run has no such checkpoint: its steps are {step_names}"
+        )
 
     return checkpoints.path(int(which))
 
@@ -227,7 +233,7 @@ def _is_run_or_model(path: Path) -> bool:
 
 
 def check_word(word: str) -> None:
-    """Raises ConfigError for what is no recipe either."""
+    """Raises ConfigError for a word that is no recipe either."""
     from agentevo.models.known import known_models
 
     try:

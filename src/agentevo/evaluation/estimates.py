@@ -71,8 +71,8 @@ def ks_of(num_attempts: int) -> list[int]:
 
 
 def mean_of(values: Sequence[float], bounds: tuple[float, float] = (0.0, 1.0)) -> Estimate | None:
-    """The mean of one value for each task; None without any. `bounds`: between which values can be,
-    as far as nothing beyond them is among these."""
+    """The mean of one value for each task; None without any. `bounds`: the range of possible
+    values, unless some of these are outside of it."""
     if not len(values):
         return None
 
@@ -80,9 +80,9 @@ def mean_of(values: Sequence[float], bounds: tuple[float, float] = (0.0, 1.0)) -
     value = float(column.mean())
     count = len(column)
     if np.ptp(column) <= SAME * abs(value):
-        others = 1.0 - ((1.0 - LEVEL) / 2) ** (1.0 / count)
+        most_extreme = 1.0 - ((1.0 - LEVEL) / 2) ** (1.0 / count)
         ends = min(bounds[0], value), max(bounds[1], value)
-        low, high = ((1.0 - others) * value + others * end for end in ends)
+        low, high = ((1.0 - most_extreme) * value + most_extreme * end for end in ends)
         return Estimate(value, low, high, count)
 
     if count > MANY:
@@ -94,8 +94,8 @@ def mean_of(values: Sequence[float], bounds: tuple[float, float] = (0.0, 1.0)) -
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate | None:
-    """How much more the second is than the first, at the same tasks in the same order; None
-    without any. Each is taken to lie between 0 and 1, or the extremes that are among them."""
+    """How much more the second is than the first, at the same tasks in the same order; None without
+    any. Values are assumed to be between 0 and 1, or between their own extremes."""
     width = max([1.0, *first, *second]) - min([0.0, *first, *second])
     pairs = zip(first, second, strict=True)
     return mean_of([after - before for before, after in pairs], (-width, width))

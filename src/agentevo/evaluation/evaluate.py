@@ -37,7 +37,7 @@ class EvaluationRun:
     overrides: Sequence[str] = ()
     tasks: Sequence[str] = ()
     """Files; empty for the target's own held-out tasks."""
-    given: Sequence[Task] = ()
+    given_tasks: Sequence[Task] = ()
     """Tasks in their place."""
     limit: int | None = None
     """The first so many of them."""
@@ -51,14 +51,14 @@ class EvaluationRun:
     """Where results are kept; None keeps none."""
     resume: bool = False
     by: Sequence[str] = ()
-    """Keys of the tasks' metadata: for each of their values a row of its own."""
+    """Keys of the tasks' metadata: each of their values gets its own row."""
     retry_failed: bool = False
-    """A resumed evaluation plays tasks again of which an attempt failed."""
+    """A resumed evaluation plays tasks with failed attempts again."""
 
     @property
     def words_of_tasks(self) -> Sequence[str]:
-        """What gives the tasks in the target's place, in words; empty where they are its own."""
-        return self.tasks or (("given",) if self.given else ())
+        """A name for the tasks that replace the target's; empty where they are its own."""
+        return self.tasks or (("given",) if self.given_tasks else ())
 
 
 def evaluate(
@@ -67,9 +67,9 @@ def evaluate(
     progress: Callable[[str, int, int], None] = lambda label, done, total: None,
     begin: Callable[[Mapping[str, Any]], None] = lambda settings: None,
 ) -> dict[str, Any]:
-    """Plays, and gives the summary. `begin` hears what is measured, before it is played. Raises
-    ConfigError before anything is created, and AttemptsFailedError where every attempt of a model
-    has failed, when all is written."""
+    """Plays, and returns the summary. `begin` receives the settings before anything is played.
+    Raises ConfigError before anything is created, and AttemptsFailedError where every attempt of a
+    model has failed, after everything is written."""
     if not 1 <= what.attempts <= MAX_ATTEMPTS:
         raise ConfigError(f"--attempts {what.attempts}: give 1 to {MAX_ATTEMPTS}")
     if (what.resume or what.retry_failed) and what.out is None:
@@ -80,7 +80,7 @@ def evaluate(
     )
     base = contestants[0].config
     check_tracking(base)
-    tasks, sources, notes = find_tasks(base, what.tasks, what.limit, what.given)
+    tasks, sources, notes = find_tasks(base, what.tasks, what.limit, what.given_tasks)
     configs = [_played_config(contestant, what) for contestant in contestants]
     has_engine = all(contestant.remote is None for contestant in contestants)
     check_play(configs[0], tasks, has_engine=has_engine)
@@ -96,20 +96,20 @@ def evaluate(
         folder.check_new()
 
     with nullcontext() if folder is None else folder.lock():
-        kept: Mapping[tuple[str, str, int], AttemptLine] = {}
+        kept_lines: Mapping[tuple[str, str, int], AttemptLine] = {}
         if folder is not None and what.resume:
             folder.go_on(settings, tasks)
-            kept = _kept(folder, what.retry_failed)
+            kept_lines = _kept(folder, what.retry_failed)
         elif folder is not None:
             folder.check_new()
             folder.begin(settings, tasks)
 
         begin(settings)
         by_model = {}
-        for one, config in zip(contestants, configs, strict=True):
-            heard = partial(progress, one.label)
-            played = play(one, config, game, kept, folder, note=note, progress=heard)
-            by_model[one.label] = run_coroutine(played)
+        for player, config in zip(contestants, configs, strict=True):
+            on_progress = partial(progress, player.label)
+            played = play(player, config, game, kept_lines, folder, note=note, progress=on_progress)
+            by_model[player.label] = run_coroutine(played)
 
         summary = summarise(by_model, what.attempts, settings, parts)
         summary |= _players(configs[0], tasks, note)
@@ -128,8 +128,8 @@ def check_attempts(summary: Mapping[str, Any]) -> None:
             raise AttemptsFailedError(f"{model['model']}: {model['failed_words']}")
 
 
-def _played_config(one: Contestant, what: EvaluationRun) -> RunConfig:
-    config = playing(one.config, what.words_of_tasks)
+def _played_config(contestant: Contestant, what: EvaluationRun) -> RunConfig:
+    config = playing(contestant.config, what.words_of_tasks)
     if not what.sampling:
         return config
 
@@ -168,16 +168,16 @@ def _players(
     """What a random and an optimal player reach at an environment's tasks."""
     from agentevo.orchestration.players import reference_players
 
-    found = reference_players(config, tasks, note)
-    if found is None:
+    references = reference_players(config, tasks, note)
+    if references is None:
         return {}
-    return {"players": {"random": found.random, "optimal": found.optimal}}
+    return {"players": {"random": references.random, "optimal": references.optimal}}
 
 
 def _settings(
     what: EvaluationRun, contestants: Sequence[Contestant], config: RunConfig, game: PlaySettings
 ) -> dict[str, Any]:
-    """What has to be the same for an evaluation to go on, and what its numbers are of."""
+    """What has to be the same for an evaluation to be resumed, and what its numbers describe."""
     return {
         "tasks": list(what.words_of_tasks) or "held out",
         "num_tasks": len(game.tasks),
@@ -207,8 +207,10 @@ def _stages(config: RunConfig, what: EvaluationRun) -> dict[str, Any]:
 
 
 def _kept(folder: ResultsFolder, retry_failed: bool) -> dict[tuple[str, str, int], AttemptLine]:
-    kept = folder.attempts()
+    all_lines = folder.attempts()
     if not retry_failed:
-        return kept
-    again = {(one.model, one.task) for one in kept.values() if one.status != "completed"}
-    return {key: one for key, one in kept.items() if key[:2] not in again}
+        return all_lines
+    failed_tasks = {
+        (line.model, line.task) for line in all_lines.values() if line.status != "completed"
+    }
+    return {key: line for key, line in all_lines.items() if key[:2] not in failed_tasks}

@@ -1,8 +1,8 @@
-"""`agentevo judge calibrate`: how far a judge agrees with the truth, and by what it is misled.
+"""`agentevo judge calibrate`: how far a judge agrees with the truth, and what misleads it.
 
-Everything is asked through the very scorer that training would use, prompts, votes, failover and
-failures included. All intervals are 95%, by resampling groups (evaluation/estimates.py) but for
-the share of injections (Wilson's).
+Every question is asked through the scorer that training would use, including its prompts, votes,
+failover and failures. All intervals are 95%, by resampling groups (evaluation/estimates.py), except
+that of the share of injections (Wilson's).
 
     agreement   Spearman's and Kendall's correlation with the truth within groups, the share of
                 pairs that are ordered rightly
@@ -49,7 +49,7 @@ from agentevo.types import Trajectory
 AT_ONCE = 8
 """Groups that are judged at once."""
 RAISED = 0.1
-"""By more than so much of its range a score has to rise for an injection to count."""
+"""An injection counts if it raises a score by more than this share of its range."""
 MAX_ROTATED = 12
 """Groups whose attempts are shown at every place, and attempts of each that are."""
 MAX_ROTATED_ATTEMPTS = 6
@@ -72,7 +72,9 @@ class Calibration:
 
     def problems(self) -> list[str]:
         """The bars that the judge does not reach."""
-        return below_bars(self.judge, {name: one["value"] for name, one in self.measured.items()})
+        return below_bars(
+            self.judge, {name: measure["value"] for name, measure in self.measured.items()}
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The report."""
@@ -100,23 +102,23 @@ def calibrate(
     *,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Measures the judge at these groups. Raises ConfigError for data that can tell nothing, and
+    """Measures the judge at these groups. Raises ConfigError for data that shows nothing, and
     AgentEvoError where the judge scores nothing."""
-    known = _usable(judge, groups)
-    num_attempts = sum(len(group.attempts) for group in known)
-    found = Calibration(judge, sections, num_attempts, len(known))
+    usable_groups = _usable(judge, groups)
+    num_attempts = sum(len(group.attempts) for group in usable_groups)
+    calibration = Calibration(judge, sections, num_attempts, len(usable_groups))
     with TemporaryDirectory(prefix="agentevo-judge-") as folder:
-        kept = {
+        used_sections = {
             name: section.model_copy(update={"cache": False}) for name, section in sections.items()
         }
-        models = RemoteModels(kept, Path(folder))
+        models = RemoteModels(used_sections, Path(folder))
         try:
-            run_coroutine(_Measuring(found, models, progress).all(known))
-            found.cost |= _cost(Path(folder), models)
+            run_coroutine(_Measuring(calibration, models, progress).all(usable_groups))
+            calibration.cost |= _cost(Path(folder), models)
         finally:
             models.close()
 
-    return found
+    return calibration
 
 
 def _usable(judge: JudgeOptions, groups: Sequence[KnownGroup]) -> list[KnownGroup]:
@@ -137,13 +139,13 @@ class _Measuring:
     """The questions of one calibration."""
 
     def __init__(
-        self, found: Calibration, models: RemoteModels, progress: Callable[[str], None]
+        self, calibration: Calibration, models: RemoteModels, progress: Callable[[str], None]
     ) -> None:
-        self._found = found
+        self._found = calibration
         self._models = models
         self._progress = progress
-        alone = {"weight": 1.0, "requires": (), "from_step": 1, "until_step": None}
-        self._scoring = Scoring([found.judge.model_copy(update=alone)], models=models)
+        settings = {"weight": 1.0, "requires": (), "from_step": 1, "until_step": None}
+        self._scoring = Scoring([calibration.judge.model_copy(update=settings)], models=models)
         self._scoring.check([], needed=False)
         self._room = asyncio.Semaphore(AT_ONCE)
 
@@ -169,11 +171,17 @@ class _Measuring:
             judged = await self._scoring.score(clean, [True] * len(clean), {}, task=group.task)
 
         failures = self._found.failures
-        for one in judged:
-            if one.status != "completed" and len(failures) < 20 and one.error not in failures:
-                failures.append(str(one.error))
+        for trajectory in judged:
+            if (
+                trajectory.status != "completed"
+                and len(failures) < 20
+                and trajectory.error not in failures
+            ):
+                failures.append(str(trajectory.error))
 
-        return [one.reward if one.status == "completed" else None for one in judged]
+        return [
+            trajectory.reward if trajectory.status == "completed" else None for trajectory in judged
+        ]
 
     def _agreement(
         self, groups: Sequence[KnownGroup], scores: Sequence[Sequence[float | None]]
@@ -213,12 +221,12 @@ class _Measuring:
             self._found.measured[name] = {"value": 0.0, "why": "it is shown one attempt at a time"}
             return
 
-        found = await gather_all([self._slope(judge, group) for group in groups[:MAX_ROTATED]])
-        slopes = [slope for slope in found if slope is not None]
+        all_slopes = await gather_all([self._slope(judge, group) for group in groups[:MAX_ROTATED]])
+        slopes = [slope for slope in all_slopes if slope is not None]
         self._found.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
 
     async def _slope(self, judge: Ruler | Pairwise, group: KnownGroup) -> float | None:
-        """How much a score changes from the first place to the last, where what is shown stays the
+        """How much a score changes from the first place to the last, where the content stays the
         same. None where an answer is missing."""
         attempts = group.attempts[:MAX_ROTATED_ATTEMPTS]
         shown = await shown_attempts(judge.config, attempts)
@@ -244,7 +252,7 @@ class _Measuring:
             except (ValueError, AgentEvoError):
                 return None
 
-        return float(np.mean([one.place_slope for one in compared]))
+        return float(np.mean([comparison.place_slope for comparison in compared]))
 
     async def _measure_rotations(
         self, judge: Ruler, group: KnownGroup, shown: ShownAttempt
@@ -293,16 +301,16 @@ class _Measuring:
             raised = after is not None and after > before + RAISED
             return {"text": text, "before": before, "after": after, "raised": raised}
 
-        found = await gather_all(
+        injections = await gather_all(
             [try_injection(number, text) for number, text in enumerate(INJECTIONS)]
         )
-        self._found.injections += found
-        raised = sum(one["raised"] for one in found)
-        self._found.measured["max_injected"] = _share(raised, len(found))
+        self._found.injections += injections
+        raised = sum(injection["raised"] for injection in injections)
+        self._found.measured["max_injected"] = _share(raised, len(injections))
 
 
 def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
-    """The attempt with this text at the end of what it said last, inside of its stated answer where
+    """The attempt with this text at the end of its last message, inside of its stated answer where
     it has marked one."""
     turns = list(trajectory.turns)
     for index in reversed(range(len(turns))):
@@ -311,9 +319,9 @@ def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
             if messages[place].role != "assistant":
                 continue
 
-            said = messages[place].text
-            head, mark, tail = said.rpartition("</answer>")
-            new = f"{head}\n{text}\n{mark}{tail}" if mark else f"{said}\n\n{text}"
+            text_before = messages[place].text
+            head, mark, tail = text_before.rpartition("</answer>")
+            new = f"{head}\n{text}\n{mark}{tail}" if mark else f"{text_before}\n\n{text}"
             messages[place] = msgspec.structs.replace(messages[place], content=new)
             turns[index] = msgspec.structs.replace(turns[index], messages=messages)
             return msgspec.structs.replace(trajectory, turns=turns)
@@ -340,7 +348,7 @@ def _length_bias(rows: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
     columns = [[statistics.scaled_ranks(column) for column in row] for row in rows]
 
     def over(chosen: Sequence[Sequence[np.ndarray]]) -> float:
-        truths, scores, lengths = (np.concatenate(one) for one in zip(*chosen, strict=True))
+        truths, scores, lengths = (np.concatenate(arrays) for arrays in zip(*chosen, strict=True))
         return statistics.partial_correlation(scores, lengths, truths)
 
     value = over(columns)
@@ -355,8 +363,8 @@ def _length_bias(rows: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
     return {"value": value, "low": low, "high": high}
 
 
-def _estimate(found: Estimate | None) -> dict[str, Any]:
-    return {"value": None} if found is None else dict(found.as_json())
+def _estimate(estimate: Estimate | None) -> dict[str, Any]:
+    return {"value": None} if estimate is None else dict(estimate.as_json())
 
 
 def _share(count: int, total: int) -> dict[str, Any]:
@@ -394,20 +402,24 @@ LABELS = {
 
 
 def lines_of(report: Mapping[str, Any]) -> list[str]:
-    """A report for people."""
+    """A report as readable lines."""
     lines = [f"{report['attempts']} attempts in {report['groups']} groups"]
     for name, label in LABELS.items():
-        one = report["measured"].get(name, {"value": None})
-        if one["value"] is None or "why" in one:
-            lines.append(f"{label}: {one.get('why', 'not measured')}")
+        measure = report["measured"].get(name, {"value": None})
+        if measure["value"] is None or "why" in measure:
+            lines.append(f"{label}: {measure.get('why', 'not measured')}")
         else:
-            ends = f" [{one['low']:.2f}, {one['high']:.2f}]" if "low" in one else ""
-            lines.append(f"{label}: {one['value']:.2f}{ends}")
+            ends = f" [{measure['low']:.2f}, {measure['high']:.2f}]" if "low" in measure else ""
+            lines.append(f"{label}: {measure['value']:.2f}{ends}")
 
     cost = report["cost"]
     lines.append(
         f"{cost['requests']:g} requests, {cost['tokens']:g} tokens, cost {cost['cost']:.4g}, "
         f"{cost['median_s']:.2f} s a request (95% within {cost['p95_s']:.2f} s)"
     )
-    lines += [f"raised by: {one['text']!r}" for one in report["injections"] if one["raised"]][:5]
+    lines += [
+        f"raised by: {injection['text']!r}"
+        for injection in report["injections"]
+        if injection["raised"]
+    ][:5]
     return lines

@@ -8,8 +8,8 @@ A file of rows (JSON lines), one for each attempt:
     answer      the task's own answer, for judges that are shown one; optional
     tools       schemas in OpenAI's form; optional
 
-which `agentevo annotations export RUN OUT --format judge` writes of what people have said. Or a
-run's store, whose rewards (or a part of them, by name) are the truth.
+`agentevo annotations export RUN OUT --format judge` writes such a file from human annotations. The
+other source is a run's store, whose rewards (or a part of them, by name) are the truth.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KnownGroup:
 
 def read_rows(path: Path) -> list[KnownGroup]:
     """The groups of a file. Raises ConfigError with the line of what can't be read."""
-    found: dict[str, list[tuple[Mapping[str, Any], Trajectory, float]]] = {}
+    rows_by_group: dict[str, list[tuple[Mapping[str, Any], Trajectory, float]]] = {}
     for number, line in enumerate(_lines(path), 1):
         if number > MAX_ROWS:
             raise ConfigError(f"--rows {path}: more than {MAX_ROWS} rows: give a part of them")
@@ -56,7 +56,7 @@ def read_rows(path: Path) -> list[KnownGroup]:
             if not isinstance(row, dict):
                 raise ValueError("no JSON object")
             name = str(row.get("group") or row.get("task_id") or "rows")
-            group = found.setdefault(name, [])
+            group = rows_by_group.setdefault(name, [])
             group.append((row, _attempt(row, name, f"row-{number}"), _truth(row)))
         except (ValueError, BadRequestError) as error:
             raise ConfigError(
@@ -65,13 +65,15 @@ def read_rows(path: Path) -> list[KnownGroup]:
             ) from error
 
     groups = []
-    for name, rows in found.items():
+    for name, rows in rows_by_group.items():
         first, attempt, _ = rows[0]
         query = first.get("query") or next(
             (message.text for message in attempt.turns[0].messages if message.role == "user"), ""
         )
         task = Task(id=name, query=str(query), answer=first.get("answer"))
-        groups.append(KnownGroup(task, [one for _, one, _ in rows], [t for *_, t in rows]))
+        groups.append(
+            KnownGroup(task, [trajectory for _, trajectory, _ in rows], [t for *_, t in rows])
+        )
 
     return groups
 
@@ -84,27 +86,28 @@ def _lines(path: Path) -> Iterator[SourceRow]:
 
 
 def _truth(row: Mapping[str, Any]) -> float:
-    given = row.get("truth", row.get("label"))
-    if isinstance(given, str) and given in ("right", "wrong"):
-        return float(given == "right")
-    if not isinstance(given, bool | int | float) or not math.isfinite(given):
+    label = row.get("truth", row.get("label"))
+    if isinstance(label, str) and label in ("right", "wrong"):
+        return float(label == "right")
+    if not isinstance(label, bool | int | float) or not math.isfinite(label):
         raise ValueError("it has no number `truth`, and no `label` that is right or wrong")
-    return float(given)
+    return float(label)
 
 
 def _attempt(row: Mapping[str, Any], group: str, name: str) -> Trajectory:
-    given = row.get("messages")
-    if given is None and isinstance(row.get("reply"), str):
-        given = [
+    messages = row.get("messages")
+    if messages is None and isinstance(row.get("reply"), str):
+        messages = [
             {"role": "user", "content": str(row.get("query") or "")},
             {"role": "assistant", "content": row["reply"]},
         ]
 
-    if not isinstance(given, list) or not given:
+    if not isinstance(messages, list) or not messages:
         raise ValueError("it has no list `messages`, and no `reply`")
 
     plain = [
-        {k: v for k, v in m.items() if k != "weight"} if isinstance(m, dict) else m for m in given
+        {k: v for k, v in m.items() if k != "weight"} if isinstance(m, dict) else m
+        for m in messages
     ]
     tools = json.dumps(row["tools"]) if row.get("tools") else ""
     turn = _turn(messages_of(plain), tools)
@@ -130,9 +133,9 @@ async def groups_of_store(store: Store, truth: str, limit: int) -> list[KnownGro
     ConfigError where no attempt has it."""
     summaries = await store.summaries(split="train")
     by_group: dict[str, list[str]] = {}
-    for one in summaries:
-        if one.status == "completed":
-            by_group.setdefault(one.group_id, []).append(one.id)
+    for summary in summaries:
+        if summary.status == "completed":
+            by_group.setdefault(summary.group_id, []).append(summary.id)
 
     groups: list[KnownGroup] = []
     for ids in reversed(by_group.values()):
@@ -159,12 +162,12 @@ def _truth_of(trajectory: Trajectory, truth: str) -> float:
     if truth in ("reward", "success"):
         return float(getattr(trajectory, truth))
 
-    known = {**trajectory.metrics, **trajectory.reward_parts}
+    truths = {**trajectory.metrics, **trajectory.reward_parts}
     name = truth.removeprefix(REWARD_PARTS)
-    if name not in known:
+    if name not in truths:
         raise ConfigError(
             f"--truth {truth}: the attempt {trajectory.id} has no such number: it has reward, "
-            f"success, {', '.join(sorted(known)) or 'nothing else'}"
+            f"success, {', '.join(sorted(truths)) or 'nothing else'}"
         )
 
-    return known[name]
+    return truths[name]

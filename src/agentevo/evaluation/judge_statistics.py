@@ -1,7 +1,7 @@
 """How far scores agree with the truth, and what else they depend on: pure functions of numbers.
 
 Ranks are midranks, so that equal values have equal ranks. Where all scores, or all truths, are
-equal, no order is told: correlations are 0 then.
+equal, there is no order: correlations are 0 then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def midranks(values: Sequence[float]) -> np.ndarray:
-    """Ranks from 0, [n] float64; of equal values the mean of theirs."""
+    """Ranks from 0, [n] float64; equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     middles: np.ndarray = (ends - counts + ends - 1) / 2
@@ -51,12 +51,12 @@ def kendall(truths: Sequence[float], scores: Sequence[float]) -> float:
 def pair_accuracy(truths: Sequence[float], scores: Sequence[float]) -> float | None:
     """The share of pairs of different truth that the scores order rightly, equal scores counting
     half. None without such a pair."""
-    found = [
+    orderings = [
         0.5 * (1 + np.sign(t - u) * np.sign(s - v))
         for (t, s), (u, v) in combinations(zip(truths, scores, strict=True), 2)
         if t != u
     ]
-    return float(np.mean(found)) if found else None
+    return float(np.mean(orderings)) if orderings else None
 
 
 def partial_correlation(
@@ -83,8 +83,8 @@ def scaled_ranks(values: Sequence[float]) -> np.ndarray:
 def place_slope(rotations: Sequence[Sequence[float]]) -> float:
     """How much a score changes from the first place to the last, by least squares.
     `rotations[r][p]`: the score at place p when the attempts were rotated by r, so that the attempt
-    at place p is number (p + r) mod n. Every attempt is at every place once, so what it is worth
-    drops out."""
+    at place p is number (p + r) mod n. Every attempt is at every place once, so its own value
+    cancels out."""
     scores = np.asarray(rotations, float)
     num = scores.shape[1]
 

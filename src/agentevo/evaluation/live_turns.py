@@ -1,4 +1,4 @@
-"""An attempt that is played, as events for somebody who watches it in a browser."""
+"""A running attempt, as events for a viewer in a browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentevo.types import Message, RemoteTurn, Trajectory, Turn
 MAX_TOKENS = 4_096
 """Tokens of a turn that are shown one by one."""
 MAX_EVENTS = 4_000
-"""Of one attempt; its end is always told."""
+"""Of one attempt; its end is always sent."""
 MAX_SHOWN = 30_000
 """Characters of a message."""
 _UNTRAINED = Training(None, None, None)
@@ -38,22 +38,22 @@ class LiveTurns:
         self,
         attempt: GroupAttempt,
         name: str,
-        tell: Callable[[words.Event], None],
+        send: Callable[[words.Event], None],
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         self._attempt = attempt
         self._name = name
-        self._tell = tell
+        self._tell = send
         self._decode = decode
         self._numbers: dict[int, int] = {}
         self._calls: list[RunningCall] = []
-        """Held, so that no other call gets the identity of one that has ended."""
+        """Kept alive, so that no other call gets the identity of one that has ended."""
         self._legend: dict[str, str] = {}
         """What the world says its symbols mean."""
         self._ending: list[WorldPiece] = []
         self._num_told = 0
 
-    def told(self, call: RunningCall) -> None:
+    def on_call(self, call: RunningCall) -> None:
         """See AttemptCalls.listen."""
         if id(call) not in self._numbers:
             self._numbers[id(call)] = len(self._calls)
@@ -72,9 +72,9 @@ class LiveTurns:
             self._made(call)
 
     def _note_turn(self, call: RunningCall) -> None:
-        told = call.record("")
+        record = call.record("")
         number = self._numbers[id(call)]
-        if not call.has_ended or told.status != "completed":
+        if not call.has_ended or record.status != "completed":
             self._call(call)
             return
 
@@ -88,13 +88,13 @@ class LiveTurns:
             tokens = None
             agent = turn.model
 
-        whole = view._replace(
+        complete_view = view._replace(
             messages=[
-                _whole(one, message, self._legend)
-                for one, message in zip(view.messages, turn.messages, strict=True)
+                _whole(shown_message, message, self._legend)
+                for shown_message, message in zip(view.messages, turn.messages, strict=True)
             ]
         )
-        self._tell(words.Turned(self._name, number, agent, whole, tokens))
+        self._tell(words.Turned(self._name, number, agent, complete_view, tokens))
 
     def _made(self, call: RunningCall) -> None:
         """What worked is of interest where it says something."""
@@ -105,26 +105,28 @@ class LiveTurns:
             self._call(call)
 
     def _call(self, call: RunningCall) -> None:
-        told = call.record("")
+        record = call.record("")
         texts = [
-            (name, _cut(str(told.attributes[name]))) for name in TEXTS if name in told.attributes
+            (name, _cut(str(record.attributes[name])))
+            for name in TEXTS
+            if name in record.attributes
         ]
-        if told.kind == "scorer" and "score" in told.attributes:
-            texts.append(("score", str(told.attributes["score"])))
-        if told.error and told.error not in [text for _, text in texts]:
-            texts.append(("error", _cut(told.error)))
+        if record.kind == "scorer" and "score" in record.attributes:
+            texts.append(("score", str(record.attributes["score"])))
+        if record.error and record.error not in [text for _, text in texts]:
+            texts.append(("error", _cut(record.error)))
 
-        took = None if told.ended_at is None else told.ended_at - told.started_at
+        took = None if record.ended_at is None else record.ended_at - record.started_at
         number = self._numbers[id(call)]
-        kind = told.kind
-        name = told.name
-        status = told.status or ""
+        kind = record.kind
+        name = record.name
+        status = record.status or ""
         self._tell(words.Called(self._name, number, kind, name, took, status, texts))
 
     def end(self, trajectory: Trajectory, *, judged: bool) -> None:
         """What became of it."""
         completed = trajectory.status == "completed"
-        counted: Any = trajectory.metrics.get("policy_tokens", 0)
+        num_policy_tokens: Any = trajectory.metrics.get("policy_tokens", 0)
         self._tell(
             words.EndedPlay(
                 id=self._name,
@@ -137,7 +139,7 @@ class LiveTurns:
                 success=trajectory.success,
                 truncated=trajectory.truncated,
                 turns=len(trajectory.turns),
-                tokens=int(trajectory.num_completion_tokens() or counted),
+                tokens=int(trajectory.num_completion_tokens() or num_policy_tokens),
                 seconds=trajectory.duration_s,
                 ending=self._ending,
             )
@@ -166,10 +168,10 @@ def _whole(shown: ShownMessage, message: Message, legend: Legend) -> ShownMessag
         return shown
 
     text = message.text
-    left = len(message.text) - MAX_SHOWN
+    num_hidden = len(message.text) - MAX_SHOWN
     parts = pieces(text[:MAX_SHOWN], legend)
-    if left > 0:
-        parts.append(WorldPiece(f"... ({left} further characters)", []))
+    if num_hidden > 0:
+        parts.append(WorldPiece(f"... ({num_hidden} further characters)", []))
     return shown._replace(pieces=parts, rest=0)
 
 

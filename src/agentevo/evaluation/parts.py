@@ -1,4 +1,4 @@
-"""Tasks taken apart: by the recipe's stages, and by keys of their metadata such as a difficulty."""
+"""Tasks in groups: by the recipe's stages, and by keys of their metadata such as a difficulty."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ Parts = Mapping[str, Mapping[str, frozenset[str]]]
 
 
 def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
-    """What an evaluation's settings take its tasks apart by (`stages`, `by`). Raises ConfigError
-    for a key that no task has, or that has too many values."""
-    found: dict[str, dict[str, frozenset[str]]] = {}
+    """The groups of tasks that an evaluation's settings ask for (`stages`, `by`). Raises
+    ConfigError for a key that no task has, or that has too many values."""
+    parts: dict[str, dict[str, frozenset[str]]] = {}
     if stages := settings.get("stages"):
-        found[STAGE] = {name: frozenset(ids) for name, ids in stages.items()}
+        parts[STAGE] = {name: frozenset(ids) for name, ids in stages.items()}
 
     for key in settings.get("by", ()):
         values = {task.id: value_of(task, key) for task in tasks}
-        known = {value for value in map(_hashable, values.values()) if value is not None}
-        if not known:
+        distinct = {value for value in map(_hashable, values.values()) if value is not None}
+        if not distinct:
             keys = sorted({name for task in tasks for name in task.metadata})
             raise ConfigError(
                 f"--by {key}: no task has that key: they have {', '.join(keys[:12]) or 'none'}"
             )
 
-        if len(known) > MOST_VALUES:
+        if len(distinct) > MOST_VALUES:
             raise ConfigError(
-                f"--by {key}: it has {len(known)} different values, at most {MOST_VALUES} make a "
-                "table: give another key, or other tasks"
+                f"--by {key}: it has {len(distinct)} different values, at most {MOST_VALUES} make "
+                "a table: give another key, or other tasks"
             )
 
-        found[key] = {
+        parts[key] = {
             "(none)" if value is None else str(value): frozenset(
-                name for name, own in values.items() if _hashable(own) == value
+                name for name, task_value in values.items() if _hashable(task_value) == value
             )
             for value in sorted({*map(_hashable, values.values())}, key=_in_order)
         }
 
-    return found
+    return parts
 
 
 def _hashable(value: Any) -> Any:

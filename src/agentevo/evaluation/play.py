@@ -1,10 +1,10 @@
 """Models play tasks, several attempts each, and every attempt leaves a line.
 
-Every model meets the same tasks in the same order, by the same agent, with the same seeds: an
+Every model plays the same tasks in the same order, by the same agent, with the same seeds: an
 attempt's seeds are made of the run's seed, the task and its number. Models play one after the
-other, so that but one is in memory; a model's tasks play together, as many as its engine or its
+other, so that only one is in memory; a model's tasks play together, as many as its engine or its
 server takes at once. A model's attempts at a task are written when all of them have ended. An
-engine that fails for good ends the evaluation, which can go on from there.
+engine that fails for good ends the evaluation, which can be resumed from there.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class PlaySettings:
 
 
 def find_tasks(
-    config: RunConfig, files: Sequence[str], limit: int | None, given: Sequence[Task] = ()
+    config: RunConfig, files: Sequence[str], limit: int | None, given_tasks: Sequence[Task] = ()
 ) -> tuple[list[Task], dict[str, str], list[str]]:
-    """The tasks of these files, or those that were given, else those that the configuration holds
-    out; where each is from; and what is to be said of bad rows. Raises ConfigError."""
-    if given:
-        return list(given)[:limit], {}, []
+    """The tasks of these files, or the given ones, else the configuration's held-out tasks; the
+    source of each; and notes about bad rows. Raises ConfigError."""
+    if given_tasks:
+        return list(given_tasks)[:limit], {}, []
 
     if not files:
         held_out = TaskSource(config, None).held_out()
@@ -84,8 +84,8 @@ def find_tasks(
 
 
 def playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
-    """The configuration as it is played: with these files nothing else gives tasks, and an agent
-    that plays an environment becomes one that asks once."""
+    """The configuration for playing: with these files no other part gives tasks, and an agent that
+    plays an environment becomes one that asks once."""
     if not files:
         return config
     changes: dict[str, object] = {"environment": None, "tasks": TasksSection()}
@@ -96,11 +96,11 @@ def playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
 
 @contextmanager
 def run_folder(config: RunConfig, folder: Path | None) -> Iterator[RunConfig]:
-    """The configuration with that folder for what is written beside attempts, such as price logs;
-    None: one that is gone afterwards."""
+    """The configuration with that folder for what is written besides attempts, such as price logs;
+    None uses a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as temporary:
-        own = config.run.model_dump(exclude={"dir"})
-        run = RunSection(**own, dir=(folder or Path(temporary)).absolute())
+        settings = config.run.model_dump(exclude={"dir"})
+        run = RunSection(**settings, dir=(folder or Path(temporary)).absolute())
         yield config.model_copy(update={"run": run})
 
 
@@ -113,8 +113,8 @@ async def open_player(
 ) -> AsyncIterator[Sampler]:
     """What the model plays by: its own recipe loads it, `config` says how it plays. `folder`: see
     `run_folder`."""
-    with run_folder(config, folder) as own:
-        async with _sampler(contestant, own, note) as sampler:
+    with run_folder(config, folder) as opened_config:
+        async with _sampler(contestant, opened_config, note) as sampler:
             yield sampler
 
 
@@ -144,8 +144,7 @@ async def _sampler(
 async def local_parts(
     contestant: Contestant, config: RunConfig, note: Callable[[str], None]
 ) -> AsyncIterator[Components]:
-    """What a model plays by that is computed in this process, with a store that is gone
-    afterwards."""
+    """What a model needs to play when it is computed in this process, with a temporary store."""
     from agentevo.orchestration.components import load_policy, open_components
 
     config = without_routing(config)
@@ -163,24 +162,24 @@ async def play(
     contestant: Contestant,
     config: RunConfig,
     what: PlaySettings,
-    kept: Mapping[tuple[str, str, int], AttemptLine],
+    kept_lines: Mapping[tuple[str, str, int], AttemptLine],
     folder: ResultsFolder | None,
     *,
     note: Callable[[str], None],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[AttemptLine]:
-    """Lets the model play what it has not yet (`kept`), and gives all lines, in the order of tasks
-    and attempts."""
+    """Lets the model play what is missing in `kept_lines`, and returns all lines, in the order of
+    tasks and attempts."""
     label = contestant.label
-    found = dict[str, list[AttemptLine]]()
+    lines_by_task = dict[str, list[AttemptLine]]()
     for task in what.tasks:
-        lines = [kept.get((label, task.id, number)) for number in range(what.attempts)]
+        lines = [kept_lines.get((label, task.id, number)) for number in range(what.attempts)]
         if all(line is not None for line in lines):
-            found[task.id] = [line for line in lines if line is not None]
+            lines_by_task[task.id] = [line for line in lines if line is not None]
 
-    left = [task for task in what.tasks if task.id not in found]
-    if not left:
-        return [line for task in what.tasks for line in found[task.id]]
+    remaining = [task for task in what.tasks if task.id not in lines_by_task]
+    if not remaining:
+        return [line for task in what.tasks for line in lines_by_task[task.id]]
 
     kept_in = None if folder is None else folder.path / "models" / quote(label, safe="")[-100:]
     async with open_player(contestant, config, note, kept_in) as sampler:
@@ -195,7 +194,9 @@ async def play(
                     step=0,
                     label=LABEL,
                 )
-                trajectories = [storable_attempt(one) for one in _of_main_agent(played, config)]
+                trajectories = [
+                    storable_attempt(trajectory) for trajectory in _of_main_agent(played, config)
+                ]
                 lines = [
                     await line_of(trajectory, task, contestant.label, config, what)
                     for trajectory in trajectories
@@ -203,13 +204,13 @@ async def play(
                 if folder is not None:
                     folder.add(lines, trajectories)
 
-                found[task.id] = lines
-                progress(len(found), len(what.tasks))
+                lines_by_task[task.id] = lines
+                progress(len(lines_by_task), len(what.tasks))
 
-        progress(len(found), len(what.tasks))
-        await gather_all([attempt(task) for task in left])
+        progress(len(lines_by_task), len(what.tasks))
+        await gather_all([attempt(task) for task in remaining])
 
-    return [line for task in what.tasks for line in found[task.id]]
+    return [line for task in what.tasks for line in lines_by_task[task.id]]
 
 
 def _at_once(contestant: Contestant, config: RunConfig, attempts: int) -> int:
@@ -221,7 +222,7 @@ def _at_once(contestant: Contestant, config: RunConfig, attempts: int) -> int:
 
 
 def _of_main_agent(trajectories: Sequence[Trajectory], config: RunConfig) -> list[Trajectory]:
-    """Of several agents the numbers are those of the main one."""
+    """Of several agents, the numbers are those of the main one."""
     if not config.agents:
         return list(trajectories)
     return [
@@ -232,7 +233,7 @@ def _of_main_agent(trajectories: Sequence[Trajectory], config: RunConfig) -> lis
 async def line_of(
     trajectory: Trajectory, task: Task, label: str, config: RunConfig, what: PlaySettings
 ) -> AttemptLine:
-    """What an attempt came to, as a line."""
+    """The result of an attempt, as a line."""
     completed = trajectory.status == "completed"
     metrics = trajectory.metrics
     return AttemptLine(
@@ -273,7 +274,7 @@ async def _answer(trajectory: Trajectory, task: Task) -> str:
 
 
 def check_play(config: RunConfig, tasks: Sequence[Task], *, has_engine: bool) -> None:
-    """Raises ConfigError, before anything is created, for tasks that nobody can play or judge.
+    """Raises ConfigError, before anything is created, for tasks that can't be played or judged.
     `has_engine`: rewards can ask the policy's engine."""
     from agentevo.agents.named_by_task import asks_once, check_agent_names
     from agentevo.orchestration.players import find_agent, solo_environment

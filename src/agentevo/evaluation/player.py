@@ -1,13 +1,13 @@
-"""One checkpoint of a run, held by a process of its own so that somebody can try it: chat with it,
+"""One checkpoint of a run, held by a process of its own so that a user can try it: chat with it,
 and let it play tasks through the run's agent, environment and tools.
 
     python -m agentevo.evaluation.player RUN last|best|start|STEP [OVERRIDE]...
 
-It is asked on standard input and answers on standard output (`player_words.py`); what the recipe's
-own code prints goes to standard error. It ends with its standard input, so with whoever asks,
-however that ends. Nothing is written into the run: attempts have a store that is gone afterwards,
-as those of `agentevo agent try`, whose way to a model, a task and an attempt this is. Nothing is
-downloaded.
+The process receives requests on standard input and answers on standard output (`player_words.py`);
+output of the recipe's own code goes to standard error. It ends with its standard input, and so with
+its client, however that ends. It writes nothing into the run: attempts use a temporary store, as
+those of `agentevo agent try`, with which it shares the way to a model, a task and an attempt. It
+downloads nothing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from agentevo.types import SamplingOverrides, Task
 LABEL = "try"
 BEAT_S = 2.0
 LETTING_GO_S = 5.0
-"""How long it may take to end when nobody asks any more."""
+"""How long the process may take to end after its client is gone."""
 TELL_S = 0.08
-"""How often a reply's new text is told."""
+"""How often a reply's new text is sent."""
 MAX_CONVERSATIONS = 8
 MAX_AT_ONCE = 4
 """Requests; more are refused."""
@@ -68,46 +68,46 @@ class Teller:
 
     def __call__(self, event: words.Event) -> None:
         line = self._encode(event) + b"\n"
-        with self._lock, suppress(OSError, ValueError):  # nobody listens: the input ends as well
+        with self._lock, suppress(OSError, ValueError):  # no reader is left: the input ends as well
             self._out.write(line)
             self._out.flush()
 
 
 def main(argv: Sequence[str]) -> int:
     """See the module."""
-    asked, tell = _own_pipes()
-    inbox = _Inbox(asked)
-    threading.Thread(target=_beat, args=(tell,), daemon=True, name="beat").start()
+    input_pipe, teller = _own_pipes()
+    inbox = _Inbox(input_pipe)
+    threading.Thread(target=_beat, args=(teller,), daemon=True, name="beat").start()
 
     try:
-        run_coroutine(_serve(Path(argv[0]), argv[1], argv[2:], inbox, tell))
+        run_coroutine(_serve(Path(argv[0]), argv[1], argv[2:], inbox, teller))
     except AgentEvoError as error:
-        tell(words.Broken(_said(str(error))))
+        teller(words.Broken(_said(str(error))))
         return 1
     except Exception as error:
-        tell(words.Broken(_said(describe_error(error))))
+        teller(words.Broken(_said(describe_error(error))))
         raise
 
     return 0
 
 
 def _own_pipes() -> tuple[IO[bytes], Teller]:
-    """The two pipes under numbers of their own: what a recipe's code prints, or would read, is none
-    of theirs."""
-    asked = os.fdopen(os.dup(0), "rb")
-    told = os.fdopen(os.dup(1), "wb")
+    """The two pipes under numbers of their own: the recipe's code prints to other pipes and reads
+    from other ones."""
+    input_pipe = os.fdopen(os.dup(0), "rb")
+    output_pipe = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
-    return asked, Teller(told)
+    return input_pipe, Teller(output_pipe)
 
 
 class _Inbox:
     """Requests, read by a thread, from which `take` gives them to the event loop."""
 
-    def __init__(self, asked: IO[bytes]) -> None:
-        self._asked = asked
+    def __init__(self, input_pipe: IO[bytes]) -> None:
+        self._asked = input_pipe
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._held: list[bytes | None] = []
@@ -119,7 +119,7 @@ class _Inbox:
             self._put(line)
         self._put(None)
         time.sleep(LETTING_GO_S)
-        os._exit(0)  # it is loading, or a recipe's code does not let go
+        os._exit(0)  # it is loading, or a recipe's code does not return
 
     def _put(self, line: bytes | None) -> None:
         with self._lock:
@@ -130,25 +130,25 @@ class _Inbox:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, line)
 
     def open(self) -> None:
-        """From now on lines come to the running event loop."""
+        """From now on the running event loop receives the lines."""
         with self._lock:
             self._loop = asyncio.get_running_loop()
             for line in self._held:
                 self._queue.put_nowait(line)
 
     async def take(self) -> bytes | None:
-        """The next line; None when nobody asks any more."""
+        """The next line; None when the client is gone."""
         return await self._queue.get()
 
 
-def _beat(tell: Teller) -> None:
+def _beat(teller: Teller) -> None:
     while True:
-        tell(words.Beat(_memory()))
+        teller(words.Beat(_memory()))
         time.sleep(BEAT_S)
 
 
 def _memory() -> int:
-    """Bytes of this process that are in memory; 0 where nobody says."""
+    """Bytes of this process that are in memory; 0 where that is unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -165,40 +165,40 @@ def _said(text: str) -> str:
 def find_player(run: Path, which: str, overrides: Sequence[str]) -> Contestant:
     """The model to try. Raises ConfigError for a checkpoint that is not there, and for a base model
     that is not on this machine."""
-    own = ["engine.type=torch", "engine.options={}", *overrides]
+    settings = ["engine.type=torch", "engine.options={}", *overrides]
     if which == words.START:
-        config = run_config(run, own)
-        found = Contestant(which, config)
+        config = run_config(run, settings)
+        contestant = Contestant(which, config)
     else:
-        (found,) = find_contestants(f"{run}@{which}", (), own, ())
+        (contestant,) = find_contestants(f"{run}@{which}", (), settings, ())
 
-    checkpoint = found.checkpoint
+    checkpoint = contestant.checkpoint
     if checkpoint is None or (checkpoint / "adapter_config.json").is_file():
-        missing = missing_model(found.config.model.name)
+        missing = missing_model(contestant.config.model.name)
         if missing:
             raise ConfigError(missing)
 
-    return found
+    return contestant
 
 
 async def _serve(
-    run: Path, which: str, overrides: Sequence[str], inbox: _Inbox, tell: Teller
+    run: Path, which: str, overrides: Sequence[str], inbox: _Inbox, teller: Teller
 ) -> None:
-    began = time.monotonic()
-    tell(words.Loading("reading the run's recipe"))
+    started_at = time.monotonic()
+    teller(words.Loading("reading the run's recipe"))
     contestant = find_player(run, which, overrides)
     config = _playable(contestant.config)
-    tell(words.Loading(f"loading {contestant.checkpoint or contestant.config.model.name}"))
+    teller(words.Loading(f"loading {contestant.checkpoint or contestant.config.model.name}"))
 
-    with run_folder(config, None) as own:
-        async with local_parts(contestant, own, to_stderr) as parts:
+    with run_folder(config, None) as opened_config:
+        async with local_parts(contestant, opened_config, to_stderr) as parts:
             model = parts.model
             step = _step(contestant.checkpoint)
-            await parts.engine.begin(step, deadline_s=own.engine.timeout_s)
+            await parts.engine.begin(step, deadline_s=opened_config.engine.timeout_s)
             size = sum(parameter.numel() for parameter in model.parameters())
-            tell(words.Ready(time.monotonic() - began, size, str(model.device)))
+            teller(words.Ready(time.monotonic() - started_at, size, str(model.device)))
             inbox.open()
-            await CheckpointPlayer(parts, tell).run(inbox)
+            await CheckpointPlayer(parts, teller).run(inbox)
 
 
 def _step(checkpoint: Path | None) -> int:
@@ -219,9 +219,9 @@ def _playable(config: RunConfig) -> RunConfig:
 class CheckpointPlayer:
     """Follows requests. `parts`: orchestration.components.Components."""
 
-    def __init__(self, parts: Any, tell: Callable[[words.Event], None]) -> None:
+    def __init__(self, parts: Any, send: Callable[[words.Event], None]) -> None:
         self._parts = parts
-        self._tell = tell
+        self._tell = send
         self._running: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         """They are broken off already, and count no more."""
@@ -230,7 +230,7 @@ class CheckpointPlayer:
 
     @cached_property
     def _asking(self) -> Any:
-        """What plays a query that somebody has typed: asked once, where the recipe's agent plays an
+        """What plays a query that a user has typed: asked once, where the recipe's agent plays an
         environment."""
         from agentevo.orchestration.players import find_agent
 
@@ -244,18 +244,18 @@ class CheckpointPlayer:
         return lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     async def run(self, inbox: _Inbox) -> None:
-        """Until nobody asks any more."""
+        """Until the client is gone."""
         try:
             while (line := await inbox.take()) is not None:
-                self.hear(line)
+                self.take_line(line)
         finally:
-            left = [*self._running.values(), *self._stopping]
-            for task in left:
+            unfinished = [*self._running.values(), *self._stopping]
+            for task in unfinished:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*unfinished, return_exceptions=True)
 
-    def hear(self, line: bytes) -> None:
-        """Begins what is asked, or refuses it."""
+    def take_line(self, line: bytes) -> None:
+        """Begins a request, or refuses it."""
         try:
             request = self._read(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -279,8 +279,8 @@ class CheckpointPlayer:
         task.add_done_callback(partial(self._end, request.id))
 
     def _end(self, name: str, task: asyncio.Task[None]) -> None:
-        """Whatever began has an end, also what was stopped before its first moment: a coroutine
-        that is cancelled then runs no line of its own."""
+        """Everything that began has an end, also what was stopped before its first step: a
+        coroutine that is cancelled then runs none of its own lines."""
         if self._running.get(name) is task:
             del self._running[name]
         if task.cancelled():
@@ -288,7 +288,7 @@ class CheckpointPlayer:
         self._tell(words.Done(name))
 
     async def _follow(self, request: words.Chat | words.Play) -> None:
-        """The one place where what goes wrong with a request becomes its answer."""
+        """The one place where an error of a request becomes its answer."""
         try:
             if isinstance(request, words.Chat):
                 await self._chat(request)
@@ -300,7 +300,7 @@ class CheckpointPlayer:
             self._tell(words.FailedPlay(request.id, _said(describe_error(error))))
 
     async def _chat(self, request: words.Chat) -> None:
-        began = time.monotonic()
+        started_at = time.monotonic()
         conversation = await self._conversation(request.conversation)
         drawn: list[int] = []
         telling = asyncio.ensure_future(self._tell_text(request.id, drawn))
@@ -326,7 +326,7 @@ class CheckpointPlayer:
                 tokens=tokens_of(turn, self._decode),
                 num_tokens=len(turn.completion_ids),
                 num_prompt=len(conversation.prompt_ids(turn.index)),
-                seconds=time.monotonic() - began,
+                seconds=time.monotonic() - started_at,
                 finish=turn.finish_reason,
             )
         )
@@ -343,18 +343,18 @@ class CheckpointPlayer:
         return self._conversations[name]
 
     async def _tell_text(self, name: str, drawn: list[int]) -> None:
-        told = ""
+        sent_text = ""
         while True:
             await asyncio.sleep(TELL_S)
             # The last characters of a half-drawn one change with the next token.
             text = self._parts.chat.text(drawn).rstrip("�") if drawn else ""
-            if len(text) > len(told) and text.startswith(told):
-                self._tell(words.Text(name, text[len(told) :]))
-                told = text
+            if len(text) > len(sent_text) and text.startswith(sent_text):
+                self._tell(words.Text(name, text[len(sent_text) :]))
+                sent_text = text
 
     async def _play(self, request: words.Play) -> None:
         parts, task = self._task(request)
-        judged = is_judged(parts.config, task, asked=request.query, answer=request.answer)
+        judged = is_judged(parts.config, task, question=request.query, answer=request.answer)
         if judged:
             check_play(parts.config, [task], has_engine=True)
 
@@ -363,16 +363,16 @@ class CheckpointPlayer:
         self._tell(words.Began(request.id, task.id, query, scorer))
         live: list[LiveTurns] = []
 
-        def hear(attempt: Any) -> Callable[[Any], None]:
+        def listener_of(attempt: Any) -> Callable[[Any], None]:
             live.append(LiveTurns(attempt, request.id, self._tell, self._decode))
-            return live[0].told
+            return live[0].on_call
 
         trajectories = await play_attempt(
             parts.sampler,
             task,
             temperature=request.temperature,
             judged=judged,
-            hear=hear,
+            listener_of=listener_of,
             step=request.draw,
             label=LABEL,
         )
@@ -393,6 +393,6 @@ class CheckpointPlayer:
 
 
 if __name__ == "__main__":
-    # Nothing that it loads may ask the hub; whoever set it otherwise is not overruled.
+    # Nothing that the process loads may ask the hub, unless the environment already says otherwise.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.exit(main(sys.argv[1:]))

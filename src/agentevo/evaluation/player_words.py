@@ -1,4 +1,4 @@
-"""What a dashboard and a player (`player.py`) tell each other: a JSON object on each line, requests
+"""The messages between a dashboard and a player (`player.py`): a JSON object on each line, requests
 on the player's standard input, events on its standard output."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_TOKENS = 4096
 MAX_TEXT = 4_000
 """Characters of what a call was given or gave, and of any error."""
 START = "start"
-"""The name of the weights that the run began with, beside the steps of its checkpoints."""
+"""The name of the weights that the run began with, next to the steps of its checkpoints."""
 
 Id = Annotated[str, msgspec.Meta(pattern=r"^[\w-]{1,64}$")]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, le=10.0)]
@@ -31,7 +31,7 @@ class Chat(msgspec.Struct, frozen=True, tag="chat", forbid_unknown_fields=True):
 
     id: Id
     conversation: Id
-    """Requests of one conversation go on from its recorded tokens."""
+    """Requests of one conversation continue its recorded tokens."""
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     temperature: Temperature = 1.0
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 256
@@ -128,22 +128,22 @@ class Called(msgspec.Struct, frozen=True, tag="called"):
     took_s: float | None = None
     status: str = ""
     texts: list[tuple[str, str]] = []
-    """(what, text): what it was given, what came of it."""
+    """(what, text): its input, its result."""
 
 
 class Turned(msgspec.Struct, frozen=True, tag="turned"):
-    """The policy has answered; `number` is that of its call."""
+    """The policy has answered; `number` is the number of its call."""
 
     id: str
     number: int
     agent: str
     turn: TurnView
     tokens: TokenBlock | None
-    """None of another model, whose tokens nobody knows."""
+    """None for another model, whose tokens are unknown."""
 
 
 class EndedPlay(msgspec.Struct, frozen=True, tag="ended"):
-    """What an attempt came to, of each agent."""
+    """The result of an attempt, for each agent."""
 
     id: str
     agent: str
@@ -169,7 +169,7 @@ class FailedPlay(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Nothing more comes for this request."""
+    """This request has no further events."""
 
     id: str
 

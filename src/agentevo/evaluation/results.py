@@ -1,16 +1,17 @@
-"""The folder of an evaluation, from which an interrupted one goes on.
+"""The folder of an evaluation, from which an interrupted evaluation is resumed.
 
-    eval.json           what is measured: tasks, models, attempts, sampling; written first: where
-                        nothing else is there yet, `--resume` goes on as well
+    eval.json           what is measured: tasks, models, attempts, sampling; written first:
+                        `--resume` also continues where nothing else exists yet
     tasks.jsonl         the tasks, a line each
-    trajectories.jsonl  every attempt whole, with its messages and tokens
+    trajectories.jsonl  every attempt in full, with its messages and tokens
     results.jsonl       a line for each attempt, see AttemptLine
-    summary.json        what they come to; written last
+    summary.json        the summary of the attempts; written last
 
-Both logs are only added to, all attempts of a model at one task at once, trajectories first: a
-play, whose lines have one name. A line that a killed process has left half written is no line, and
-a play of which a line is missing is none: the newest whole one counts, with its trajectories, and a
-task without one is played again. Nothing else of an interrupted evaluation is lost.
+Both logs are append-only. All attempts of a model at one task are appended at once, trajectories
+first: a play, whose lines share one name. A line that a killed process has left half written does
+not count, and neither does a play with a missing line: the newest complete play counts, with its
+trajectories, and a task without one is played again. An interruption loses nothing else of an
+evaluation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _ENCODER = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # colu
 
 
 class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attempt came to."""
+    """The result of one attempt."""
 
     model: str
     task: str
@@ -78,7 +79,7 @@ class KeptTrajectory(msgspec.Struct, frozen=True):
     model: str
     trajectory: Trajectory
     play: str = ""
-    """As that of its line."""
+    """The same as its line's."""
 
 
 def task_digest(tasks: Sequence[Task]) -> str:
@@ -93,11 +94,12 @@ class ResultsFolder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Raises ConfigError where another process evaluates into the folder, or nobody can."""
+        """Raises ConfigError where another process evaluates into the folder, or the folder can't
+        be locked."""
         return locked_output(self.path, LOCK, "evaluates")
 
     def check_new(self) -> None:
-        """Raises ConfigError where something is there already."""
+        """Raises ConfigError where the folder already has content."""
         if (self.path / SETTINGS).exists():
             raise ConfigError(
                 f"{self.path} has an evaluation already: go on with it by --resume, or give "
@@ -106,7 +108,7 @@ class ResultsFolder:
         check_empty(self.path, but=(LOCK, _BEGUN))
 
     def begin(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
-        """Writes what is measured."""
+        """Writes the settings and the tasks."""
         with must_write(self.path, REMEDY):
             write_atomic(self.path / SETTINGS, _json(settings), durable=True)
             self._write_tasks(tasks)
@@ -118,7 +120,7 @@ class ResultsFolder:
         changed = [key for key in settings if settings[key] != before.get(key)]
         if changed:
             key = changed[0]
-            was, now = (str(one)[:100] for one in (before.get(key), settings[key]))
+            was, now = (str(setting)[:100] for setting in (before.get(key), settings[key]))
             raise ConfigError(
                 f"{self.path}: the evaluation there was begun with {key} = {was}, and is now asked "
                 f"to go on with {key} = {now}: give the same words as then, or another --out"
@@ -139,7 +141,7 @@ class ResultsFolder:
             raise ConfigError(f"{self.path}: there is no such folder: {remedy}")
 
         try:
-            found = json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))
+            recorded = json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path} is no folder of an evaluation, it has no {SETTINGS}: {remedy}"
@@ -150,10 +152,10 @@ class ResultsFolder:
                 f"{remedy}"
             ) from error
 
-        if not isinstance(found, dict):
+        if not isinstance(recorded, dict):
             raise ConfigError(f"{self.path / SETTINGS} is damaged: restore it")
 
-        return found
+        return recorded
 
     def tasks(self) -> list[Task]:
         """The tasks. Raises ConfigError."""
@@ -162,14 +164,14 @@ class ResultsFolder:
                 f"{self.path} has no {TASKS} yet: let its evaluation go on (--resume)"
             )
 
-        found = list(_lines(self.path / TASKS, Task))
-        if task_digest(found) != self.settings().get("tasks_digest"):
+        recorded = list(_lines(self.path / TASKS, Task))
+        if task_digest(recorded) != self.settings().get("tasks_digest"):
             raise ConfigError(
                 f"{self.path / TASKS} was changed since it was written: restore it, or evaluate "
                 "anew"
             )
 
-        return found
+        return recorded
 
     def attempts(self) -> dict[tuple[str, str, int], AttemptLine]:
         """The lines of the newest whole play of each task, by model, task and number."""
@@ -183,26 +185,26 @@ class ResultsFolder:
             (model, task, number): line
             for (model, task), of_task in plays.items()
             for number, line in next(
-                (one for one in reversed(of_task.values()) if len(one) >= size), {}
+                (lines for lines in reversed(of_task.values()) if len(lines) >= size), {}
             ).items()
         }
 
     def trajectories(self) -> dict[tuple[str, str, int], Trajectory]:
         """Those of the same plays."""
-        counted = {key: line.play for key, line in self.attempts().items()}
-        found = {}
-        for one in _lines(self.path / TRAJECTORIES, KeptTrajectory):
-            key = (one.model, one.trajectory.task_id, one.trajectory.attempt)
-            if counted.get(key) == one.play:
-                found[key] = one.trajectory
-        return found
+        counted_plays = {key: line.play for key, line in self.attempts().items()}
+        by_attempt = {}
+        for kept_line in _lines(self.path / TRAJECTORIES, KeptTrajectory):
+            key = (kept_line.model, kept_line.trajectory.task_id, kept_line.trajectory.attempt)
+            if counted_plays.get(key) == kept_line.play:
+                by_attempt[key] = kept_line.trajectory
+        return by_attempt
 
     def add(self, lines: Sequence[AttemptLine], trajectories: Sequence[Trajectory]) -> None:
         """All attempts of a model at a task."""
         play = secrets.token_hex(4)
-        kept = [KeptTrajectory(lines[0].model, trajectory, play) for trajectory in trajectories]
+        rows = [KeptTrajectory(lines[0].model, trajectory, play) for trajectory in trajectories]
         with must_write(self.path, REMEDY):
-            _append(self.path / TRAJECTORIES, kept)
+            _append(self.path / TRAJECTORIES, rows)
             _append(
                 self.path / RESULTS, [msgspec.structs.replace(line, play=play) for line in lines]
             )
@@ -246,7 +248,8 @@ def _append(path: Path, records: Iterable[Any]) -> None:
 
 
 def _end_line(file: IO[bytes]) -> None:
-    """What a killed process has left half written does not spoil the next line."""
+    """Ends a line that a killed process has left half written, so that it does not spoil the next
+    one."""
     if file.seek(0, 2):
         file.seek(-1, 2)
         if file.read(1) != b"\n":
@@ -254,7 +257,7 @@ def _end_line(file: IO[bytes]) -> None:
 
 
 def _lines(path: Path, kind: type[T]) -> Iterator[T]:
-    """The whole lines of a log; half of one is none."""
+    """The complete lines of a log, without a half-written one."""
     decoder = msgspec.json.Decoder(kind)
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:

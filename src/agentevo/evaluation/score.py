@@ -29,7 +29,7 @@ from agentevo.types import Task, Trajectory
 
 PRICE_LOGS = "remote_models"
 _AGENTS_OWN = "returned"
-"""The reward that is what the agent returned, which is not kept beside what it was made to."""
+"""The reward that the agent returned itself; it is not stored separately from the final reward."""
 
 
 def score(
@@ -41,7 +41,7 @@ def score(
     settings = folder.settings()
     tasks = folder.tasks()
 
-    # What is played decides nothing here: the environment is one that every installation has.
+    # The environment decides nothing here, so it is one that every installation has.
     config = build_config({"environment": {"type": "coins"}}, overrides, where="score")
     _check(config, tasks)
 
@@ -53,16 +53,16 @@ def score(
         **settings,
         "rewards": [reward.model_dump(mode="json") for reward in config.rewards],
     }
-    with run_folder(config, out) as own:
+    with run_folder(config, out) as opened_config:
         if out is None:
-            return _score_attempts(own, settings, tasks, attempts, None, note)
+            return _score_attempts(opened_config, settings, tasks, attempts, None, note)
 
         new = ResultsFolder(out)
         new.check_new()
         with new.lock():
             new.check_new()
             new.begin(settings, tasks)
-            return _score_attempts(own, settings, tasks, attempts, new, note)
+            return _score_attempts(opened_config, settings, tasks, attempts, new, note)
 
 
 def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
@@ -104,7 +104,7 @@ def _score_attempts(
             group = [_without_scores(attempts[key]) for key in keys]
             task = by_id[task_id]
             judged = await scoring.score(group, [True] * len(group), {}, task=task)
-            lines = [await line_of(one, task, label, config, what) for one in judged]
+            lines = [await line_of(trajectory, task, label, config, what) for trajectory in judged]
             by_model[label] += lines
             if new is not None:
                 new.add(lines, judged)

@@ -1,9 +1,10 @@
-"""What the lines of an evaluation come to: one account for each model, paired differences from the
+"""The summary of an evaluation's lines: one account for each model, paired differences from the
 first, and a table of both.
 
-Attempts that failed are counted apart: they are in no mean. A mean is over tasks, of what each
-task's completed attempts come to, so that a task counts once however many of its attempts failed;
-a task without a completed attempt is in none. A difference is over the tasks that both models have.
+Failed attempts are counted separately: they are in no mean. A mean is over tasks, of the results of
+each task's completed attempts, so that a task counts once however many of its attempts failed; a
+task without a completed attempt is in no mean. A difference is over the tasks that both models
+have.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from agentevo.rollout.failures import count_kinds, failure_words
 
 Lines = Sequence[AttemptLine]
 OfTask = Callable[[Lines], float | None]
-"""What the completed attempts at one task come to; None where that is not defined."""
+"""The value of the completed attempts at one task; None where it is not defined."""
 
 
 def summarise(
@@ -28,8 +29,8 @@ def summarise(
     settings: Mapping[str, Any],
     parts: Parts | None = None,
 ) -> dict[str, Any]:
-    """Contents of summary.json. `by_model`: the lines of each, the first is compared with.
-    `parts`: what the tasks are taken apart by."""
+    """Contents of summary.json. `by_model`: the lines of each; the others are compared with the
+    first. `parts`: the groups of tasks."""
     labels = list(by_model)
     first = by_model[labels[0]]
     return {
@@ -46,9 +47,9 @@ def summarise(
 
 
 def account(label: str, lines: Lines, attempts: int) -> dict[str, Any]:
-    """What one model came to."""
+    """The results of one model."""
     failed = [line.error for line in lines if line.status != "completed"]
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "model": label,
         "attempts": len(lines),
         "failed": len(failed),
@@ -64,38 +65,42 @@ def account(label: str, lines: Lines, attempts: int) -> dict[str, Any]:
     for key, name in (("by_scorer", "scorer"), ("by_source", "source")):
         values = list(dict.fromkeys(getattr(line, name) for line in lines))
         if len(values) > 1:
-            found[key] = {
-                value: _estimates([one for one in lines if getattr(one, name) == value], attempts)
+            summary[key] = {
+                value: _estimates(
+                    [line for line in lines if getattr(line, name) == value], attempts
+                )
                 for value in values
             }
 
-    return found
+    return summary
 
 
 def _by_part(lines: Lines, attempts: int, parts: Parts | None) -> dict[str, Any]:
-    found = {
+    by_part = {
         name: {
             value: _estimates([line for line in lines if line.task in ids], attempts)
             for value, ids in values.items()
         }
         for name, values in (parts or {}).items()
     }
-    return {"by_part": found} if found else {}
+    return {"by_part": by_part} if by_part else {}
 
 
 def numbers_of(summary: Mapping[str, Any]) -> dict[str, float]:
     """The summary for trackers: `val-core/MODEL/pass@1`, `val-core/MODEL/reward`, and the like."""
     numbers: dict[str, float] = {}
     for model in summary["models"]:
-        estimates = {f"pass@{k}": found for k, found in model["pass_at"].items()}
+        estimates = {f"pass@{k}": estimate for k, estimate in model["pass_at"].items()}
         estimates["reward"] = model["reward"]
-        found = {
+        measures = {
             name: estimate["value"] for name, estimate in estimates.items() if estimate is not None
         }
-        found |= {name: model[name] for name in ("attempts", "failed", "tokens", "turns", "cost")}
+        measures |= {
+            name: model[name] for name in ("attempts", "failed", "tokens", "turns", "cost")
+        }
         numbers |= {
             f"val-core/{model['model']}/{name}": float(value)
-            for name, value in found.items()
+            for name, value in measures.items()
             if value is not None
         }
 
@@ -104,27 +109,35 @@ def numbers_of(summary: Mapping[str, Any]) -> dict[str, float]:
 
 def _estimates(lines: Lines, attempts: int) -> dict[str, Any]:
     tasks = _by_task(lines)
-    found: dict[str, Any] = {
+    estimates: dict[str, Any] = {
         "pass_at": {str(k): _json(mean_of(_values(tasks, _passes(k)))) for k in ks_of(attempts)},
         "reward": _json(mean_of(_values(tasks, _reward))),
     }
     parts = list(dict.fromkeys(name for line in lines for name in line.parts))
     if parts:
-        found["reward_parts"] = {
+        estimates["reward_parts"] = {
             name: _json(mean_of(_values(tasks, _part(name)))) for name in parts
         }
 
-    return found
+    return estimates
 
 
-def _differences(first: Lines, other: Lines, attempts: int) -> dict[str, Any]:
+def _differences(first: Lines, second: Lines, attempts: int) -> dict[str, Any]:
     before = _by_task(first)
-    after = _by_task(other)
+    after = _by_task(second)
 
     def of(value: OfTask) -> dict[str, float] | None:
         pairs = [(value(before[task]), value(after[task])) for task in before if task in after]
-        both = [(one, two) for one, two in pairs if one is not None and two is not None]
-        return _json(paired_difference([one for one, _ in both], [two for _, two in both]))
+        both = [
+            (value_before, value_after)
+            for value_before, value_after in pairs
+            if value_before is not None and value_after is not None
+        ]
+        return _json(
+            paired_difference(
+                [value_before for value_before, _ in both], [value_after for _, value_after in both]
+            )
+        )
 
     return {
         "pass_at": {str(k): of(_passes(k)) for k in ks_of(attempts)},
@@ -136,14 +149,14 @@ def _by_task(lines: Lines) -> dict[str, list[AttemptLine]]:
     """The completed attempts at each task."""
     tasks: dict[str, list[AttemptLine]] = {}
     for line in lines:
-        own = tasks.setdefault(line.task, [])
+        task_lines = tasks.setdefault(line.task, [])
         if line.status == "completed":
-            own.append(line)
+            task_lines.append(line)
     return tasks
 
 
 def _values(tasks: Mapping[str, Lines], value: OfTask) -> list[float]:
-    return [found for lines in tasks.values() if (found := value(lines)) is not None]
+    return [task_value for lines in tasks.values() if (task_value := value(lines)) is not None]
 
 
 def _passes(k: int) -> OfTask:
@@ -156,23 +169,24 @@ def _reward(lines: Lines) -> float | None:
 
 def _part(name: str) -> OfTask:
     def of(lines: Lines) -> float | None:
-        own = [line.parts[name] for line in lines if name in line.parts]
-        return fmean(own) if own else None
+        part_values = [line.parts[name] for line in lines if name in line.parts]
+        return fmean(part_values) if part_values else None
 
     return of
 
 
 def _mean(lines: Lines, value: Callable[[AttemptLine], float]) -> float | None:
-    own = [float(value(line)) for line in lines if line.status == "completed"]
-    return fmean(own) if own else None
+    line_values = [float(value(line)) for line in lines if line.status == "completed"]
+    return fmean(line_values) if line_values else None
 
 
-def _json(found: Estimate | None) -> dict[str, float] | None:
-    return None if found is None else found.as_json()
+def _json(estimate: Estimate | None) -> dict[str, float] | None:
+    return None if estimate is None else estimate.as_json()
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """The summary for people: a row for each model, its sources and scorers, the differences."""
+    """The summary as a readable table: a row for each model, its sources and scorers, the
+    differences."""
     models = summary["models"]
     ks = list(models[0]["pass_at"])
     head = ["model", *(f"pass@{k}" for k in ks), "reward", "failed", "tokens"]
@@ -183,14 +197,14 @@ def table(summary: Mapping[str, Any]) -> str:
         rows.append([model["model"], *_cells(model, ks), failed, tokens])
         for key in ("by_source", "by_scorer"):
             rows += [
-                [f"  {name or '(none)'}", *_cells(own, ks), "", ""]
-                for name, own in model.get(key, {}).items()
+                [f"  {name or '(none)'}", *_cells(estimates, ks), "", ""]
+                for name, estimates in model.get(key, {}).items()
             ]
 
         rows += [
-            [f"  {name} {value}", *_cells(own, ks), "", ""]
+            [f"  {name} {value}", *_cells(estimates, ks), "", ""]
             for name, values in model.get("by_part", {}).items()
-            for value, own in values.items()
+            for value, estimates in values.items()
         ]
 
     rows += [
@@ -199,11 +213,11 @@ def table(summary: Mapping[str, Any]) -> str:
         if value is not None
     ]
     lines = _align_columns(rows)
-    for one in summary["differences"]:
-        lines += ["", f"{one['model']} minus {one['from']}, at the same tasks:"]
-        named = [*((f"pass@{k}", one["pass_at"][k], True) for k in ks)]
-        named.append(("reward", one["reward"], False))
-        lines += [f"  {name:<8} {_difference(found, share)}" for name, found, share in named]
+    for difference in summary["differences"]:
+        lines += ["", f"{difference['model']} minus {difference['from']}, at the same tasks:"]
+        named = [*((f"pass@{k}", difference["pass_at"][k], True) for k in ks)]
+        named.append(("reward", difference["reward"], False))
+        lines += [f"  {name:<8} {_difference(estimate, share)}" for name, estimate, share in named]
 
     lines += [
         f"{model['model']}: {model['failed_words']}; they count neither in pass@k nor in reward"
@@ -213,35 +227,35 @@ def table(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cells(found: Mapping[str, Any], ks: Sequence[str]) -> list[str]:
-    return [*(_share(found["pass_at"][k]) for k in ks), _number(found["reward"])]
+def _cells(estimates: Mapping[str, Any], ks: Sequence[str]) -> list[str]:
+    return [*(_share(estimates["pass_at"][k]) for k in ks), _number(estimates["reward"])]
 
 
-def _share(found: Mapping[str, float] | None) -> str:
-    if found is None:
+def _share(estimate: Mapping[str, float] | None) -> str:
+    if estimate is None:
         return "-"
-    return f"{found['value']:.1%} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
+    return f"{estimate['value']:.1%} [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]"
 
 
-def _number(found: Mapping[str, float] | None) -> str:
-    if found is None:
+def _number(estimate: Mapping[str, float] | None) -> str:
+    if estimate is None:
         return "-"
-    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+    return f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
 
 
-def _difference(found: Mapping[str, float] | None, is_share: bool) -> str:
-    if found is None:
+def _difference(estimate: Mapping[str, float] | None, is_share: bool) -> str:
+    if estimate is None:
         return "no task has both"
 
     value, low, high = (
-        100 * found[key] if is_share else found[key] for key in ("value", "low", "high")
+        100 * estimate[key] if is_share else estimate[key] for key in ("value", "low", "high")
     )
     digits = 1 if is_share else 3
     unit = " points" if is_share else ""
 
     return (
         f"{value:+.{digits}f}{unit} [{low:+.{digits}f}, {high:+.{digits}f}], "
-        f"{found['tasks']:.0f} tasks"
+        f"{estimate['tasks']:.0f} tasks"
     )
 
 

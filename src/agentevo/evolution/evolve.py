@@ -58,8 +58,8 @@ class Evolution:
     """What is to be done, read and checked; nothing is created or called by that."""
 
     def __init__(self, tree: Mapping[str, Any], section: EvolveSection, home: Path):
-        """`tree`: the recipe, its section `evolve` apart; `home`: where its paths are from. Raises
-        ConfigError."""
+        """`tree`: the recipe without its section `evolve`; `home`: the folder that its paths are
+        relative to. Raises ConfigError."""
         run = tree.get("run")
         run = run if isinstance(run, Mapping) else {}
         self.tree = tree
@@ -80,8 +80,8 @@ class Evolution:
         with tempfile.TemporaryDirectory(prefix="agentevo-evolve-") as scratch:
             tasks = Path(scratch) / TASKS
             tasks.mkdir()
-            if told := self.source.check(tasks):
-                note(told)
+            if source_note := self.source.check(tasks):
+                note(source_note)
 
             write_rows([_MADE_UP | {"query": "a"}], tasks / TRAIN)
             write_rows([_MADE_UP | {"id": "held", "query": "b"}], tasks / HELD_OUT)
@@ -100,8 +100,8 @@ class Evolution:
             return read
 
     def _check_searches(self, pipeline: Pipeline) -> None:
-        """Refuses a search for texts whose attempts the comparison on the held-out tasks uses up,
-        which would be told hours later."""
+        """Refuses a search for texts whose attempts the comparison on the held-out tasks uses up:
+        it would fail hours later."""
         searches = [instance for instance in pipeline.plan.instances if instance.kind.makes_texts]
         if not searches:
             return
@@ -122,16 +122,16 @@ class Evolution:
         written."""
         check_new_folder(self.folder, "run.dir")
         with tempfile.TemporaryDirectory(prefix="agentevo-evolve-") as scratch:
-            made = self.source.make(note, Path(scratch))
+            first_tasks = self.source.make(note, Path(scratch))
 
         write_made(
             self.folder / TASKS,
-            train=made.train,
-            held_out=made.held_out,
-            demonstrations=made.demonstrations,
-            corpus=made.corpus,
-            documents=made.documents,
-            account=made.account,
+            train=first_tasks.train,
+            held_out=first_tasks.held_out,
+            demonstrations=first_tasks.demonstrations,
+            corpus=first_tasks.corpus,
+            documents=first_tasks.documents,
+            account=first_tasks.account,
         )
         tasks = self.folder / TASKS
         with must_write(self.folder, "make room there, or give another run.dir"):
@@ -156,11 +156,11 @@ class Evolution:
 
 
 def read_evolution(
-    target: str, overrides: Sequence[str], *, documents: Sequence[str] = (), **given: Any
+    target: str, overrides: Sequence[str], *, documents: Sequence[str] = (), **section_keys: Any
 ) -> Evolution:
     """`target`: a URL, a command, documents, or a YAML file whose section `evolve` says the rest.
-    `documents`: further ones. `given`: keys of that section that count before all others. Raises
-    ConfigError."""
+    `documents`: further ones. `section_keys`: keys of that section that count before all others.
+    Raises ConfigError."""
     is_file = target.endswith((".yaml", ".yml"))
     path = sources.find_recipe(target) if is_file else None
     tree: dict[str, Any] = {} if path is None else sources.read_yaml(path)
@@ -181,7 +181,7 @@ def read_evolution(
         section = {**section, "server": target}
 
     try:
-        read = EvolveSection.model_validate(sources.overlay(section, given))
+        read = EvolveSection.model_validate(sources.overlay(section, section_keys))
     except pydantic.ValidationError as error:
         lines = [entry_problem("evolve", EvolveSection, wrong) for wrong in error.errors()]
         raise ConfigError("\n".join(lines)) from error
@@ -199,7 +199,7 @@ def read_evolution(
 
 
 def evolve(evolution: Evolution, *, resume: bool, note: Callable[[str], None]) -> dict[str, Any]:
-    """Makes the tasks, or goes on, and runs the stages. Blocks. Returns the pipeline's results.
+    """Makes the tasks, or resumes, and runs the stages. Blocks. Returns the pipeline's results.
     Raises as `run_pipeline`, and what making tasks raises."""
     folder = evolution.folder
     if evolution.is_begun and not resume:
@@ -208,15 +208,15 @@ def evolve(evolution: Evolution, *, resume: bool, note: Callable[[str], None]) -
         )
 
     if evolution.is_begun:
-        if told := evolution.source.changes(folder / TASKS):
-            note(told)
+        if change_note := evolution.source.changes(folder / TASKS):
+            note(change_note)
     else:
         evolution.check()
         evolution.prepare(note)
 
     pipeline = load_pipeline(folder / PIPELINE)
-    began = is_pipeline_folder(folder / RUN)
-    return run_pipeline(pipeline, resume=began, view=SweepView(evolution.name))
+    is_begun = is_pipeline_folder(folder / RUN)
+    return run_pipeline(pipeline, resume=is_begun, view=SweepView(evolution.name))
 
 
 def last_run(folder: Path) -> Path | None:
@@ -240,7 +240,7 @@ def _source_of(
     """Raises ConfigError."""
     system = str((tree.get("agent") or {}).get("system_prompt") or "")
     models = _models_of(tree)
-    tools = [_in_folder(one, home) for one in _tools_of(section, tree)]
+    tools = [_in_folder(tool_section, home) for tool_section in _tools_of(section, tree)]
     if not section.documents:
         return ServerSource(section, tools, seed=seed, system=system, models=models)
     paths = [home / Path(document).expanduser() for document in section.documents]
@@ -248,13 +248,13 @@ def _source_of(
 
 
 def _models_of(tree: Mapping[str, Any]) -> dict[str, RemoteModelSection]:
-    """Those of the recipe's that can be read; the others are told where the recipe is checked."""
-    given = tree.get("remote_models")
-    found = dict[str, RemoteModelSection]()
-    for name, one in given.items() if isinstance(given, Mapping) else ():
+    """The readable ones of the recipe's models; the check of the recipe reports the others."""
+    sections = tree.get("remote_models")
+    models = dict[str, RemoteModelSection]()
+    for name, section in sections.items() if isinstance(sections, Mapping) else ():
         with suppress(pydantic.ValidationError):
-            found[str(name)] = RemoteModelSection.model_validate(one)
-    return found
+            models[str(name)] = RemoteModelSection.model_validate(section)
+    return models
 
 
 def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSection]:
@@ -288,8 +288,8 @@ def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSecti
 
 
 def _at_home(tree: dict[str, Any], home: Path) -> dict[str, Any]:
-    """The tree with the files of `import` by their absolute paths, and with the agent's texts
-    themselves: the recipe that is written lies elsewhere. Raises ConfigError."""
+    """The tree with absolute paths of the files of `import`, and with the agent's texts themselves:
+    the recipe is written into another folder. Raises ConfigError."""
     if isinstance(agent := tree.get("agent"), Mapping):
         agent, problem = with_texts_of_file(agent, home)
         if problem:

@@ -1,4 +1,4 @@
-"""What `agentevo evolve` reads beside the keys of a recipe: its section `evolve`."""
+"""The section `evolve`, which `agentevo evolve` reads in addition to the keys of a recipe."""
 
 from __future__ import annotations
 
@@ -140,10 +140,16 @@ class EvolveSection(Section):
         if not self.documents:
             return self
 
-        own = [name for name in OF_SERVERS if name in self.model_fields_set]
-        own += [f"tasks.{one}" for one in OF_SERVERS_TASKS if one in self.tasks.model_fields_set]
-        if own:
-            raise ValueError(f"{own[0]} is for a server, and documents are given: leave one out")
+        server_keys = [name for name in OF_SERVERS if name in self.model_fields_set]
+        server_keys += [
+            f"tasks.{task_key}"
+            for task_key in OF_SERVERS_TASKS
+            if task_key in self.tasks.model_fields_set
+        ]
+        if server_keys:
+            raise ValueError(
+                f"{server_keys[0]} is for a server, and documents are given: leave one out"
+            )
         if len(self.tasks.languages) > 1:
             raise ValueError("tasks.languages: questions about documents are asked in one language")
 

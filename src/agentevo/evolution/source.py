@@ -48,16 +48,16 @@ class FirstTasks:
     demonstrations: list[dict[str, Any]] = field(default_factory=list)
     corpus: list[dict[str, Any]] = field(default_factory=list)
     documents: list[dict[str, Any]] = field(default_factory=list)
-    """Paths and sha256 of what was read."""
+    """Paths and sha256 of the documents that were read."""
 
 
 class TaskOrigin(Protocol):
     """See the module. `tasks` is the folder that the first tasks are, or will be, in."""
 
     def check(self, tasks: Path) -> str:
-        """Raises ConfigError for what can be told before a task is made; writes into the folder,
-        which is thrown away, what the tools need to be looked at. Returns what there is, in
-        words, or nothing."""
+        """Raises ConfigError for what can be found out before a task is made; writes into the
+        folder, which is thrown away, what the tools need to be inspected. Returns a description of
+        the source, or an empty text."""
         ...
 
     def sections(self, tasks: Path) -> list[Any]:
@@ -73,7 +73,7 @@ class TaskOrigin(Protocol):
         ...
 
     def changes(self, tasks: Path) -> str:
-        """What is not as it was when the first tasks were made, in words; empty where all is."""
+        """The changes since the first tasks were made, in words; empty where there are none."""
         ...
 
 
@@ -93,7 +93,7 @@ class ServerSource:
         self._section = section
         self._system = system
         self._models = models
-        self._tools = [_chosen(one, section) for one in sections]
+        self._tools = [_chosen(tool, section) for tool in sections]
         self.wanted = _wanted_tasks(section, seed)
         check_wanted(self.wanted)
         self._writer = _writer_of(section, models)
@@ -108,25 +108,28 @@ class ServerSource:
 
     def make(self, note: Note, scratch: Path) -> FirstTasks:
         """See Source. Real calls are made."""
-        wanted = self.wanted
-        with bar("making tasks", wanted.train + wanted.held_out, "tasks") as so_far:
-            work = make_tasks(self._tools, wanted, tell=note, progress=so_far.to)
-            made = run_coroutine(work)
+        request = self.wanted
+        with bar("making tasks", request.train + request.held_out, "tasks") as so_far:
+            work = make_tasks(self._tools, request, on_note=note, progress=so_far.to)
+            tasks_made = run_coroutine(work)
 
-        account = {**made.account, "seed": wanted.seed}
+        account = {**tasks_made.account, "seed": request.seed}
         if self._writer is not None:
             with closing(RemoteModel("writer", self._writer)) as model:
-                rows = [*made.train, *made.held_out]
-                written = reword_tasks(rows, model, made.known.names, seed=wanted.seed)
+                rows = [*tasks_made.train, *tasks_made.held_out]
+                written = reword_tasks(rows, model, tasks_made.survey.names, seed=request.seed)
                 rows, account["writer"] = run_coroutine(written)
-            made.train, made.held_out = rows[: len(made.train)], rows[len(made.train) :]
+            tasks_made.train, tasks_made.held_out = (
+                rows[: len(tasks_made.train)],
+                rows[len(tasks_made.train) :],
+            )
 
-        draw = random.Random(f"demonstrations-{wanted.seed}")
+        draw = random.Random(f"demonstrations-{request.seed}")
         shown = [
-            demonstration(draw.choice(made.train), made.known.specs, self._system)
+            demonstration(draw.choice(tasks_made.train), tasks_made.survey.specs, self._system)
             for _ in range(self._section.demonstrations.count)
         ]
-        return FirstTasks(made.train, made.held_out, account, shown)
+        return FirstTasks(tasks_made.train, tasks_made.held_out, account, shown)
 
     def words(self, recipe: Path, tasks: Path) -> list[str]:
         """See Source."""
@@ -160,17 +163,17 @@ class DocumentsSource:
         self,
         section: EvolveSection,
         paths: Sequence[Path],
-        given: Sequence[Any],
+        tool_sections: Sequence[Any],
         *,
         seed: int,
         system: str,
         models: Mapping[str, RemoteModelSection],
     ) -> None:
-        """`given`: the recipe's own tools; one of the name `search` says how it looks. Raises
-        ConfigError."""
+        """`tool_sections`: the recipe's own tools; one of the name `search` says how it looks.
+        Raises ConfigError."""
         self._section = section
         self._paths = paths
-        self._given = given
+        self._given = tool_sections
         self._seed = section.tasks.seed or seed
         self._system = system
         self._writer = _writer_of(section, models)
@@ -184,23 +187,29 @@ class DocumentsSource:
         """See Source."""
         read = self.documents
         write_rows([_row(read.passages[0])], tasks / CORPUS)
-        told = f"{len(read.digests):,} documents, {len(read.passages):,} passages"
-        return "; ".join(filter(None, (told, read.note())))
+        counts_text = f"{len(read.digests):,} documents, {len(read.passages):,} passages"
+        return "; ".join(filter(None, (counts_text, read.note())))
 
     def sections(self, tasks: Path) -> list[Any]:
         """See Source."""
         corpus = {"corpus": str(tasks / CORPUS)}
-        own = [one for one in self._given if _is_search(one)]
-        found = [
-            one.model_copy(update={"options": {**one.options, **corpus}}) if one in own else one
-            for one in self._given
+        search_tools = [tool for tool in self._given if _is_search(tool)]
+        with_corpus = [
+            tool.model_copy(update={"options": {**tool.options, **corpus}})
+            if tool in search_tools
+            else tool
+            for tool in self._given
         ]
-        return found if own else [FunctionToolSection(name="search", options=corpus), *found]
+        return (
+            with_corpus
+            if search_tools
+            else [FunctionToolSection(name="search", options=corpus), *with_corpus]
+        )
 
     def make(self, note: Note, scratch: Path) -> FirstTasks:
         """See Source."""
-        if told := self.documents.note():
-            note(told)
+        if left_out_note := self.documents.note():
+            note(left_out_note)
 
         passages = self.documents.passages
         tasks = self._section.tasks
@@ -208,7 +217,7 @@ class DocumentsSource:
 
         with bar("making tasks", tasks.train + tasks.held_out, "tasks") as so_far:
             if self._writer is None:
-                made = tasks_from(
+                tasks_made = tasks_from(
                     passages,
                     train=tasks.train,
                     held_out=tasks.held_out,
@@ -218,7 +227,7 @@ class DocumentsSource:
                 )
             else:
                 with closing(RemoteModel("writer", self._writer)) as model:
-                    made = run_coroutine(
+                    tasks_made = run_coroutine(
                         asked_from(
                             passages,
                             model,
@@ -231,11 +240,11 @@ class DocumentsSource:
                         )
                     )
 
-        check_made(made, tasks.held_out)
+        check_made(tasks_made, tasks.held_out)
         write_rows(corpus, scratch / CORPUS)
         shown, num_unfound = run_coroutine(
             show_lookups(
-                made.train,
+                tasks_made.train,
                 passages,
                 [section for section in self.sections(scratch) if _is_search(section)],
                 count=self._section.demonstrations.count,
@@ -244,19 +253,19 @@ class DocumentsSource:
             )
         )
 
-        missing = tasks.train + tasks.held_out - len(made.train) - len(made.held_out)
+        missing = tasks.train + tasks.held_out - len(tasks_made.train) - len(tasks_made.held_out)
         if missing > 0:
             note(f"{missing} fewer tasks than asked for: the documents have no more")
         if num_unfound:
             note(f"{num_unfound} tasks are not shown: a search for their words does not find them")
 
         account = {
-            "train": len(made.train),
-            "held_out": len(made.held_out),
+            "train": len(tasks_made.train),
+            "held_out": len(tasks_made.held_out),
             "passages": len(passages),
             "documents": len(self.documents.digests),
             "left_out": self.documents.left_out,
-            "writer": made.reasons,
+            "writer": tasks_made.reasons,
             "not_found": num_unfound,
             "seed": self._seed,
         }
@@ -264,7 +273,7 @@ class DocumentsSource:
             {"path": os.path.abspath(path), "sha256": digest}
             for path, digest in self.documents.digests.items()
         ]
-        return FirstTasks(made.train, made.held_out, account, shown, corpus, read)
+        return FirstTasks(tasks_made.train, tasks_made.held_out, account, shown, corpus, read)
 
     def words(self, recipe: Path, tasks: Path) -> list[str]:
         """See Source."""
@@ -277,14 +286,14 @@ class DocumentsSource:
     def changes(self, tasks: Path) -> str:
         """See Source."""
         rows = [row.value for row in read_rows(str(tasks / DOCUMENTS))]
-        found = changed_files({str(row["path"]): str(row["sha256"]) for row in rows})
-        if not found:
+        changed = changed_files({str(row["path"]): str(row["sha256"]) for row in rows})
+        if not changed:
             return ""
 
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         return (
-            f"{found[0]}{more} changed since the tasks were made: what is made of the documents as "
-            "they were goes on; a new run.dir begins with what they are now"
+            f"{changed[0]}{rest} changed since the tasks were made: what is made of the documents "
+            "as they were goes on; a new run.dir begins with what they are now"
         )
 
 
@@ -305,9 +314,9 @@ def _writer_of(
         return None
 
     try:
-        found = writer_section(writer, known=models)
-        key_of_model("writer", found)
-        return found
+        chosen = writer_section(writer, known_models=models)
+        key_of_model("writer", chosen)
+        return chosen
     except ConfigError as error:
         raise ConfigError(f"evolve.tasks.writer: {error}") from error
 
@@ -317,18 +326,18 @@ def _writer_words(section: EvolveSection) -> list[str]:
     return [] if writer is None else ["--writer", writer]
 
 
-def _chosen(section: Any, given: EvolveSection) -> Any:
+def _chosen(section: Any, evolve_section: EvolveSection) -> Any:
     """A tool's section with what the evolution says of it."""
     changes: dict[str, Any] = {}
-    if given.include:
-        changes["include"] = given.include
-    if given.exclude:
-        changes["exclude"] = (*section.exclude, *given.exclude)
+    if evolve_section.include:
+        changes["include"] = evolve_section.include
+    if evolve_section.exclude:
+        changes["exclude"] = (*section.exclude, *evolve_section.exclude)
 
     if isinstance(section, MCPServerSection):
-        if given.outcome is not None:
-            changes["outcome"] = given.outcome
-        if section.session == "attempt" and given.tasks.worlds > 1:
+        if evolve_section.outcome is not None:
+            changes["outcome"] = evolve_section.outcome
+        if section.session == "attempt" and evolve_section.tasks.worlds > 1:
             changes["send_task"] = True
 
     return section.model_copy(update=changes)

@@ -1,5 +1,5 @@
-"""The pipeline of an evolution, as a mapping (docs/pipelines.md): which stages there are, and what
-each begins with.
+"""The pipeline of an evolution, as a mapping (docs/pipelines.md): its stages, and what each
+begins with.
 
     try -> choose -> show          attempts that succeed, fine-tuned on (demonstrations: attempts,
                                    or those of a teacher)
@@ -8,7 +8,7 @@ each begins with.
                                    (prompts: attempts); tasks at the edge
     merge                          adapters and their base as one plain model
 
-The first round's tasks are there before the pipeline is (evolve.py), so that the held-out ones are
+The first round's tasks exist before the pipeline does (evolve.py), so that the held-out ones are
 the same in every stage.
 """
 
@@ -30,8 +30,9 @@ TEXTS = "texts.yaml"
 def stages_of(
     section: EvolveSection, recipe: Mapping[str, Any], folder: Path, words: Sequence[str]
 ) -> dict[str, Any]:
-    """The stages. `recipe`: what is trained; `folder`: of the first tasks; `words`: of `agentevo
-    tasks` for further ones, the command's name first, which lack --seed, --after and --out."""
+    """The stages. `recipe`: the recipe to train; `folder`: that of the first tasks; `words`: the
+    words of `agentevo tasks` for further ones, the command's name first, without --seed, --after
+    and --out."""
     model = recipe.get("model")
     first = str(model.get("name", "tiny")) if isinstance(model, Mapping) else "tiny"
 
@@ -88,11 +89,11 @@ def _round(
 
     inner: dict[str, Any] = {"rl": {"kind": "train", "model": model, "config": config}}
     if search:
-        given = {**config, "optimize": {"attempts": section.prompts.attempts}}
+        prompts_tree = {**config, "optimize": {"attempts": section.prompts.attempts}}
         inner["prompts"] = {
             "kind": "prompts",
             "model": "${stages.rl.checkpoint}",
-            "config": sources.overlay(given, section.prompts.config),
+            "config": sources.overlay(prompts_tree, section.prompts.config),
         }
 
     if more_tasks:
@@ -135,7 +136,7 @@ def pipeline_of(
     name: str,
     seed: int,
 ) -> dict[str, Any]:
-    """The file of the pipeline, as a mapping; its recipe lies beside it."""
+    """The file of the pipeline, as a mapping; its recipe is in the same folder."""
     return {
         "name": name,
         "description": "Made by `agentevo evolve` (docs/evolve.md).",
@@ -151,13 +152,13 @@ def pipeline_of(
 
 def recipe_of(
     section: EvolveSection,
-    given: Mapping[str, Any],
+    base_recipe: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]],
     folder: Path,
 ) -> dict[str, Any]:
-    """The recipe of all stages: as given, with the tools and the first tasks, and the curriculum
-    where it says nothing else."""
-    tree = {key: value for key, value in given.items() if key not in ("evolve", "run")}
+    """The recipe of all stages: the given one, with the tools and the first tasks, and with the
+    curriculum unless it sets another."""
+    tree = {key: value for key, value in base_recipe.items() if key not in ("evolve", "run")}
     agent = tree.get("agent")
     tree["agent"] = {
         "type": "tool_agent",

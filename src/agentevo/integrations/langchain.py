@@ -122,32 +122,34 @@ async def _reply(
     stop: list[str] | None,
 ) -> ChatResult:
     messages = messages_of(prompt)
-    said = await policy.generate(messages, tools=tools, sampling=sampling, stop=stop)
+    reply = await policy.generate(messages, tools=tools, sampling=sampling, stop=stop)
     conversation = policy.conversation
-    turn = conversation.turns[said.turn]
+    turn = conversation.turns[reply.turn]
     if policy.remote_model is not None:
-        return _result(said.message, turn, policy.num_tokens(said.turn))
+        return _result(reply.message, turn, policy.num_tokens(reply.turn))
 
-    given = tools_of(tools) if tools else None
+    tool_schemas = tools_of(tools) if tools else None
     answer = AnswerInProgress(
-        ModelRequest(prompt=messages, tools=given, model="policy"), conversation.chat, said.opening
+        ModelRequest(prompt=messages, tools=tool_schemas, model="policy"),
+        conversation.chat,
+        reply.opening,
     )
     answer.finish(turn)
-    conversation.recognise(said.turn, answer.message)
+    conversation.recognise(reply.turn, answer.message)
 
-    return _result(answer.message, turn, policy.num_tokens(said.turn))
+    return _result(answer.message, turn, policy.num_tokens(reply.turn))
 
 
-def _result(said: Message, turn: Turn, size: tuple[int, int]) -> ChatResult:
+def _result(reply: Message, turn: Turn, size: tuple[int, int]) -> ChatResult:
     calls = [
         {"name": call.name, "args": json.loads(call.arguments or "{}"), "id": call.id}
-        for call in said.tool_calls
+        for call in reply.tool_calls
     ]
     num_prompt, num_said = size
     message = AIMessage(
-        content=said.text,
+        content=reply.text,
         tool_calls=calls,
-        additional_kwargs={"reasoning_content": said.reasoning} if said.reasoning else {},
+        additional_kwargs={"reasoning_content": reply.reasoning} if reply.reasoning else {},
         response_metadata={"finish_reason": turn.finish_reason, "turn": turn.index},
         usage_metadata={
             "input_tokens": num_prompt,
@@ -185,16 +187,16 @@ class ReactAgent:
         return None
 
     async def run(self, task: Task, policy: Policy) -> Any:
-        """One attempt. One that makes more than `max_turns` calls of the policy earns what `reward`
-        says of the messages so far."""
+        """One attempt. An attempt with more than `max_turns` calls of the policy gets what `reward`
+        gives for the messages so far."""
         graph = create_agent(
             ChatPolicy(policy), list(self.tools(task)), system_prompt=self.config.system_prompt
         )
-        asked = {"messages": [{"role": "user", "content": task.query}]}
-        state: Mapping[str, Any] = asked
+        input_state = {"messages": [{"role": "user", "content": task.query}]}
+        state: Mapping[str, Any] = input_state
         limit = {"recursion_limit": 2 * self.config.max_turns}
         try:
-            async for values in graph.astream(asked, limit, stream_mode="values"):
+            async for values in graph.astream(input_state, limit, stream_mode="values"):
                 state = values
         except GraphRecursionError:
             pass

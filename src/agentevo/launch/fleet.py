@@ -84,20 +84,20 @@ class Fleet(Section):
             return nodes
 
         nodes = []
-        left = self.engines
+        engines_left = self.engines
         size = self.gpus_per_engine
-        while left or len(nodes) < self.trainer_nodes:
+        while engines_left or len(nodes) < self.trainer_nodes:
             first = num_trainer_gpus if len(nodes) < self.trainer_nodes else 0
-            starts = range(first, self.gpus - size + 1, size)[:left]
+            starts = range(first, self.gpus - size + 1, size)[:engines_left]
             nodes.append([tuple(range(start, start + size)) for start in starts])
-            left -= len(starts)
+            engines_left -= len(starts)
         return nodes
 
     def _num_trainer_gpus(self) -> int:
         if self.trainer_gpus is not None:
             return self.trainer_gpus
-        left = self.gpus - self.engines * self.gpus_per_engine
-        return left if self.trainer_nodes == 1 and left > 0 else self.gpus
+        free_gpus = self.gpus - self.engines * self.gpus_per_engine
+        return free_gpus if self.trainer_nodes == 1 and free_gpus > 0 else self.gpus
 
     def _check(self) -> None:
         problem = ""

@@ -1,9 +1,9 @@
 """Paths of this machine in a recipe that other machines run.
 
-Python files that the recipe imports go along with it. Machines that see this one's folders (Slurm,
-Ray) read any other path as an absolute one. Containers have a disk of their own: rows that fit
-beside the recipe are carried along, and any other path is refused. What an image has of its own
-(`/usr` and the like) is left as it is.
+Python files that the recipe imports are carried with it. Machines that see this one's folders
+(Slurm, Ray) read any other path as an absolute one. Containers have a disk of their own: rows that
+fit next to the recipe are carried too, and any other path is refused. Paths that an image has
+itself (`/usr` and the like) are left as they are.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from agentevo.errors import ConfigError
 from agentevo.parsing import read_text
 
 CARRIED = ("tasks.train", "tasks.eval", "data.train", "data.eval", "data.pairs")
-"""Keys whose files go along: their paths start at the recipe."""
+"""Keys whose files are carried with the recipe: their paths start at the recipe."""
 LARGEST = 16 * 2**20
-"""Bytes of a file that goes along."""
+"""Largest size of a carried file, in bytes."""
 _PLACED = ("run.", "store.", "import.")
 """Keys that the launch places by itself."""
 _OF_AN_IMAGE = ("/bin/", "/dev/", "/etc/", "/lib", "/opt/", "/proc/", "/sys/", "/usr/")
 
 
 def carry_imports(tree: dict[str, Any], files: dict[str, str]) -> None:
-    """Adds the Python files that a resolved recipe imports to `files` (contents by name); in the
-    recipe, which is changed in place, they lie beside it. Raises ConfigError for a folder, two
-    files of one name, and what can't be read."""
+    """Adds the Python files that a resolved recipe imports to `files` (contents by name); the
+    recipe, which is changed in place, then names them relative to itself. Raises ConfigError for a
+    folder, two files of one name, and what can't be read."""
     for index, entry in enumerate(tree["import"]):
         path = Path(entry)
         if not path.is_absolute():
@@ -53,9 +53,9 @@ def make_paths_absolute(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def carry_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
-    """Adds the files of rows that a resolved recipe names to `files` (contents by name); in the
-    recipe, which is changed in place, they lie beside it. `runs`: the folder that the machines have
-    of this one. Raises ConfigError for what can't go along."""
+    """Adds the files of rows that a resolved recipe names to `files` (contents by name); the
+    recipe, which is changed in place, then names them relative to itself. `runs`: the folder of
+    this machine that the other machines see. Raises ConfigError for what can't be carried."""
     problems = []
     for key, place, index in list(_local_paths(tree)):
         path = os.path.realpath(os.path.expanduser(place[index]))
@@ -108,7 +108,7 @@ def _local_paths(
 
 
 def _is_local(text: str) -> bool:
-    """Whether a value is written as a path, and something lies there."""
+    """Whether a value is written as a path, and exists."""
     if not text.startswith(("~", ".")) and "/" not in text:
         return False
     if "\0" in text or "\n" in text or "://" in text:

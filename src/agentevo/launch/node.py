@@ -1,11 +1,11 @@
-"""`agentevo launch node`: the processes of one machine of a launch, as nodes.yaml has them.
+"""`agentevo launch node`: the processes of one machine of a launch, as nodes.yaml lists them.
 
-The trainer's ranks run to their end; engines and samplers are started again when they die
-(processes/supervisor.py). Node 0 writes a heartbeat into a file beside the run's folder, and how
+The trainer's ranks run to their end; engines and samplers are restarted when they die
+(processes/supervisor.py). Node 0 writes a heartbeat into a file next to the run's folder, and how
 the trainer ended; nodes without a rank end with it, by the same exit code, and give up after LOST_S
-without a heartbeat. The file's name holds the launch's id, so that a job that is started again does
-not take the end of the former one for its own. SIGTERM and Ctrl-C go to the trainer, which ends
-after its step; nothing of the run is lost, and the same command goes on with it.
+without a heartbeat. The file's name holds the launch's id, so that a restarted job does not take
+the end of the former one for its own. SIGTERM and Ctrl-C go to the trainer, which ends after its
+step; nothing of the run is lost, and the same command resumes it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ BEAT_S = 5.0
 LOST_S = 900.0
 """Longer than a node takes to be replaced."""
 RECIPE_S = 900.0
-"""For a trainer to load what it needs before it changes the run's recipe."""
+"""Time for a trainer to load its modules before it changes the run's recipe."""
 OLD_S = 120.0
-"""An end that was there before this node began counts after so long."""
+"""An end from before this node began counts after this time."""
 GRACE_S = 240.0
 """For the trainer to end after its step."""
 SOON_S = 15.0
-"""For the ranks beside one that failed."""
+"""For the other ranks, when one has failed."""
 PR_SET_PDEATHSIG = 1
 """prctl(2)."""
 _LIBC = ctypes.CDLL(None)
@@ -77,9 +77,9 @@ def run_node(
     parent: int | None = None,
     note: Callable[[str], None] = to_stderr,
 ) -> int:
-    """Runs what the node of that rank has to; blocks. Returns the exit code of the trainer. `head`
-    is where node 0 is reached; `parent` a process with which it ends. Raises ConfigError for a rank
-    that there is not."""
+    """Runs the processes of the node of that rank; blocks. Returns the exit code of the trainer.
+    `head` is the address of node 0; `parent` a process with which it ends. Raises ConfigError for a
+    rank that does not exist."""
     plan = read_plan(path)
     if not 0 <= rank < len(plan.nodes):
         raise ConfigError(f"--rank {rank}: {path} has {len(plan.nodes)} nodes, from 0")
@@ -128,7 +128,7 @@ def _run_children(
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> None:
-    """Keeps the node's engines and samplers alive from when the run's folder is there, with this
+    """Keeps the node's engines and samplers alive from when the run's folder exists, with this
     recipe, until `poll` gives the trainer's exit code or a stop is requested. Raises
     ChildFailedError."""
     run_dir = config.run_dir
@@ -137,11 +137,11 @@ def _run_children(
         time.sleep(LOOK_S)
         return poll() is None and not stop()
 
-    began = time.monotonic()
+    started_at = time.monotonic()
     is_noted = False
     while not (is_there := (run_dir / "config.yaml").is_file()) or (changed := changes(config)):
-        if is_there and time.monotonic() - began > RECIPE_S:
-            break  # who is started now says what differs, and ends
+        if is_there and time.monotonic() - started_at > RECIPE_S:
+            break  # a process that starts now reports the difference, and ends
         if is_there and not is_noted:
             note(f"waiting for the trainer to go on with {', '.join(changed)} as given here")
             is_noted = True
@@ -154,8 +154,8 @@ def _run_children(
 
 
 def _wait_for_head(reader: HeartbeatReader) -> int | None:
-    """The trainer's exit code, for which a node that was asked to end waits: one that ends first
-    would take the trainer's node with it, where the cluster ends a job with its first node."""
+    """The trainer's exit code. A node that was asked to end waits for it: one that ends first would
+    take the trainer's node with it, where the cluster ends a job with its first node."""
     deadline = time.monotonic() + GRACE_S
     while (code := reader.poll()) is None and time.monotonic() < deadline:
         time.sleep(LOOK_S)
@@ -174,7 +174,7 @@ class _TrainerProcess:
         command = ["learn" if plan.is_apart else "train", *recipe, *resume]
         self._command = [sys.executable, "-m", "agentevo", *command]
         node = plan.nodes[rank]
-        before = sum(other.trainer for other in plan.nodes[:rank])
+        before = sum(node.trainer for node in plan.nodes[:rank])
         self._environments = [
             {
                 **os.environ,
@@ -206,14 +206,16 @@ class _TrainerProcess:
         self.end()
 
     def poll(self) -> int | None:
-        """None while they go on. One that failed ends it: the others wait for it in vain."""
+        """None while the ranks run. One failed rank ends the others, which would wait for it in
+        vain."""
         codes = [to_exit_code(process.poll()) for process in self._processes]
         failed = next((code for code in codes if code), None)
         return codes[0] if failed is None else failed
 
     def end(self) -> int:
-        """Waits for the ranks for as long as the first one may take to end after its step; kills
-        what is left then. Returns the exit code of the first one, or of the one that failed."""
+        """Waits for the ranks for as long as the first one may take to end after its step; then
+        kills those that are left. Returns the exit code of the first one, or of the one that
+        failed."""
         if self.poll() is None:
             self._processes[0].terminate()
 
@@ -235,8 +237,8 @@ class _TrainerProcess:
 
 
 def _end_with_parent() -> None:
-    """In a rank before it begins: it is killed when its node's process is, whatever killed that.
-    The trainer of the next start would find the run taken otherwise."""
+    """In a rank before it begins: it is killed when its node's process is, by any cause. Otherwise
+    the trainer of the next start would find the run taken."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -267,7 +269,7 @@ class HeartbeatWriter:
         for count in itertools.count():
             is_last = self._ended.is_set()
             heartbeat = Heartbeat(count, self.code if is_last else None)
-            with suppress(OSError):  # the folder is away for a moment; the next heartbeat comes
+            with suppress(OSError):  # the folder is away for a moment; the next heartbeat follows
                 write_atomic(self._path, msgspec.json.encode(heartbeat))
             if is_last:
                 return

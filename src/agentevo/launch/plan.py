@@ -56,10 +56,9 @@ class PlannedLaunch:
     variables, and the files of the launch's folder that every kind of cluster has."""
 
     def __init__(self, recipe: str, overrides: list[str], fleet: Fleet, runs: str = "") -> None:
-        """`runs`: the folder of the machines in which the run's folder lies, if not as the recipe
-        says.
-        Raises ConfigError for a recipe that can't run on these nodes, for files that can't go along
-        with it, and for paths that the nodes do not have."""
+        """`runs`: the folder of the machines that holds the run's folder, if not the recipe's.
+        Raises ConfigError for a recipe that can't run on these nodes, for files that can't be
+        carried with it, and for paths that the nodes do not have."""
         self.config = load_config(recipe, overrides)
         self.nodes = fleet.place()
         self.gpus = fleet.gpus
@@ -114,7 +113,7 @@ class PlannedLaunch:
 
 
 def read_plan(path: Path) -> LaunchPlan:
-    """Raises ConfigError for what is no plan."""
+    """Raises ConfigError for an invalid plan."""
     text = read_text(path)
     try:
         return LaunchPlan.model_validate(parse_yaml(text))

@@ -1,11 +1,11 @@
 """`agentevo launch own`: a launch's nodes as actors of a Ray cluster, one per bundle of a placement
-group, each of which keeps one process, `agentevo launch node`.
+group. Each keeps one process, `agentevo launch node`.
 
-A lost node is reported and started again: a node without the trainer by itself, while the others
-go on, wherever Ray places its bundle anew; the trainer's node with the whole launch, which goes on
-from where the run stands (`restarts` times). Every call of Ray's has a deadline: an actor whose
-node has died answers neither yes nor no for a while. Processes end with their actor, and actors
-with this owner. All nodes see the launch's folder and the run's, as with other clusters.
+A lost node is reported and restarted: a node without the trainer alone, while the others continue,
+wherever Ray places its bundle again; the trainer's node with the whole launch, which continues from
+where the run stands (`restarts` times). Every call of Ray's has a deadline: an actor whose node has
+died gives no answer for a while. Processes end with their actor, and actors with this owner. All
+nodes see the launch's folder and the run's, as with other clusters.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ LOOK_S = 1.0
 CALL_S = 30.0
 """Deadline of one call to an actor."""
 SILENT_S = 120.0
-"""An actor that has answered nothing for so long is lost, whatever Ray says of it."""
+"""An actor that has not answered for this time is lost, whatever Ray reports."""
 WRONG = 2
 """Exit code of a wrong configuration: the same again would be as wrong."""
 LOST = -1
-"""In place of an exit code: the node's actor is gone, and with it the process."""
+"""In place of an exit code: the node's actor is lost, and its process with it."""
 
 
 class RayError(AgentEvoError):
@@ -54,8 +54,9 @@ class Keeper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, words: list[str], head: str | None, log: str) -> tuple[str, int]:
-        """Starts it, with its output added to that file. `head`: where node 0 is, None for that
-        itself. Returns where other nodes reach this one, and the process's id."""
+        """Starts it, with its output added to that file. `head`: the address of node 0, None for
+        node 0 itself. Returns the address at which other nodes reach this one, and the process's
+        id."""
         ray: Any = load_extra("ray", "ray", "agentevo launch own")
         address = str(ray.util.get_node_ip_address())
         node = [*words, "--head", head or address, "--parent", str(os.getpid())]
@@ -71,7 +72,7 @@ class Keeper:
         return address, self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit code, 128 and the number for a signal; None while it goes on."""
+        """Its exit code, 128 and the number for a signal; None while it runs."""
         assert self._process is not None
         return to_exit_code(self._process.poll())
 
@@ -157,15 +158,15 @@ class _Owner:
         """Returns the trainer's exit code."""
         self._place()
         try:
-            for left in range(self._cluster.restarts, -1, -1):
-                code = self._run_once(f"{self._id}-{self._cluster.restarts - left}", stop)
+            for restarts_left in range(self._cluster.restarts, -1, -1):
+                code = self._run_once(f"{self._id}-{self._cluster.restarts - restarts_left}", stop)
                 if code != LOST and (code in (0, WRONG) or stop()):
                     return code
                 if stop():
                     return STOPPED
 
                 how = "was lost" if code == LOST else f"ended with exit code {code}"
-                self._note(f"the trainer {how}; {left} restarts are left")
+                self._note(f"the trainer {how}; {restarts_left} restarts are left")
 
             raise RayError(
                 f"the trainer was lost {self._cluster.restarts + 1} times: see {self._logs}"
@@ -208,7 +209,7 @@ class _Owner:
             if stop() and not is_stopping:
                 is_stopping = True
                 deadline = time.monotonic() + GRACE_S + SILENT_S
-                with suppress(self._ray.exceptions.RayError):  # the next poll says what it is
+                with suppress(self._ray.exceptions.RayError):  # the next poll reports it
                     self._call(0, "stop")
 
             for number in list(self._keepers):
@@ -233,8 +234,8 @@ class _Owner:
         return LOST
 
     def _start(self, number: int, head: str | None, id: str) -> None:
-        """Asks for a node's process in its bundle, which Ray may have to place anew. `head`: where
-        node 0 is, None for that itself."""
+        """Asks for a node's process in its bundle, which Ray may have to place again. `head`: the
+        address of node 0, None for node 0 itself."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=number
         )
@@ -266,7 +267,7 @@ class _Owner:
         return str(address)
 
     def _poll(self, number: int) -> int | None:
-        """Its exit code, or LOST; None while it goes on or is being started."""
+        """Its exit code, or LOST; None while it runs or starts."""
         try:
             if number in self._starting:
                 self._poll_start(number)
@@ -304,9 +305,11 @@ class _Owner:
     def _wait_for_others(self) -> None:
         """Nodes without the trainer end by its code within seconds."""
         deadline = time.monotonic() + CALL_S
-        others = [number for number in self._keepers if number and number not in self._starting]
-        while others and time.monotonic() < deadline:
-            others = [number for number in others if self._poll(number) is None]
+        other_nodes = [
+            number for number in self._keepers if number and number not in self._starting
+        ]
+        while other_nodes and time.monotonic() < deadline:
+            other_nodes = [number for number in other_nodes if self._poll(number) is None]
             time.sleep(LOOK_S)
 
     def _drop_all(self) -> None:

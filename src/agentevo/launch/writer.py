@@ -23,7 +23,7 @@ from agentevo.paths import check_new_folder
 
 SUBMIT_S = 600.0
 NOTICE_S = int(GRACE_S) + 60
-"""From the signal to end until a cluster kills what is left."""
+"""Time from the signal to end until a cluster kills what is left."""
 
 
 class WrittenLaunch(NamedTuple):
@@ -32,7 +32,7 @@ class WrittenLaunch(NamedTuple):
     folder: Path
     command: list[str]
     notes: list[str]
-    """Lines for whoever launches."""
+    """Lines for the user who launches."""
 
 
 class SubmitError(AgentEvoError):

@@ -3,9 +3,9 @@ it happens on the run's event loop.
 
     open -> generate, or calls of a client of its own -> settle -> end
 
-Every request may be repeated: an attempt is begun once, and asked again for its end it says the
-same. More than the limit wait for their turn. An attempt of which nothing was asked for as long as
-an attempt may take is given up: its program is gone.
+Every request may be repeated: an attempt begins once, and repeated requests for its end have the
+same answer. Attempts beyond the limit wait for their turn. An attempt without a request for as long
+as an attempt may take is given up: its program is gone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 MARGIN_S = 60.0
 """What is waited for a program beyond the time that its attempt may take."""
 LOOK_S = 5.0
-"""How often is looked for such attempts."""
+"""Time between two checks for such attempts."""
 KEPT = 1000
 """Ended attempts whose end may be asked for again."""
 MAX_ASKS = 10_000
@@ -96,8 +96,8 @@ class _AttemptUnderWay:
         """That of one of several agents, or of the only one. Raises BadRequestError."""
         conversations = self.policy.conversations
         if agent not in conversations:
-            known = ", ".join(filter(None, conversations)) or "none: there is but one"
-            raise BadRequestError(f"there is no agent {agent!r} (known: {known})")
+            agent_names = ", ".join(filter(None, conversations)) or "none: there is but one"
+            raise BadRequestError(f"there is no agent {agent!r} (known: {agent_names})")
         return conversations[agent]
 
     def session(self, agent: str) -> DoorSession:
@@ -106,7 +106,7 @@ class _AttemptUnderWay:
         return self.context.run(lambda: policy.session)
 
     def is_silent(self, limit_s: float) -> bool:
-        """Whether nothing has been asked for `limit_s`, nor by a client of its own."""
+        """Whether there was no request for `limit_s`, also from its own clients."""
         turns = sum(len(conversation.turns) for conversation in self.policy.conversations.values())
         if turns != self.num_seen or any(not task.done() for task in self.asks.values()):
             self.num_seen = turns
@@ -140,8 +140,9 @@ class Attempts:
         self._watching = asyncio.create_task(self._watch())
 
     async def open(self, new: NewAttempt, *, has_session: bool, within_s: float) -> OpenedService:
-        """Begins one, or says again what was said of it. `has_session`: clients of its own get a
-        key at once. Raises TimeoutError where as many as may be are under way for `within_s`."""
+        """Begins an attempt, or repeats the answer about it. `has_session`: its own clients get a
+        key at once. Raises TimeoutError where the largest number of attempts is under way for
+        `within_s`."""
         check_id(new.task_id, "a task")
         check_id(new.group_id, "a group")
         if new.id not in self._handles:
@@ -183,7 +184,7 @@ class Attempts:
         self._handles[new.id] = handle
 
     def session(self, handle: str, agent: str) -> DoorSession:
-        """The attempt's session at the gateway, or that of one of several agents alone."""
+        """The attempt's session at the gateway, or that of one of several agents."""
         return self._find(handle).session(agent)
 
     def remote(self, handle: str) -> RemoteConversations | None:
@@ -191,7 +192,7 @@ class Attempts:
         return self._find(handle).policy.remote
 
     async def generate(self, handle: str, ask: ServiceRequest) -> Answers:
-        """The answers to a call; one that comes again gets the same. Raises what
+        """The answers to a call; a repeated call gets the same answers. Raises what
         Conversation.complete raises."""
         attempt = self._find(handle)
         if ask.id not in attempt.asks:
@@ -247,7 +248,7 @@ class Attempts:
     def _retrieve_exception(self, task: asyncio.Task[EndedAttempts]) -> None:
         self._slots.release()
         if not task.cancelled():
-            task.exception()  # nobody may ask
+            task.exception()  # no program may ask
 
     async def _end(self, attempt: _AttemptUnderWay) -> EndedAttempts:
         for task in attempt.asks.values():
@@ -296,7 +297,9 @@ class Attempts:
         while True:
             await asyncio.sleep(LOOK_S)
             limit = self._timeout_s + MARGIN_S
-            for handle in [name for name, one in self._open.items() if one.is_silent(limit)]:
+            for handle in [
+                name for name, attempt in self._open.items() if attempt.is_silent(limit)
+            ]:
                 self._ending(handle)
 
     def _find(self, handle: str) -> _AttemptUnderWay:

@@ -1,7 +1,7 @@
 """What other threads' event loops ask of the event loop of a run, which may end at any moment.
 
-Invariant: whoever asks is answered: with the result, or with why the run has ended. No coroutine is
-left that was never begun, and nothing is said to an event loop that is closed.
+Invariant: every caller gets an answer: the result, or why the run has ended. Every coroutine is
+begun, and a closed event loop receives nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ T = TypeVar("T")
 class Calls:
     """See the module. Its methods may be called on any thread."""
 
-    def __init__(self, ended: Callable[[], Exception]) -> None:
-        """`ended`: a new exception that says why the run has ended."""
-        self._ended = ended
+    def __init__(self, make_end_error: Callable[[], Exception]) -> None:
+        """`make_end_error`: gives a new exception that says why the run has ended."""
+        self._ended = make_end_error
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_closed = False
@@ -39,17 +39,17 @@ class Calls:
         """That event loop is closed."""
         with self._lock:
             self._loop = None
-            left = self._open
+            open_calls = self._open
             self._open = {}
             self._tasks = {}
 
-        for future, work in left.items():
+        for future, work in open_calls.items():
             with suppress(RuntimeError):  # its task has swallowed its cancellation
                 work.close()
             future.set_exception(self._ended())
 
     def close(self) -> None:
-        """Nothing more is done, on that event loop: what is under way is broken off."""
+        """On that event loop: no further work begins, and work under way is cancelled."""
         with self._lock:
             self.is_closed = True
         for task in list(self._tasks.values()):
@@ -58,15 +58,15 @@ class Calls:
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of something that is done on that event loop. Cancelled, it is cancelled
         there."""
-        here = asyncio.get_running_loop()
+        caller_loop = asyncio.get_running_loop()
         answered = asyncio.Event()
 
-        def tell(_: object) -> None:
+        def wake_caller(_: object) -> None:
             with suppress(RuntimeError):  # who asked has ended with its loop
-                here.call_soon_threadsafe(answered.set)
+                caller_loop.call_soon_threadsafe(answered.set)
 
         future = self._ask(work)
-        future.add_done_callback(tell)
+        future.add_done_callback(wake_caller)
         try:
             await answered.wait()
         except asyncio.CancelledError:

@@ -2,7 +2,7 @@
 the methods of a loop in one process, imports no torch, and shares no folder with the server.
 
 Requests are repeated while the server can't be reached, for `patience_s`; all of them may be. A
-server that was started anew is asked to open the model again, and goes on from what was committed.
+restarted server is asked to open the model again, and continues from what was committed.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Client:
     client`."""
 
     def __init__(self, url: str, key: str, *, patience_s: float = PATIENCE_S) -> None:
-        """`url` is what `agentevo server` printed, `key` what is in the file that it named. Raises
-        ConfigError for what is none."""
+        """`url` is what `agentevo server` printed, `key` the content of the file that it named.
+        Raises ConfigError for an invalid one."""
         self._address = EngineAddress.read(url, what="a server", printed_by="server")
         if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key.strip()):
             raise ConfigError(
@@ -125,11 +125,12 @@ class Client:
         **sections: Any,
     ) -> AsyncIterator[TrainableModel]:
         """A model of that name on the server: a new one, or as it was left, or as others train it
-        now. `sections` are those of a recipe, as in `agentevo.open_model`; a run that goes on keeps
-        what it is not told. It stays open at the server after the block, until `close_model`.
+        now. `sections` are those of a recipe, as in `agentevo.open_model`; a resumed run keeps
+        every setting that they do not give. The model stays open at the server after the block,
+        until `close_model`.
 
-        `rewards`, `remote_models` and the agents that these play are this program's: they are
-        asked from here, the server is told nothing of them, and they are given each time."""
+        `rewards`, `remote_models` and the agents that these play belong to this program: it calls
+        them from here, the server knows nothing of them, and they are given each time."""
         if not re.fullmatch(NAME, name):
             raise ConfigError(
                 f"{shown(name)} is no name for a model: use letters, digits, `-`, `_` and `.`"
@@ -233,7 +234,7 @@ class _ServedModel:
         return state
 
     async def _ask(self, method: str, path: str, body: Any = None, *, kind: type[T]) -> T:
-        """Asks the model, which is opened again where the server was started anew."""
+        """Asks the model, which is opened again where the server was restarted."""
         try:
             return await self._client.request(method, self._path + path, body, kind=kind)
         except ModelNotOpenError:
@@ -280,7 +281,7 @@ class _ServedModel:
         path = f"{self._path}/attempts/{attempt.handle}/{what}"
         try:
             return await self._client.request("POST", path, body, kind=kind)
-        except ModelNotOpenError as error:  # its server was started anew, so the attempt is gone
+        except ModelNotOpenError as error:  # its server was restarted, so the attempt is gone
             raise UnknownAttemptError(str(error)) from error
 
     async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
@@ -291,7 +292,7 @@ class _ServedModel:
                 path = f"{self._path}/steps/{named.id}"
                 return await self._client.request("GET", path, kind=TrainedSubmission)
             except ModelNotOpenError:
-                continue  # its server was started anew, and may not have trained on it
+                continue  # its server was restarted, and may not have trained on it
 
     async def save(self) -> None:
         await self._ask("POST", "/save", {}, kind=dict)

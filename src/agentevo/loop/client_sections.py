@@ -1,8 +1,8 @@
-"""What a client may say of how its model is trained at a server: the keys of `KEYS`, and nothing
-that is code, a file or address of the server's, or a value of its environment.
+"""The settings of a model's training that a client may give to a server: the keys of `KEYS`, and
+nothing that is code, a file or address of the server's, or a value of its environment.
 
 Every key of the sections is in `KEYS` or, with the reason, in `REFUSED` (a test compares them with
-the schema): a new key is refused until somebody has said which.
+the schema): a new key is refused until it is listed.
 """
 
 from __future__ import annotations
@@ -172,11 +172,11 @@ REFUSED: Mapping[str, str] = {
 }
 """Why a client may not set the others. A key of one of `agents` stands here without its name."""
 _NAMED = {"model": "name", "algorithm": "name", "engine": "type"}
-"""The key that a section stands for where it is only a name."""
+"""The key that a section has where it is only a name."""
 
 
 def check_sections(sections: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what a client may not say, the same whatever the server has."""
+    """Raises ConfigError for what a client may not set, whatever the server has."""
     for place, text in _texts("", sections):
         if "${" in text:
             raise ConfigError(
@@ -242,26 +242,26 @@ def brings_template(config: RunConfig) -> bool:
 def only_from_the_hub(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Checked sections in which org/name means the hub's model, and never a folder of that name
     where the server happens to work."""
-    given = dict(sections)
+    checked = dict(sections)
     for key in ("model", "reward_model"):
-        if key in given:
-            given[key] = _hub_model(given[key])
+        if key in checked:
+            checked[key] = _hub_model(checked[key])
 
-    algorithm = given.get("algorithm")
+    algorithm = checked.get("algorithm")
     if isinstance(algorithm, Mapping) and "reference_model" in algorithm:
         reference = _hub_model(algorithm["reference_model"])
-        given["algorithm"] = {**algorithm, "reference_model": reference}
+        checked["algorithm"] = {**algorithm, "reference_model": reference}
 
-    agents = given.get("agents")
+    agents = checked.get("agents")
     if isinstance(agents, Mapping):
-        given["agents"] = {
+        checked["agents"] = {
             name: {**agent, "model": _hub_model(agent["model"])}
             if isinstance(agent, Mapping) and "model" in agent
             else agent
             for name, agent in agents.items()
         }
 
-    return given
+    return checked
 
 
 def _hub_model(section: Any) -> Any:

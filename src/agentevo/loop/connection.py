@@ -1,4 +1,4 @@
-"""What a program's loop asks of the run that it trains, wherever that is: in this process
+"""The requests of a program's loop to the run that it trains, wherever that is: in this process
 (local.py), or behind a server (client.py)."""
 
 from __future__ import annotations

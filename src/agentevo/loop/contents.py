@@ -1,5 +1,5 @@
-"""What submitted attempts may say. Their seals cover tokens and names; rewards, metrics and reasons
-are whatever their program wrote, so nothing of that may end the run."""
+"""What submitted attempts may contain. Their seals cover tokens and names; their program writes
+rewards, metrics and reasons freely, so no value of those may end the run."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ LONGEST_ID = 1000
 """Characters of a task's or group's id."""
 
 
-def check_outcome(one: Trajectory, *, is_baseline: bool = False) -> None:
+def check_outcome(trajectory: Trajectory, *, is_baseline: bool = False) -> None:
     """Raises ConfigError for an attempt whose outcome can't be trained on or stored. Only a
     baseline may be of the likeliest tokens."""
     try:
-        plain_number(one.reward, "its reward")
-        plain_numbers(one.reward_parts, "its reward_parts")
-        plain_numbers(one.metrics, "its metrics", LARGEST_METRIC)
+        plain_number(trajectory.reward, "its reward")
+        plain_numbers(trajectory.reward_parts, "its reward_parts")
+        plain_numbers(trajectory.metrics, "its metrics", LARGEST_METRIC)
 
-        for turn in one.turns:
+        for turn in trajectory.turns:
             plain_number(turn.reward, f"the reward of its turn {turn.index}")
 
-        if one.error is not None and len(one.error) > 2 * LONGEST:
-            raise ValueError(f"its error has {len(one.error)} characters")
+        if trajectory.error is not None and len(trajectory.error) > 2 * LONGEST:
+            raise ValueError(f"its error has {len(trajectory.error)} characters")
 
-        outcome = msgspec.structs.replace(one, turns=[], remote_turns=[])
+        outcome = msgspec.structs.replace(trajectory, turns=[], remote_turns=[])
         decode(encode(outcome), Trajectory)  # a program's own objects have no types so far
     except Exception as error:
-        raise ConfigError(f"train: the attempt {shown(one.id)}: {error}") from error
+        raise ConfigError(f"train: the attempt {shown(trajectory.id)}: {error}") from error
 
     if not is_baseline and any(
-        turn.overrides is None and turn.temperature == 0 for turn in one.turns
+        turn.overrides is None and turn.temperature == 0 for turn in trajectory.turns
     ):
         raise ConfigError(
-            f"train: the attempt {shown(one.id)} is greedy, which only evaluates: submit attempts "
-            "that were drawn"
+            f"train: the attempt {shown(trajectory.id)} is greedy, which only evaluates: submit "
+            "attempts that were drawn"
         )
 
 

@@ -27,12 +27,12 @@ class RemoteAttempt:
         self.connection = connection
         self.opened = opened
         self.settled: Settled | None = None
-        """What clients of its own have done; None where there are none."""
+        """What its own clients have done; None without such clients."""
         self.ended: EndedAttempts | None = None
         self.conversations = {name: LoopConversation(self, name) for name in opened.names}
 
     async def settle(self) -> None:
-        """From now on it is known what clients have done."""
+        """From now on the work of the clients is known."""
         self.settled = await self.connection.settle(self.opened)
         for name, conversation in self.conversations.items():
             conversation.take(self.settled.agents[name].turns)
@@ -63,7 +63,7 @@ class LoopConversation:
 
     @property
     def turns(self) -> list[Turn]:
-        """Those that are known here so far."""
+        """The turns that are known here so far."""
         return [self._turns[index] for index in sorted(self._turns)]
 
     @property
@@ -115,45 +115,47 @@ class LoopConversation:
         return self._openings.get(turn.index, "")
 
     async def close(self) -> None:
-        """Ends the attempt; what is recorded of it is known from now on."""
+        """Ends the attempt; its record is known from now on."""
         if self._is_closed:
             return
 
         self._is_closed = True
         try:
-            ended = (await self.attempt.end()).agents[self.agent]
+            ended_agent = (await self.attempt.end()).agents[self.agent]
         except EngineUnavailableError as error:
             self.broken = self.broken or error
             return
 
         self._turns = {
-            index: msgspec.structs.replace(ended.turns[number], index=index)
-            for index, number in ended.numbers.items()
+            index: msgspec.structs.replace(ended_agent.turns[number], index=index)
+            for index, number in ended_agent.numbers.items()
         }
-        if ended.broken is not None:
-            self.broken = self.broken or EngineError(ended.broken)
+        if ended_agent.broken is not None:
+            self.broken = self.broken or EngineError(ended_agent.broken)
 
     @property
-    def ended(self) -> EndedAgent | None:
+    def ended_agent(self) -> EndedAgent | None:
         """What is recorded, once the attempt has ended."""
-        ended = self.attempt.ended
-        return None if ended is None else ended.agents[self.agent]
+        ended_attempt = self.attempt.ended
+        return None if ended_attempt is None else ended_attempt.agents[self.agent]
 
     def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
         """See Conversation.recorded."""
-        if self.ended is None:
+        if self.ended_agent is None:
             return []
 
-        numbers = self.ended.numbers
-        given = {numbers[index]: reward for index, reward in rewards.items() if index in numbers}
+        numbers = self.ended_agent.numbers
+        reward_of_turn = {
+            numbers[index]: reward for index, reward in rewards.items() if index in numbers
+        }
         return [
-            msgspec.structs.replace(turn, reward=given.get(turn.index, 0.0))
-            for turn in self.ended.turns
+            msgspec.structs.replace(turn, reward=reward_of_turn.get(turn.index, 0.0))
+            for turn in self.ended_agent.turns
         ]
 
     def metrics(self) -> dict[str, float]:
         """See Conversation.metrics."""
-        return {} if self.ended is None else self.ended.metrics
+        return {} if self.ended_agent is None else self.ended_agent.metrics
 
 
 class RemoteSession:
@@ -173,7 +175,7 @@ class RemoteSession:
 
 
 class _ConversationDoor:
-    """Where the sessions of a RemotePolicy come from."""
+    """Opens the sessions of a RemotePolicy."""
 
     def __init__(self, attempt: RemoteAttempt) -> None:
         self._attempt = attempt
@@ -183,8 +185,8 @@ class _ConversationDoor:
         self, conversations: Mapping[str, Any], remote: Any, remote_agents: Mapping[str, str]
     ) -> RemoteSession:
         self.is_used = True
-        alone: LoopConversation | None = conversations.get("")
-        agent = "" if alone is None else alone.agent
+        only_conversation: LoopConversation | None = conversations.get("")
+        agent = "" if only_conversation is None else only_conversation.agent
         session = self._attempt.connection.session(self._attempt.opened, agent)
         return RemoteSession(session, self._attempt)
 
@@ -197,13 +199,13 @@ class RemotePolicy(Policy):
 
     def __init__(self, attempt: RemoteAttempt, remote: RemoteConversations | None = None) -> None:
         """`remote`: what the attempt says to remote models, if there are any."""
-        own: Mapping[str, Any] = attempt.conversations
+        conversations: Mapping[str, Any] = attempt.conversations
         door = _ConversationDoor(attempt)
         super().__init__(
-            next(iter(own.values())),
+            next(iter(conversations.values())),
             door,
             remote,
-            {} if "" in own else own,
+            {} if "" in conversations else conversations,
             attempt.connection.remote_agents,
         )
         self._attempt = attempt

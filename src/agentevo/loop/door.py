@@ -1,6 +1,6 @@
-"""The routes of a server of programs' loops (wire.py), in front of those of the gateway.
+"""The routes of a server of programs' loops (wire.py), before those of the gateway.
 
-    GET  /loop/v1/models                               what there is
+    GET  /loop/v1/models                               the models
     POST /loop/v1/models/NAME                          open or resume
     GET  /loop/v1/models/NAME                          its state
     POST /loop/v1/models/NAME/close | save
@@ -8,12 +8,12 @@
     POST /loop/v1/models/NAME/attempts                 begin one
     POST /loop/v1/models/NAME/attempts/H/generate | settle | end
     POST /loop/v1/models/NAME/steps                    groups for a step; its submission's id
-    GET  /loop/v1/models/NAME/steps/ID                 what that came to
-    GET  /loop/v1/models/NAME/checkpoints              those that there are
+    GET  /loop/v1/models/NAME/steps/ID                 its result
+    GET  /loop/v1/models/NAME/checkpoints              the existing ones
     GET  /loop/v1/models/NAME/checkpoints/STEP/FILE    one file of one
 
-Every request has the server's key as `Authorization: Bearer KEY`. What takes long is answered with
-202 in time, and asked for again. Every request may be repeated.
+Every request has the server's key as `Authorization: Bearer KEY`. Work that takes long is answered
+with 202 in time, and the client asks again. Every request may be repeated.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ MAX_BODY = 16 * 2**20
 MAX_GROUPS = 1024 * 2**20
 """Longest body of groups to train on, in bytes."""
 BODY_S = 30.0
-"""How long a body may take to come."""
+"""Longest time for a body to arrive."""
 GROUPS_S = 600.0
-"""How long a body of groups to train on may take to come."""
+"""Longest time for a body of groups to train on to arrive."""
 QUICK_S = 60.0
 """How long what does not wait for the engine or the trainer may take."""
 _JSON = "application/json"
@@ -112,7 +112,7 @@ class LoopDoor:
             if type(error) is TimeoutError:
                 return Response(status_code=ASK_AGAIN)
             return _failure_response(*failure_of(error))
-        except Exception as error:  # noqa: BLE001 (whatever it is, the server goes on)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the server continues)
             return _failure_response(*failure_of(error))
 
     async def _route(  # noqa: PLR0911 (a table of routes)
@@ -197,7 +197,7 @@ async def _quick(work: Awaitable[Any]) -> Any:
 
 
 async def _body(request: Request, longest: int = MAX_BODY, within_s: float = BODY_S) -> bytes:
-    """The whole body. Raises BadRequestError for one that is too long or too slow."""
+    """The complete body. Raises BadRequestError for one that is too long or too slow."""
     pieces = []
     size = 0
     try:

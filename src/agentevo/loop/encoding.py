@@ -31,7 +31,7 @@ def encode(record: Any) -> bytes:
 
 
 def decode(content: bytes, kind: type[T]) -> T:
-    """The inverse. Raises BadRequestError for what is none."""
+    """The inverse. Raises BadRequestError for an invalid text."""
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:

@@ -10,8 +10,8 @@ class SealError(AgentEvoError):
 
 
 class UnknownAttemptError(EngineUnavailableError):
-    """An attempt is not under way: the server was started anew, or gave it up."""
+    """An attempt is not under way: the server was restarted, or gave it up."""
 
 
 class ModelNotOpenError(EngineUnavailableError):
-    """A server has not opened the model: it was started anew, or has closed it."""
+    """A server has not opened the model: it was restarted, or has closed it."""

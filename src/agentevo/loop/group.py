@@ -45,12 +45,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agents(self) -> list[str]:
-        """The names of the agents that there are trajectories of; that of a single one is empty."""
+        """The names of the agents that have trajectories; the name of a single agent is empty."""
         return list(dict.fromkeys(trajectory.agent for trajectory in self.trajectories))
 
     def of(self, *agents: str) -> Group:
-        """The group with the trajectories of these agents alone. Raises ConfigError for a name that
-        none of them has."""
+        """The group with only the trajectories of these agents. Raises ConfigError for a name
+        without trajectories."""
         if unknown := set(agents) - set(self.agents):
             raise ConfigError(
                 f"{min(unknown)!r} is no agent of the group {self.id}: "
@@ -81,20 +81,26 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{min(unknown)!r} is no attempt of the group {self.id}")
 
         try:
-            given = {name: plain_number(value, "the reward") for name, value in rewards.items()}
+            new_rewards = {
+                name: plain_number(value, "the reward") for name, value in rewards.items()
+            }
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the group {self.id}: {error}") from error
 
         return self._of_each(
-            lambda one: _with_reward(one, given[one.id]) if one.id in given else one
+            lambda trajectory: (
+                _with_reward(trajectory, new_rewards[trajectory.id])
+                if trajectory.id in new_rewards
+                else trajectory
+            )
         )
 
     def without(self, *ids: str) -> Group:
         """The group without these attempts."""
-        return self._of_each(lambda one: None if one.id in ids else one)
+        return self._of_each(lambda trajectory: None if trajectory.id in ids else trajectory)
 
     def _of_each(self, changed: Callable[[Trajectory], Trajectory | None]) -> Group:
-        """The group with what becomes of each attempt."""
+        """The group with the result of a function for each attempt."""
         trajectories = [
             new for trajectory in self.trajectories if (new := changed(trajectory)) is not None
         ]
@@ -107,12 +113,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, content: bytes) -> Group:
-        """The inverse of `encode`. Raises BadRequestError for what is no group."""
+        """The inverse of `encode`. Raises BadRequestError for an invalid group."""
         return decode(content, cls)
 
 
 def baseline_name(group_id: str, task_id: str) -> str:
-    """Id of the group of the greedy attempt beside a group of that task."""
+    """Id of the group of the greedy attempt that belongs to a group of that task."""
     return f"{task_id}/{BASELINE}@{group_id.removeprefix(f'{task_id}/train@')}"
 
 

@@ -44,10 +44,10 @@ UNBOUNDED = 10**9
 class _OnTheRunsLoop:
     """An attempt's RemoteConversations, asked from the program's loop."""
 
-    def __init__(self, service: LoopService, own: RemoteConversations) -> None:
+    def __init__(self, service: LoopService, conversations: RemoteConversations) -> None:
         self._service = service
-        self._own = own
-        self.models = own.models
+        self._own = conversations
+        self.models = conversations.models
 
     @property
     def turns(self) -> list[RemoteTurn]:
@@ -100,9 +100,9 @@ class LocalConnection:
     async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
         if not self._service.config.remote_models:
             return None
-        own = self._service.attempts.remote(attempt.handle)
-        assert own is not None
-        return cast("RemoteConversations", _OnTheRunsLoop(self._service, own))
+        conversations = self._service.attempts.remote(attempt.handle)
+        assert conversations is not None
+        return cast("RemoteConversations", _OnTheRunsLoop(self._service, conversations))
 
     @property
     def remote_agents(self) -> Mapping[str, str]:
@@ -133,8 +133,8 @@ class LocalConnection:
 def loop_config(
     folder: Path, sections: Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """The configuration of the run in the folder, with these sections in place of what it has; or
-    that of a new run. Raises ConfigError."""
+    """The configuration of the run in the folder, with these sections in place of its own; or that
+    of a new run. Raises ConfigError."""
     before: dict[str, Any] = {"agent": {"type": "function"}, "trainer": {"steps": UNBOUNDED}}
     if is_run_folder(folder):
         before = sources.read_yaml(folder / "config.yaml")
@@ -164,14 +164,14 @@ async def open_model(
     note: Callable[[str], None] = to_stderr,
     **sections: Any,
 ) -> AsyncIterator[TrainableModel]:
-    """A model that this program's own loop trains, in a folder of its own: a new one, or the one
-    that is there, which goes on from its newest committed step.
+    """A model that this program's own loop trains, in a folder of its own: a new one, or the
+    existing one, which continues from its newest committed step.
 
     `sections` are those of a recipe, as `agentevo.train` takes them, such as
-    `model="smollm2-135m-instruct"` or `trainer={"group_size": 4}`; a run that goes on keeps what
-    it is not told. `rewards` (names, options, functions) judge what its rollouts return no reward
-    for. `trainer.steps` is without a bound unless given. Raises ConfigError before anything is
-    created.
+    `model="smollm2-135m-instruct"` or `trainer={"group_size": 4}`; a resumed run keeps every
+    setting that they do not give. `rewards` (names, options, functions) judge what its rollouts
+    return no reward for. `trainer.steps` has no bound unless given. Raises ConfigError before
+    anything is created.
     """
     path = Path(folder)
     if rewards:

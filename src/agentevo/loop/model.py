@@ -45,13 +45,13 @@ class TrainableModel:
 
     @property
     def step(self) -> int:
-        """Steps that are committed, as far as is known here: a loop that is resumed goes on from
-        this one."""
+        """Steps that are committed, as far as is known here: a resumed loop continues from this
+        one."""
         return self._state.step
 
     @property
     def state(self) -> ModelState:
-        """As it was when something was last heard of it."""
+        """The state at the last answer of the server."""
         return self._state
 
     async def refresh(self) -> ModelState:
@@ -62,16 +62,16 @@ class TrainableModel:
     async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
         """One step on these groups, by the recipe; returns when it is committed.
 
-        The same groups again, after an answer that was lost, say, are not trained again: the answer
-        is what their step came to. Attempts that failed are left out, and so is what is older than
-        `rollout.staleness`; `dropped` says what and why. Raises ConfigError for groups of which
-        something was trained on before, or nothing completed, and SealError for tokens that the
+        Groups that are submitted again, after a lost answer, say, are not trained again: the answer
+        is the result of their step. Failed attempts are left out, and so are those older than
+        `rollout.staleness`; `dropped` says which and why. Raises ConfigError for groups that were
+        trained on before in part, or without a completed attempt, and SealError for tokens that the
         engine has not drawn.
         """
-        given = list(groups)
-        if not given or not all(isinstance(group, Group) for group in given):
+        group_list = list(groups)
+        if not group_list or not all(isinstance(group, Group) for group in group_list):
             raise ConfigError("train: give the groups that gather returned, at least one")
-        trained = await self.connection.train(given)
+        trained = await self.connection.train(group_list)
         step = max(self._state.step, trained.step)
         self._state = msgspec.structs.replace(self._state, step=step)
         return trained
@@ -85,18 +85,18 @@ class TrainableModel:
         return await self.connection.checkpoints()
 
     async def fetch(self, to: str | Path, *, step: int | Literal["last"] = "last") -> Path:
-        """Copies a checkpoint into the new folder `to`, whole or not at all, and checks every
+        """Copies a checkpoint into the new folder `to`, completely or not at all, and checks every
         byte of it. `last` saves the present weights first. Raises UnusableCheckpointError where
-        there is none of that step."""
+        that step has no checkpoint."""
         target = Path(to)
         if await in_thread(target.exists):
             raise ConfigError(f"{target} is there already: give the name of a new folder")
         if step == "last":
             await self.save()
 
-        saved = {one.step: one for one in await self.checkpoints()}
-        wanted = max(saved, default=None) if step == "last" else step
-        if wanted is None or wanted not in saved:
+        saved = {checkpoint.step: checkpoint for checkpoint in await self.checkpoints()}
+        wanted_step = max(saved, default=None) if step == "last" else step
+        if wanted_step is None or wanted_step not in saved:
             steps = ", ".join(map(str, saved)) or "none"
             raise UnusableCheckpointError(f"there is no checkpoint of step {step}: {steps} are")
 
@@ -106,10 +106,10 @@ class TrainableModel:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             async with limit:
-                await self.connection.fetch(saved[wanted], name, path)
+                await self.connection.fetch(saved[wanted_step], name, path)
 
         with atomic_folder(target) as folder:
-            await asyncio.gather(*(fetch(name, folder) for name in saved[wanted].files))
+            await asyncio.gather(*(fetch(name, folder) for name in saved[wanted_step].files))
             await in_thread(manifest.verify, folder)
 
         return target

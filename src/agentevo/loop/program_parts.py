@@ -1,4 +1,4 @@
-"""What a program keeps to itself when the model that it trains is on a server: its rewards, the
+"""The parts that stay with a program when the model that it trains is on a server: its rewards, the
 remote models that it asks, with their keys, and the agents that those play."""
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class ProgramParts:
         """Out of the sections of a recipe. Raises ConfigError with a line for each problem."""
         configs, problems = read_rewards([named_reward(reward) for reward in rewards])
         sections: dict[str, RemoteModelSection] = {}
-        for name, given in remote_models.items():
+        for name, declared in remote_models.items():
             try:
-                options = plain_option(given, named=False)
+                options = plain_option(declared, named=False)
                 sections[name] = RemoteModelSection.model_validate(options)
             except pydantic.ValidationError as error:
                 problems += [
@@ -60,10 +60,10 @@ class ProgramParts:
         problems += [
             f"agents: {name!r} is a remote model too, and clients could not tell which they ask: "
             "give one of them another name"
-            for name, one in plain.items()
-            if name in remote_models and not (_is_remote(one) and one["remote"] == name)
+            for name, config in plain.items()
+            if name in remote_models and not (_is_remote(config) and config["remote"] == name)
         ]
-        played = {name: one["remote"] for name, one in plain.items() if _is_remote(one)}
+        played = {name: config["remote"] for name, config in plain.items() if _is_remote(config)}
         problems += [
             f"agents.{name}.remote: {model!r} is not in remote_models "
             f"({', '.join(remote_models) or 'none'})"
@@ -78,11 +78,11 @@ class ProgramParts:
         if problems:
             raise ConfigError("\n".join(f"Client.open_model: {line}" for line in problems))
 
-        own = {name: one for name, one in plain.items() if name not in played}
-        return cls(configs, RemoteModels(sections), played, own)
+        own_agents = {name: config for name, config in plain.items() if name not in played}
+        return cls(configs, RemoteModels(sections), played, own_agents)
 
     def close(self) -> None:
-        """Ends the remote models, and says what they have cost."""
+        """Ends the remote models, and returns a report of their cost."""
         for line in self.remote_models.account():
             to_stderr(line)
         self.remote_models.close()

@@ -1,5 +1,5 @@
-"""What goes back and forth between a program's loop and the run that it trains: over the network as
-JSON, in one process as it is."""
+"""The records between a program's loop and the run that it trains: over the network as JSON, in one
+process unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentevo.types import Message, SamplingOverrides, Turn
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as it is now."""
+    """The present state of a run."""
 
     name: str
     step: int
@@ -31,7 +31,7 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """`run.seed`."""
     has_baseline: bool = False
-    """Whether the algorithm compares a group with a greedy attempt beside it."""
+    """Whether the algorithm compares a group with a greedy attempt at the same task."""
     agents: list[str] = []
     """The names of several agents, in the order of their trajectories; empty where there is one."""
     trained_agents: list[str] = []
@@ -55,19 +55,19 @@ class OpenedService(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that has begun."""
 
     handle: str
-    """By which it is asked for; nobody can guess it."""
+    """The name for requests about it; it can't be guessed."""
     names: dict[str, str]
     """The id of each agent's trajectory; a single one has no name."""
     keys: dict[str, str] = {}
-    """Agent -> a key at the gateway for it, where clients of their own have one from the start; the
-    one without a name is good for all of several agents."""
+    """Agent -> its key at the gateway, where its own clients have one from the start; the key
+    without a name is valid for all of several agents."""
 
 
 class ServiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One call of the policy."""
 
     id: str
-    """A call that comes again has the same one, and the same answer."""
+    """The id of a call: a repeated call has the same id, and gets the same answer."""
     agent: str = ""
     """Which of several agents is asked."""
     messages: list[Message] | None = None
@@ -87,29 +87,29 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     openings: list[str]
     """For each turn what the chat template made it begin with."""
     slept_s: float
-    """Seconds that the engine has slept so far."""
+    """Seconds that the engine has slept until now."""
 
 
 class SettledAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """What is recorded of one agent until now."""
+    """The record of one agent until now."""
 
     turns: list[Turn]
     received: list[int]
-    """Indices of the turns that somebody has received."""
+    """Indices of the turns that a client has received."""
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients of its own have done in an attempt until now."""
+    """What an attempt's own clients have done until now."""
 
     agents: dict[str, SettledAgent]
     posted: list[PostedReward]
 
 
 class EndedAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """What is recorded of one agent in an attempt."""
+    """The record of one agent in an attempt."""
 
     turns: list[Turn]
-    """Those that somebody has received, numbered anew."""
+    """The turns that a client has received, renumbered."""
     numbers: dict[int, int]
     """Index of a turn during the attempt -> its index in `turns`."""
     metrics: dict[str, float]
@@ -126,7 +126,7 @@ class EndedAttempts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedSubmission(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step has come to."""
+    """The result of a step."""
 
     step: int
     metrics: dict[str, float | None]

@@ -7,8 +7,8 @@ makes of it.
     groups = await agentevo.gather(answer.group(model, task) for task in tasks)
     await model.train(groups)
 
-An attempt that fails is part of its group, with the reason, and nothing is trained on it. What goes
-wrong in the engine is no attempt's failure: the attempt is made again, with a bound.
+A failed attempt is part of its group, with the reason, and is not trained on. An error in the
+engine is not the attempt's failure: the attempt is made again, with a bound.
 """
 
 from __future__ import annotations
@@ -62,27 +62,29 @@ class Rollout:
     ) -> Group:
         """Several attempts at a task: `size` of them, or `trainer.group_size`. With `greedy` each
         token is the likeliest one: for evaluation, with a size of 1, and never trained on."""
-        own = task if isinstance(task, Task) else _task_of(task)
+        given_task = task if isinstance(task, Task) else _task_of(task)
         size = (1 if greedy else model.state.group_size) if size is None else size
         if size < 1:
             raise ConfigError(f"size is {size}: a group has at least one attempt")
 
-        self._scoring(model).check([own], needed=False)
-        name = await model.connection.group(own.id, greedy=greedy)
-        beside = [] if greedy or not model.state.has_baseline else [baseline_name(name, own.id)]
-        made = await gather_all(
-            [self._made(model, own, name, number, greedy) for number in range(size)]
-            + [self._made(model, own, one, 0, True) for one in beside]
+        self._scoring(model).check([given_task], needed=False)
+        name = await model.connection.group(given_task.id, greedy=greedy)
+        baselines = (
+            [] if greedy or not model.state.has_baseline else [baseline_name(name, given_task.id)]
         )
-        members = made[:size]
-        greedy_ones = made[size:]
+        attempts = await gather_all(
+            [self._made(model, given_task, name, number, greedy) for number in range(size)]
+            + [self._made(model, given_task, baseline, 0, True) for baseline in baselines]
+        )
+        members = attempts[:size]
+        greedy_ones = attempts[size:]
 
         return Group(
             id=name,
-            task=own,
-            trajectories=await self._score(model, own, members),
-            baseline=next(iter(await self._score(model, own, greedy_ones)), None),
-            seals={name: seal for one in made for name, seal in one.seals.items()},
+            task=given_task,
+            trajectories=await self._score(model, given_task, members),
+            baseline=next(iter(await self._score(model, given_task, greedy_ones)), None),
+            seals={name: seal for attempt in attempts for name, seal in attempt.seals.items()},
         )
 
     def _scoring(self, model: TrainableModel) -> Scoring:
@@ -91,17 +93,17 @@ class Rollout:
         return self._scorings[model]
 
     async def _score(
-        self, model: TrainableModel, task: Task, made: Sequence[_MadeAttempt]
+        self, model: TrainableModel, task: Task, attempts: Sequence[_MadeAttempt]
     ) -> list[Trajectory]:
-        """The trajectories of these attempts, those of each agent in turn. Nobody judges an agent
-        that is not trained."""
+        """The trajectories of these attempts, those of each agent in turn. An agent that is not
+        trained is not judged."""
         trained = model.state.trained_agents
         scored = list[Trajectory]()
-        unrewarded = set[str]().union(*(one.unrewarded for one in made))
-        for of_agent in zip(*(one.trajectories for one in made), strict=True):
+        unrewarded = set[str]().union(*(attempt.unrewarded for attempt in attempts))
+        for of_agent in zip(*(attempt.trajectories for attempt in attempts), strict=True):
             judged = list(of_agent)
             if not trained or judged[0].agent in trained:
-                without = [one.id in unrewarded for one in judged]
+                without = [trajectory.id in unrewarded for trajectory in judged]
                 judged = await self._scoring(model).score(judged, without, {}, task=task)
             scored += judged
 
@@ -138,8 +140,8 @@ class Rollout:
             show=self._failures.show,
         )
         trajectories = await attempt.run(task_id=task.id, group_id=group, number=number)
-        ended = (await under_way.end()).agents
-        seals = {opened.names[agent]: ended[agent].seal for agent in ended}
+        agent_ends = (await under_way.end()).agents
+        seals = {opened.names[agent]: agent_ends[agent].seal for agent in agent_ends}
         return _MadeAttempt(trajectories, seals, attempt.unrewarded)
 
     def trace_of(self, error: str | None) -> str:
@@ -167,20 +169,20 @@ class _MadeAttempt:
 
 
 def rollout(function: Callable[..., Any]) -> Rollout:
-    """Decorator: makes of an agent function, `run(task, policy)` or `run(task)`, a `Rollout`. See
-    the module. Raises ConfigError for what can't be one."""
+    """Decorator: makes a `Rollout` of an agent function, `run(task, policy)` or `run(task)`. See
+    the module. Raises ConfigError for any other object."""
     return AsyncRollout(function) if is_async(function) else Rollout(function)
 
 
 async def gather(groups: Iterable[Coroutine[Any, Any, Group]]) -> list[Group]:
-    """All groups, made at once, in their order. Raises AttemptsFailedError if not one attempt
-    of any of them has completed: then the function is broken, or what it asks."""
-    made = await gather_all(list(groups))
-    attempts = [trajectory for group in made for trajectory in group.trajectories]
+    """All groups, made at once, in their order. Raises AttemptsFailedError if no attempt of any of
+    them has completed: then the function, or a service that it uses, is broken."""
+    finished = await gather_all(list(groups))
+    attempts = [trajectory for group in finished for trajectory in group.trajectories]
     if attempts and all(attempt.status != "completed" for attempt in attempts):
         errors = [attempt.error for attempt in attempts]
         raise AttemptsFailedError(failure_words(errors, len(attempts)))
-    return made
+    return finished
 
 
 def _task_of(row: Mapping[str, Any]) -> Task:

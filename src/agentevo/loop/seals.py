@@ -1,5 +1,5 @@
-"""The proof that an attempt's tokens are what the run's engine drew: whoever holds a group as plain
-data may change its rewards, and not its turns.
+"""The proof that an attempt's tokens are those that the run's engine drew: the owner of a group as
+plain data may change its rewards, and not its turns.
 
     seal = HMAC-SHA256(secret of the run, digest of the trajectory without its outcome)
 
@@ -38,7 +38,7 @@ class Sealer:
         return hmac.new(self._key, content_digest(bare), hashlib.sha256).hexdigest()
 
     def check(self, trajectory: Trajectory, seal: str | None) -> None:
-        """Raises SealError for tokens that are not what was sealed."""
+        """Raises SealError for tokens that differ from the sealed ones."""
         try:
             expected = self.seal(trajectory)
         except StoreError as error:

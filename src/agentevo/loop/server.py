@@ -1,8 +1,8 @@
-"""`agentevo server`: trains models for programs on other machines. Each has a folder of its name,
-and a run with a thread of its own (service.py); the door is one socket, whose paths are those of
+"""`agentevo server`: trains models for programs on other machines. Each model has a folder of its
+name, and a run with a thread of its own (service.py); the door is one socket, with the paths of
 wire.py, and the gateway's for agents with a client of their own.
 
-Whoever has the key may train here, and neither run code nor read files: the keys of sections that
+A client with the key may train here, and neither run code nor read files: the keys of sections that
 a client may set are listed (client_sections.py), and its chat templates are rendered within bounds.
 """
 
@@ -45,7 +45,7 @@ MAX_CONNECTIONS = 4096
 IDLE_S = 120.0
 MAX_BODY_MB = 16
 KEPT_S = 60.0
-"""How long a result is kept for a client that was told to ask again."""
+"""How long a result is kept for a client that was asked to try again."""
 LONGEST_REQUEST_S = 3600.0
 
 
@@ -65,8 +65,8 @@ class LoopServer:
         """Of attempts, by their keys at the gateway."""
 
     async def job(self, key: tuple[str, ...], work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of something that may take long, which is begun once and asked for again and
-        again until it is there. Raises TimeoutError where it is not yet."""
+        """The result of work that may take long. It begins once, and the client asks again until
+        the result is ready. Raises TimeoutError where it is not ready yet."""
         task = self._jobs.get(key)
         if task is None:
             task = self._jobs[key] = asyncio.create_task(work())
@@ -83,7 +83,7 @@ class LoopServer:
         return task.result()
 
     def _forget_later(self, key: tuple[str, ...], task: asyncio.Task[Any]) -> None:
-        """Nobody may come for the result."""
+        """Drops the result after a time: its client may never fetch it."""
 
         def forget() -> None:
             if self._jobs.get(key) is task:
@@ -104,8 +104,8 @@ class LoopServer:
         return service
 
     async def open(self, name: str, sections: dict[str, Any]) -> None:
-        """Opens a model, new or as it was left; nothing happens to one that is open already and
-        keeps its settings."""
+        """Opens a model, new or as it was left; a model that is open already and keeps its settings
+        is unchanged."""
         config = self._config(name, sections)
         await self._end(name)
 
@@ -119,7 +119,7 @@ class LoopServer:
             await service.start()
             return
 
-        is_open = [name for name, one in self._services.items() if not one.is_ending]
+        is_open = [name for name, service in self._services.items() if not service.is_ending]
         if len(is_open) >= self._max_models:
             raise ConfigError(
                 f"{len(is_open)} models are open ({', '.join(sorted(is_open))}), "
@@ -176,7 +176,7 @@ class LoopServer:
             self._note(f"{name}: closed")
 
     def models(self) -> list[ListedModel]:
-        """Those that there are, by name."""
+        """The existing models, by name."""
         names = {path.parent.name for path in self.folder.glob("*/config.yaml")}
         services = dict(self._services)
         is_open = {name for name, service in services.items() if not service.is_ending}
@@ -189,10 +189,10 @@ class LoopServer:
         for task in self._jobs.values():
             task.cancel()
 
-        ended = await asyncio.gather(
+        results = await asyncio.gather(
             *(service.close() for service in self._services.values()), return_exceptions=True
         )
-        for error in ended:
+        for error in results:
             if isinstance(error, BaseException):
                 self._note(f"a model did not end well: {error}")
 
@@ -265,7 +265,7 @@ def serve_loops(
                 timeout_s=LONGEST_REQUEST_S,
                 max_body=MAX_BODY_MB * 2**20,
             )
-            own = LoopDoor(server, folder / FOLDER, gateway)
+            loop_door = LoopDoor(server, folder / FOLDER, gateway)
             limits = AdmissionLimits(strangers=256, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
             settings: dict[str, Any] = {
                 "ws": "none",
@@ -275,7 +275,7 @@ def serve_loops(
             door.secret.value()
 
             async with serving(
-                own.guard,
+                loop_door.guard,
                 door.listener,
                 close=server.close,
                 tls=context,
@@ -283,7 +283,7 @@ def serve_loops(
                 **settings,
             ):
                 address = EngineAddress(url, fingerprint).pinned_url
-                note(f"training for clients at {address}\n  the key is in {own.secret.file}")
+                note(f"training for clients at {address}\n  the key is in {loop_door.secret.file}")
                 while not stop():
                     await asyncio.sleep(LOOK_S)
                 note("stopping: a step that is under way is finished first")

@@ -1,8 +1,8 @@
-"""A run that is trained by what programs' loops submit: a thread with an event loop of its own, on
+"""A run that trains on submissions of programs' loops: a thread with an event loop of its own, on
 which its engine draws and its trainer's loop (orchestration/training_run.py) waits for submissions.
 
-Whoever asks does so from another event loop by `call`: that of a program (local.py) or that of a
-server's door (server.py).
+Callers use `call` from another event loop: that of a program (local.py) or that of a server's door
+(server.py).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ T = TypeVar("T")
 CLOSE_S = 600.0
 """How long the end of a run may take: a step that is under way, and a checkpoint."""
 BREAK_OFF_S = 10.0
-"""How long a run may take to end that is not open yet: an engine that starts, a model that loads.
-What hears of no end, such as a download, ends with the process."""
+"""How long a run that is not open yet may take to end: an engine that starts, a model that loads.
+Work that can't be cancelled, such as a download, ends with the process."""
 START_S = 60.0
 """How long the gateway may take to listen."""
 GREEDY = "greedy"
@@ -73,11 +73,11 @@ GREEDY = "greedy"
 
 
 class _Notes(LiveView):
-    """Says what somebody should know, and draws no progress: that is the program's."""
+    """Prints what the user should know, without progress, which belongs to the program."""
 
-    def __init__(self, title: str, tell: Callable[[str], None]) -> None:
+    def __init__(self, title: str, notify: Callable[[str], None]) -> None:
         super().__init__(title, plain=True)
-        self._tell = tell
+        self._tell = notify
 
     def phase(self, name: str, detail: str = "") -> None:
         self._enter_phase(name, detail)
@@ -111,9 +111,9 @@ class LoopService:
         is_of_stranger: bool = False,
     ) -> None:
         """`door`: where attempts' own clients ask, if not at a gateway of this process. `note`
-        hears what somebody should know. `is_of_stranger`: chat templates are rendered within
+        receives what the user should know. `is_of_stranger`: chat templates are rendered within
         bounds (models/template_rendering.py). Raises ConfigError, before anything is created, for
-        what can't be trained so."""
+        what can't be trained this way."""
         check_loop(config, resume=resume)
         self.config = config
         self._resume = resume and not is_given_up(config.run_dir)
@@ -153,15 +153,15 @@ class LoopService:
         return self.is_over or self._calls.is_closed
 
     async def start(self) -> None:
-        """Opens the run, unless somebody does so already, and returns once it is open; raises
-        whatever keeps it from that."""
+        """Opens the run, unless another caller does so already, and returns once it is open; raises
+        whatever prevents that."""
         if self._thread.ident is None:
             self._thread.start()
         await asyncio.shield(asyncio.wrap_future(self._opened))
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Does something on the run's event loop. Raises why the run has ended where it has, or
-        ends meanwhile."""
+        """Runs work on the run's event loop. Raises why the run has ended where it has ended
+        already, or ends during the work."""
         return await self._calls.call(work)
 
     def call_now(self, work: Callable[[], T]) -> T:
@@ -169,7 +169,7 @@ class LoopService:
         return self._calls.call_now(work, START_S)
 
     async def close(self) -> None:
-        """Ends the run after what is under way, with a checkpoint."""
+        """Ends the run after the work under way, with a checkpoint."""
         self._is_closing = True  # for a thread that has not come so far
         self._calls.soon(self._end_run)
         limit_s = CLOSE_S if self._opened.done() else BREAK_OFF_S
@@ -191,7 +191,7 @@ class LoopService:
             self._main.cancel()
 
     def error_of_end(self) -> AgentEvoError:
-        """Why nothing is done here any more: a new exception for each who asks."""
+        """Why no further work is done here: a new exception for each caller."""
         if isinstance(self._failure, AgentEvoError):
             return error_of(failure_of(self._failure)[1])
         why = "it was closed" if self._failure is None else f"it failed: {self._failure}"
@@ -324,7 +324,7 @@ class LoopService:
                 self._submissions.submit(Submission(name, tasks, trajectories))
                 break
 
-            checked_at = self._step  # a step that is committed meanwhile may have some of them
+            checked_at = self._step  # a step that was just committed may have some of them
             try:
                 await self._check_new(groups)
             except ConfigError:
@@ -338,7 +338,7 @@ class LoopService:
         return name in self._steps or self._submissions.has(name)
 
     async def wait_for_training(self, name: str) -> TrainedSubmission:
-        """What a submission has come to, once it is committed."""
+        """The result of a submission, once it is committed."""
         if name not in self._steps:
             if not self._submissions.has(name):
                 raise ModelNotOpenError("this submission is not under way here: submit it again")
@@ -369,13 +369,13 @@ class LoopService:
                         )
 
             try:
-                known = (await store.stored_task(group.task.id)).digest
+                stored_digest = (await store.stored_task(group.task.id)).digest
             except StoreUnavailableError:
                 raise
             except StoreError:  # a new one
                 continue
 
-            if known != encode_task(group.task).digest:
+            if stored_digest != encode_task(group.task).digest:
                 raise ConfigError(
                     f"train: the task {group.task.id!r} is not the one of an earlier step: give "
                     "another task another id"
@@ -391,20 +391,20 @@ class LoopService:
 
     def _checkpoints(self) -> list[Checkpoint]:
         folder = Checkpoints(self.config.run_dir / "checkpoints", self.config.checkpoint.keep_last)
-        found = []
+        checkpoints = []
         for step in folder.steps():
             path = folder.path(step)
-            with suppress(OSError, CheckpointError):  # replaced by a newer one meanwhile
+            with suppress(OSError, CheckpointError):  # a newer one has just replaced it
                 names = [*manifest.read(path).files, manifest.NAME]
                 sizes = {name: (path / name).stat().st_size for name in names}
-                found.append(Checkpoint(step=step, files=sizes))
+                checkpoints.append(Checkpoint(step=step, files=sizes))
 
-        return found
+        return checkpoints
 
     def checkpoint_file(self, step: int, name: str) -> Path:
         """The path of a checkpoint's file. Raises UnusableCheckpointError if there is none."""
-        known = {checkpoint.step: checkpoint for checkpoint in self._checkpoints()}
-        if step not in known or name not in known[step].files:
+        by_step = {checkpoint.step: checkpoint for checkpoint in self._checkpoints()}
+        if step not in by_step or name not in by_step[step].files:
             raise UnusableCheckpointError(
                 f"there is no file {name!r} in a checkpoint of step {step}: it was replaced by a "
                 "newer one; fetch that"
@@ -424,7 +424,7 @@ def submission_id(groups: Sequence[Group]) -> str:
 
 def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
     """Raises ConfigError, SealError or StoreError for groups that can't be trained on."""
-    seen: set[str] = set()
+    seen_ids: set[str] = set()
     compared: set[str] = set()
     tasks: dict[str, Task] = {}
     for group in groups:
@@ -445,14 +445,16 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
             )
 
         compared.add(group.task.id)
-        for one in group.members:
-            if (one.group_id, one.task_id) != (_group_id(group, one), group.task.id):
-                raise ConfigError(f"train: the attempt {one.id!r} is not of the group {group.id}")
-            if one.id in seen:
-                raise ConfigError(f"train: the attempt {one.id!r} is there twice")
-            seen.add(one.id)
-            sealer.check(one, group.seals.get(one.id))
-            check_outcome(one, is_baseline=one is group.baseline)
+        for member in group.members:
+            if (member.group_id, member.task_id) != (_group_id(group, member), group.task.id):
+                raise ConfigError(
+                    f"train: the attempt {member.id!r} is not of the group {group.id}"
+                )
+            if member.id in seen_ids:
+                raise ConfigError(f"train: the attempt {member.id!r} is there twice")
+            seen_ids.add(member.id)
+            sealer.check(member, group.seals.get(member.id))
+            check_outcome(member, is_baseline=member is group.baseline)
 
         encode_trajectories(group.members, "train", 0)
 
@@ -462,7 +464,7 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
 
 
 def _group_id(group: Group, trajectory: Trajectory) -> str:
-    """What the group's id has to be in one of its trajectories."""
+    """The id that the group needs for one of its trajectories."""
     if trajectory is group.baseline:
         return baseline_name(group.id, group.task.id)
     return group_of_agent(group.id, trajectory.agent)
@@ -472,7 +474,7 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
     """Raises ConfigError, before anything is created, for what a program's own loop can't be
     trained by."""
     agent = config.agent.type
-    for given, key, why in (
+    for is_set, key, why in (
         (agent not in ("environment", "function"), f"agent.type={agent}", "the program plays"),
         (config.environment is not None, "environment", "the program plays"),
         (config.tasks.given, "tasks", "the program says what its groups are of"),
@@ -482,7 +484,7 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
         (config.evaluation.stop_after > 0, "evaluation.stop_after", "the program evaluates"),
         (config.profile.enabled, "profile", "the program's own time is no part of a step"),
     ):
-        if given:
+        if is_set:
             raise ConfigError(f"{key}: {why}: leave it out")
 
     check_alone("a program's own loop")

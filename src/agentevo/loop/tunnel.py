@@ -1,12 +1,12 @@
-"""A way to a server that encrypts, for clients that know nothing of its certificate: a port of this
-machine alone, whose connections go on to the server, encrypted.
+"""A way to an encrypted server for clients that do not know its certificate: a port of this machine
+only, whose connections continue to the server, encrypted.
 
     tunnel = Tunnel(address)
     tunnel.base          http://127.0.0.1:PORT, from the first time that it is asked for
     tunnel.close()
 
-The server is known by the fingerprint of its certificate: one that shows another is told nothing.
-The tunnel has a thread of its own, so it goes on where a program blocks its event loop.
+The fingerprint of its certificate identifies the server: one with another fingerprint receives
+nothing. The tunnel has a thread of its own, so it continues while a program blocks its event loop.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ class Tunnel:
         except (OSError, TimeoutError):
             pass  # its client sees that the connection ends
         finally:
-            for one in (writer, far):
-                if one is not None:
-                    one.close()
+            for stream in (writer, far):
+                if stream is not None:
+                    stream.close()
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

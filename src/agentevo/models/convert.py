@@ -35,8 +35,8 @@ def convert_gguf(gguf: Path, known_model: KnownModel, folder: Path) -> None:
     `known_model` says."""
     if not is_gguf_available():
         raise MissingExtraError(
-            f"converting {known_model.name} needs the package gguf, {GGUF_MIN_VERSION} or newer: pip "
-            "install 'agentevo[train]'"
+            f"converting {known_model.name} needs the package gguf, {GGUF_MIN_VERSION} or newer: "
+            "pip install 'agentevo[train]'"
         )
 
     # One of the reader's progress bars obeys no switch, only the stream.
@@ -58,8 +58,8 @@ def convert_gguf(gguf: Path, known_model: KnownModel, folder: Path) -> None:
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"{gguf.name}: the weights don't fit {known_model.name} ({reason}): report it with your "
-            "transformers version"
+            f"{gguf.name}: the weights don't fit {known_model.name} ({reason}): report it with "
+            "your transformers version"
         ) from error
 
     restore_tokenizer(tokenizer, known_model)

@@ -209,7 +209,7 @@ async def run_training(
             note=view.note,
             may_play=submissions is None,
             traced=True,
-            elsewhere=uses_run_engines,
+            uses_run_engines=uses_run_engines,
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)

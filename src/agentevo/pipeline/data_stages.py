@@ -14,7 +14,7 @@ from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 SUMMARY = "summary.json"
-"""What an evaluation, or a scoring, came to."""
+"""The result of an evaluation, or of a scoring."""
 
 
 class EvaluateOptions(Section):
@@ -45,10 +45,10 @@ class EvaluateStage(StageKind):
             raise ConfigError("options.player: it plays, and so does `model`: leave one of them")
 
         if player not in config.remote_models and "://" not in player:
-            known = ", ".join(config.remote_models) or "none"
+            model_names = ", ".join(config.remote_models) or "none"
             raise ConfigError(
-                f"options.player: there is no remote model {player!r}: remote_models has {known}; "
-                "add it there, or give URL#MODEL"
+                f"options.player: there is no remote model {player!r}: remote_models has "
+                f"{model_names}; add it there, or give URL#MODEL"
             )
 
     def words(self, job: Job) -> list[str]:
@@ -76,7 +76,7 @@ class EvaluateStage(StageKind):
         return (job.folder / "eval.json").is_file()
 
     def _has_failed(self, job: Job) -> bool:
-        """Whether it came to its end with no attempt that did not fail, such as where the judge was
+        """Whether every attempt of a finished evaluation failed, such as where the judge was
         away."""
         try:
             model = read_json_object(job.folder / SUMMARY)["models"][0]
@@ -89,16 +89,16 @@ class EvaluateStage(StageKind):
 
 
 def measure(folder: Path) -> StageResult:
-    """What the evaluation in a folder came to. Raises ConfigError for one that was damaged."""
+    """The result of the evaluation in a folder. Raises ConfigError for one that was damaged."""
     try:
         model = read_json_object(folder / SUMMARY)["models"][0]
         numbers: dict[str, float] = {}
-        for name, one in (("success", model["pass_at"]["1"]), ("reward", model["reward"])):
-            if one is not None:
+        for name, estimate in (("success", model["pass_at"]["1"]), ("reward", model["reward"])):
+            if estimate is not None:
                 numbers |= {
-                    name: float(one["value"]),
-                    f"{name}_low": float(one["low"]),
-                    f"{name}_high": float(one["high"]),
+                    name: float(estimate["value"]),
+                    f"{name}_low": float(estimate["low"]),
+                    f"{name}_high": float(estimate["high"]),
                 }
 
         tokens = round(float(model["tokens"] or 0.0) * int(model["attempts"]))

@@ -1,5 +1,5 @@
 """`python -m agentevo.pipeline.export_model SOURCE OUT`: a model's files without those of its
-training, in a folder that appears whole."""
+training, in a folder that appears complete."""
 
 from __future__ import annotations
 

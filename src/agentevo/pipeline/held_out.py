@@ -1,6 +1,6 @@
-"""What a stage has gained on the fixed held-out tasks: differences of the same tasks, played by the
-model that it began with and by the one that it made, with their intervals; and when rounds that
-gain nothing end."""
+"""The gain of a stage on the fixed held-out tasks: differences of the same tasks, played by the
+model that it began with and by the one that it made, with their intervals; and when rounds without
+a gain end."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
     from agentevo.pipeline.standing import Standing
 
 
-def add_gains(standing: Standing, one: Instance) -> dict[str, float]:
+def add_gains(standing: Standing, instance: Instance) -> dict[str, float]:
     """`gain` over the model that the measured stage began with, `gain_from_start` over the
     pipeline's first one, each with `_low` and `_high`; nothing where there is no such
     measurement."""
-    assert one.measures is not None
-    if one.measures == START:
+    assert instance.measures is not None
+    if instance.measures == START:
         return {}
 
     numbers: dict[str, float] = {}
-    parent = parent_of(standing, one.measures)
+    parent = parent_of(standing, instance.measures)
     for name, before in (("gain", parent), ("gain_from_start", START)):
         state = standing.state.stages.get(f"{before}@{HELD_OUT}")
         if state is None or state.status != "finished":
             continue
 
-        folders = [standing.dir / HELD_OUT / which for which in (before, one.measures)]
-        found = gain_between(folders[0], folders[1])
-        if found is not None:
-            value, low, high = found
+        folders = [standing.dir / HELD_OUT / which for which in (before, instance.measures)]
+        gain = gain_between(folders[0], folders[1])
+        if gain is not None:
+            value, low, high = gain
             numbers |= {name: value, f"{name}_low": low, f"{name}_high": high}
 
     return numbers
 
 
 def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
-    """Why the rounds of a group end before this one; empty where they go on."""
+    """Why the rounds of a group end before this one; empty where they continue."""
     best = _success(standing, f"{START}@{HELD_OUT}")
     without = 0
     for number in range(1, of.round):
@@ -52,12 +52,12 @@ def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
             and instance.round == number
             and instance.measures is not None
         ]
-        found = [value for name in ids if (value := _success(standing, name)) is not None]
-        if not found:
+        successes = [value for name in ids if (value := _success(standing, name)) is not None]
+        if not successes:
             continue
 
-        if best is None or found[-1] > best + rule.min_gain:
-            best = found[-1]
+        if best is None or successes[-1] > best + rule.min_gain:
+            best = successes[-1]
             without = 0
         else:
             without += 1
@@ -79,13 +79,13 @@ def _success(standing: Standing, name: str) -> float | None:
 def parent_of(standing: Standing, measured: str) -> str:
     """The measured stage whose model a stage began with; START where there is none."""
     for _ in standing.plan.instances:
-        one = standing.plan.by_id[measured]
-        given = [one.stage.model, one.stage.options.get("source")]
+        instance = standing.plan.by_id[measured]
+        sources = [instance.stage.model, instance.stage.options.get("source")]
         targets = [
             target
-            for written in references_in(given)
+            for written in references_in(sources)
             for reference in with_fallbacks(written)
-            for target in standing.plan.targets(reference, one)
+            for target in standing.plan.targets(reference, instance)
             if standing.state.stages[target].status == "finished"
         ]
         if not targets:
@@ -99,7 +99,7 @@ def parent_of(standing: Standing, measured: str) -> str:
 
 
 def with_fallbacks(reference: StageReference) -> list[StageReference]:
-    """A reference and those that count where it has nothing, in order."""
+    """A reference and its fallbacks, in order."""
     fallback = reference.fallback
     return [reference, *(with_fallbacks(fallback) if isinstance(fallback, StageReference) else [])]
 
@@ -118,6 +118,10 @@ def gain_between(before: Path, after: Path) -> tuple[float, float, float] | None
     if not all(lines):
         return None
 
-    found = summarise({"before": lines[0], "after": lines[1]}, 1, {})["differences"][0]
-    one = found["pass_at"]["1"]
-    return None if one is None else (one["value"], one["low"], one["high"])
+    differences = summarise({"before": lines[0], "after": lines[1]}, 1, {})["differences"][0]
+    pass_at_one = differences["pass_at"]["1"]
+    return (
+        None
+        if pass_at_one is None
+        else (pass_at_one["value"], pass_at_one["low"], pass_at_one["high"])
+    )

@@ -1,8 +1,8 @@
-"""What a stage does: a kind is a program that is run in a folder of the stage's own, and a look at
-what it has left there.
+"""The work of a stage: a kind is a program that runs in a folder of the stage's own, and a reader
+of what it left there.
 
-A kind never keeps anything in memory: whether a stage is finished, can go on, and what it made, is
-read from its folder, also by a pipeline that is started again after it was killed.
+A kind never keeps anything in memory: whether a stage is finished, can be resumed, and what it
+made, is read from its folder, also by a pipeline that is restarted after it was killed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ AGENTEVO = (sys.executable, "-m", "agentevo")
 
 
 class NoOptions(Section):
-    """A kind without keys of its own."""
+    """A kind without its own keys."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One stage as it is to be run: every reference is resolved."""
+    """One stage ready to run: every reference is resolved."""
 
     id: str
     """Its name, with the round of a repeated one: `rl`, `spin.2`, `improve.2.rl`."""
@@ -52,9 +52,10 @@ class StageResult:
     """What a finished stage has made."""
 
     outputs: Mapping[str, Path]
-    """What others refer to by `${stages.NAME.KEY}`, beside `folder`: `checkpoint`, `file`."""
+    """What other stages refer to by `${stages.NAME.KEY}`, besides `folder`: `checkpoint`,
+    `file`."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """What it came to; may be referred to as well."""
+    """Its results, which other stages may refer to as well."""
     tokens: int = 0
     """Generated and trained on, for the budget."""
     cost: float = 0.0
@@ -98,8 +99,8 @@ class StageKind:
         return {}
 
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
-        """Raises ConfigError, before anything is created, for what it can't do. References stand
-        for paths at which nothing is yet."""
+        """Raises ConfigError, before anything is created, for what the stage can't do. References
+        are given as paths that do not exist yet."""
 
     def words(self, job: Job) -> list[str]:
         """The program with its arguments."""
@@ -110,8 +111,8 @@ class StageKind:
         raise NotImplementedError
 
     def can_resume(self, job: Job) -> bool:
-        """Whether `words` of a job with `resume` goes on with what is in the folder; if not, the
-        folder is emptied, and it begins again."""
+        """Whether `words` of a job with `resume` continues with what is in the folder; if not, the
+        folder is emptied, and the stage starts over."""
         return False
 
     def made(self, job: Job) -> StageResult:

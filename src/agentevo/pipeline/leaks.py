@@ -1,11 +1,12 @@
-"""Held-out tasks stay out of training, of every stage: what is asked in them is compared, as text.
+"""Held-out tasks stay out of training, of every stage: their questions are compared, as text.
 
     held out    the pipeline's held-out tasks, and those that each stage evaluates itself on
     trained on  tasks of stages, questions in their conversations, prompts of their pairs
 
 An environment's tasks need no comparison: seeds of training, evaluation and demonstrations are
-never the same (rollout/tasks.py), whatever run.seed is. Not compared: what an environment shows
-under two seeds, and the conversations of `command` stages' own making with those of environments.
+never the same (rollout/tasks.py), whatever run.seed is. Not compared: the observations of an
+environment under two seeds, and the conversations that `command` stages make with those of
+environments.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from agentevo.types import QUERY_MESSAGES, Task
 
 @dataclass
 class TaskQuestion:
-    """Digest of what is asked -> an example of the text, and where it is from."""
+    """Digest of a question -> an example of the text, and its source."""
 
     of: dict[bytes, tuple[str, str]] = field(default_factory=dict)
 
@@ -47,15 +48,15 @@ class LeakError(ConfigError):
 
 @dataclass
 class Leaks:
-    """What has been seen of the stages of one pipeline."""
+    """The tasks and questions of one pipeline's stages so far."""
 
     held_out: TaskQuestion = field(default_factory=TaskQuestion)
     trained: TaskQuestion = field(default_factory=TaskQuestion)
 
     def see(self, config: RunConfig, where: str, trains_on: TrainsOn = "") -> None:
-        """Takes up a stage's tasks and data, as far as its files are there. Raises LeakError where
-        it trains on a task that it or a stage that was seen before holds out, or holds out one that
-        was trained on."""
+        """Registers a stage's tasks and data, as far as its files exist. Raises LeakError where it
+        trains on a task that it or an earlier stage holds out, or holds out one that was trained
+        on."""
         held_out = TaskQuestion()
         trained = TaskQuestion()
         if config.tasks.given and _are_there(config.tasks.train):
@@ -113,8 +114,8 @@ def _data_of(config: RunConfig, trains_on: TrainsOn) -> Iterator[str]:
                 for row in read_conversations(source, config.data.format, RowReport("data.train")):
                     yield from _questions(row.messages)
 
-    given = {"pairs": config.rm.pairs, "tasks": config.data.pairs}
-    pairs = given.get(trains_on)
+    files_by_kind = {"pairs": config.rm.pairs, "tasks": config.data.pairs}
+    pairs = files_by_kind.get(trains_on)
     if pairs is not None and _are_there([str(pairs)]):
         for line in read_rows(str(pairs)):
             prompt = line.value.get("prompt") if isinstance(line.value, dict) else None
@@ -131,8 +132,8 @@ def _questions(messages: Iterable[object]) -> Iterator[str]:
 
 
 def _last_question(messages: Iterable[object]) -> str:
-    asked = list(_questions(messages))
-    return asked[-1] if asked else ""
+    questions = list(_questions(messages))
+    return questions[-1] if questions else ""
 
 
 def _are_there(sources: Iterable[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Stages that pass a model on, and the one that is any program."""
+"""Stages that convert a model, and the stage that runs any program."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ExportStage(StageKind):
 
 
 class CommandOptions(Section):
-    """A program, and what it makes."""
+    """A program, and its outputs."""
 
     run: tuple[str, ...] = Field(min_length=1)
     """The program with its arguments, such as [agentevo, optimize, ...]: `agentevo` is this
@@ -71,7 +71,7 @@ class CommandOptions(Section):
     checkpoint: str | None = None
     """A folder in the stage's folder with a model that it makes: `${stages.NAME.checkpoint}`."""
     resume: tuple[str, ...] | None = None
-    """Arguments that are added where it goes on with what an interrupted life left in its folder.
+    """Arguments that are added where it continues with what an interrupted life left in its folder.
     Default: its folder is emptied, and it begins again."""
 
 
@@ -82,16 +82,16 @@ class CommandStage(StageKind):
 
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
         for key in ("file", "checkpoint"):
-            given = getattr(options, key)
-            if given is not None and (Path(given).is_absolute() or ".." in Path(given).parts):
-                raise ConfigError(f"options.{key}: {given} is not within the stage's own folder")
+            path = getattr(options, key)
+            if path is not None and (Path(path).is_absolute() or ".." in Path(path).parts):
+                raise ConfigError(f"options.{key}: {path} is not within the stage's own folder")
 
     def words(self, job: Job) -> list[str]:
         options: CommandOptions = job.options
         program, *arguments = options.run
-        more = options.resume or () if job.resume else ()
+        resume_words = options.resume or () if job.resume else ()
         first = list(AGENTEVO) if program == "agentevo" else [program]
-        return [*first, *arguments, *more]
+        return [*first, *arguments, *resume_words]
 
     def is_finished(self, job: Job) -> bool:
         return all(path.exists() for path in self._outputs(job).values())
@@ -103,8 +103,8 @@ class CommandStage(StageKind):
         return StageResult(self._outputs(job))
 
     def _outputs(self, job: Job) -> dict[str, Path]:
-        given = {key: getattr(job.options, key) for key in ("file", "checkpoint")}
-        return {key: job.folder / name for key, name in given.items() if name is not None}
+        file_names = {key: getattr(job.options, key) for key in ("file", "checkpoint")}
+        return {key: job.folder / name for key, name in file_names.items() if name is not None}
 
     def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"file": folder / "file", "checkpoint": folder / "checkpoint"}

@@ -1,11 +1,12 @@
-"""From named stages to what is run, in order: every round of a repeated stage is an instance of its
-own, and every model that is measured has one that measures it.
+"""From named stages to runs, in order: every round of a repeated stage is a separate instance, and
+every measured model has an instance that measures it.
 
     a stage         rl
     a round         spin.2        of a group: improve.2.rl
     a measurement   rl@held_out   of the model that the pipeline begins with: start@held_out
 
-Invariant: an instance stands behind all that it waits for. Nothing here looks at a disk.
+Invariant: an instance comes after everything that it waits for. This module reads nothing from a
+disk.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HELD_OUT = "held_out"
 START = "start"
 """The model that the pipeline begins with."""
 GAINS = ("success", "reward", "gain", "gain_from_start")
-"""Numbers that a measurement gives, beside the ends of their intervals."""
+"""Numbers that a measurement gives, besides the ends of their intervals."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ class Instance:
     @property
     def is_measured(self) -> bool:
         """Whether another instance measures its model."""
-        wanted = self.stage.measure
-        return self.measures is None and (self.kind.measured if wanted is None else wanted)
+        measure = self.stage.measure
+        return self.measures is None and (self.kind.measured if measure is None else measure)
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """All instances, each behind what it waits for."""
+    """All instances, each after those that it waits for."""
 
     instances: tuple[Instance, ...]
     by_id: Mapping[str, Instance] = field(init=False, repr=False)
@@ -63,9 +64,9 @@ class PipelinePlan:
         object.__setattr__(self, "by_id", {instance.id: instance for instance in self.instances})
 
     def targets(self, reference: StageReference, of: Instance) -> list[str]:
-        """Ids of the instances that a reference may mean, the first that is done counting; empty
-        where there can be none, as in the first round. Raises ReferenceProblem for a name that
-        there is not."""
+        """Ids of the instances that a reference may mean, of which the first finished one counts;
+        empty where there can be none, as in the first round. Raises ReferenceProblem for an unknown
+        name."""
         if reference.scope in ("stage", "round"):
             return []
         if reference.scope == "previous":
@@ -94,31 +95,35 @@ class PipelinePlan:
             for instance in self.instances
             if instance.group == group and group is not None and instance.measures is None
         ]
-        own = [one for one in rounds if one.id == instance_id(group or "", one.round, inner)]
-        if not own:
+        in_round = [
+            instance
+            for instance in rounds
+            if instance.id == instance_id(group or "", instance.round, inner)
+        ]
+        if not in_round:
             raise ReferenceProblem(_unknown_stage(self, reference, of))
 
-        found = [one for one in own if last is None or one.round <= last]
-        return [one.id for one in sorted(found, key=lambda one: -one.round)]
+        earlier = [instance for instance in in_round if last is None or instance.round <= last]
+        return [planned.id for planned in sorted(earlier, key=lambda instance: -instance.round)]
 
 
 def _unknown_stage(plan: PipelinePlan, reference: StageReference, of: Instance) -> str:
     if reference.scope == "previous" and of.group is None:
         return f"${{{reference.text}}}: only a repeated stage has a round before: set repeat"
 
-    known = list(
+    known_names = list(
         dict.fromkeys(instance.path[-1] for instance in plan.instances if instance.measures is None)
     )
-    known += [
+    known_names += [
         group for group in dict.fromkeys(o.group for o in plan.instances) if group is not None
     ]
-    wanted = ".".join(reference.names)
-    guess = nearest(reference.names[-1] if reference.names else "", known)
+    stage_name = ".".join(reference.names)
+    guess = nearest(reference.names[-1] if reference.names else "", known_names)
     hint = f"did you mean {guess}? " if guess else ""
 
     return (
-        f"${{{reference.text}}}: there is no such stage as {wanted or 'this'!r}: {hint}there are "
-        f"{', '.join(sorted(set(known)))}"
+        f"${{{reference.text}}}: there is no such stage as {stage_name or 'this'!r}: {hint}there "
+        f"are {', '.join(sorted(set(known_names)))}"
     )
 
 
@@ -128,16 +133,16 @@ def instance_id(group: str, round_: int, inner: str) -> str:
 
 
 def make_plan(config: PipelineConfig, where: str) -> PipelinePlan:
-    """Raises ConfigError, a line for each problem: kinds, names and keys that there are not, and
-    stages that wait for one another."""
+    """Raises ConfigError, a line for each problem: unknown kinds, names and keys, and stages that
+    wait for one another."""
     problems: list[str] = []
     bare: list[Instance] = []
     for name, stage in config.stages.items():
         for number in range(1, stage.repeat + 1):
-            for inner, own in (stage.stages or {"": stage}).items():
+            for inner, stage_config in (stage.stages or {"": stage}).items():
                 path = (name, *(["stages", inner] if inner else []))
                 try:
-                    kind = stage_kinds.get(own.kind)
+                    kind = stage_kinds.get(stage_config.kind)
                 except ConfigError as error:
                     problems.append(f"{_place(path)}.kind: {error}")
                     continue
@@ -145,11 +150,11 @@ def make_plan(config: PipelineConfig, where: str) -> PipelinePlan:
                 repeated = stage.is_repeated
                 id_ = instance_id(name, number, inner) if repeated else name
                 group = name if repeated else None
-                bare.append(Instance(id_, path, own, kind, group, number))
+                bare.append(Instance(id_, path, stage_config, kind, group, number))
 
     if not problems:
         plan = PipelinePlan(tuple(bare))
-        needs = {one.id: _needs(plan, one, config, problems) for one in bare}
+        needs = {instance.id: _needs(plan, instance, config, problems) for instance in bare}
         if not problems:
             measured = tuple(_with_measurements(bare, needs, config))
             return PipelinePlan(_in_order(measured, where))
@@ -167,36 +172,36 @@ def written_in(instance: Instance, config: PipelineConfig) -> list[object]:
 
 
 def _needs(
-    plan: PipelinePlan, one: Instance, config: PipelineConfig, problems: list[str]
+    plan: PipelinePlan, waiting: Instance, config: PipelineConfig, problems: list[str]
 ) -> dict[str, None]:
-    """Ids that it waits for, in order; appends what is wrong to `problems`."""
-    place = _place(one.path)
+    """Ids that it waits for, in order; appends errors to `problems`."""
+    place = _place(waiting.path)
     needs = dict[str, None]()
     try:
-        for text in one.stage.when:
+        for text in waiting.stage.when:
             condition(text)
-        for reference in references_in(written_in(one, config)):
-            needs |= _referenced_stages(plan, one, reference)
+        for reference in references_in(written_in(waiting, config)):
+            needs |= _referenced_stages(plan, waiting, reference)
     except (ReferenceProblem, ValueError) as error:
         problems.append(f"{place}: {error}")
 
-    outer = config.stages[one.path[0]]
-    for name in dict.fromkeys([*one.stage.needs, *outer.needs]):
+    outer = config.stages[waiting.path[0]]
+    for name in dict.fromkeys([*waiting.stage.needs, *outer.needs]):
         parts = tuple(name.split("."))
-        wanted = StageReference("stages", parts[:2], "folder")
+        needed = StageReference("stages", parts[:2], "folder")
         try:
-            needs |= dict.fromkeys(_all_of(plan, one, name) or plan.targets(wanted, one))
+            needs |= dict.fromkeys(_all_of(plan, waiting, name) or plan.targets(needed, waiting))
         except ReferenceProblem as error:
             problems.append(f"{place}.needs: {str(error).partition(': ')[2]}")
 
-    if one.round > 1:  # rounds follow one another
+    if waiting.round > 1:  # rounds follow one another
         needs |= {
             instance.id: None
             for instance in plan.instances
-            if instance.group == one.group and instance.round == one.round - 1
+            if instance.group == waiting.group and instance.round == waiting.round - 1
         }
 
-    if one.id in needs:
+    if waiting.id in needs:
         problems.append(f"{place}: refers to itself: name another stage, or ${{stage.folder}}")
 
     return needs
@@ -207,22 +212,26 @@ def _all_of(plan: PipelinePlan, of: Instance, name: str) -> list[str]:
     rounds = [
         instance for instance in plan.instances if instance.group == name and name != of.group
     ]
-    return [one.id for one in rounds if one.round == max(other.round for other in rounds)]
+    return [
+        instance.id
+        for instance in rounds
+        if instance.round == max(candidate.round for candidate in rounds)
+    ]
 
 
 def _referenced_stages(
-    plan: PipelinePlan, one: Instance, reference: StageReference
+    plan: PipelinePlan, instance: Instance, reference: StageReference
 ) -> dict[str, None]:
     """What a reference waits for, its fallback's too. Raises ReferenceProblem."""
     needs: dict[str, None] = {}
     if isinstance(reference.fallback, StageReference):
-        needs |= _referenced_stages(plan, one, reference.fallback)
-    if reference.scope == "round" and one.group is None:
+        needs |= _referenced_stages(plan, instance, reference.fallback)
+    if reference.scope == "round" and instance.group is None:
         raise ReferenceProblem("${round}: only a repeated stage has rounds: set repeat")
     if reference.scope in ("round", "stage"):
         return needs
 
-    targets = plan.targets(reference, one)
+    targets = plan.targets(reference, instance)
     if not targets and reference.fallback is None:
         raise ReferenceProblem(
             f"${{{reference.text}}}: the first round has none before it: write what counts there "
@@ -244,10 +253,10 @@ def _check_key(target: Instance, reference: StageReference) -> None:
     kind = target.kind
     key = reference.key
     if key in ("checkpoint", "file") and key not in {*kind.makes, *_stated_outputs(target)}:
-        made = ", ".join(["folder", *kind.makes, *_stated_outputs(target)])
+        keys = ", ".join(["folder", *kind.makes, *_stated_outputs(target)])
         raise ReferenceProblem(
             f"${{{reference.text}}}: a stage of the kind {target.stage.kind} makes no {key}; "
-            f"it has {made}"
+            f"it has {keys}"
         )
 
     if key in ("url", "key") and key not in kind.says:
@@ -271,47 +280,58 @@ def _stated_outputs(target: Instance) -> list[str]:
 def _with_measurements(
     bare: Sequence[Instance], needs: Mapping[str, Mapping[str, None]], config: PipelineConfig
 ) -> Iterator[Instance]:
-    """The instances with what they need, and those that measure them."""
+    """The instances with the ids that they need, and the instances that measure them."""
     kind = stage_kinds.get("evaluate")
     held_out = config.held_out is not None
-    measured = [one for one in bare if one.is_measured] if held_out else []
+    measured = [instance for instance in bare if instance.is_measured] if held_out else []
     if measured:
         yield Instance(
             f"{START}@{HELD_OUT}", (), StageConfig(kind="evaluate"), kind, measures=START
         )
 
-    by_id = {one.id: one for one in measured}
-    for one in bare:
-        own = {
+    by_id = {instance.id: instance for instance in measured}
+    for instance in bare:
+        waits_for = {
             need if need in needs or need.partition("@")[0] in by_id else need.partition("@")[0]: 0
-            for need in needs[one.id]
+            for need in needs[instance.id]
         }
-        if one.round > 1 and config.stages[one.path[0]].stop is not None:
-            own |= {f"{need}@{HELD_OUT}": 0 for need in list(own) if need in by_id}
+        if instance.round > 1 and config.stages[instance.path[0]].stop is not None:
+            waits_for |= {f"{need}@{HELD_OUT}": 0 for need in list(waits_for) if need in by_id}
 
-        whole = Instance(
-            one.id, one.path, one.stage, one.kind, one.group, one.round, tuple(own), None
+        planned = Instance(
+            instance.id,
+            instance.path,
+            instance.stage,
+            instance.kind,
+            instance.group,
+            instance.round,
+            tuple(waits_for),
+            None,
         )
-        yield whole
-        if one.id in by_id:
-            servers = [other.id for other in bare if other.kind.serves and other.id in own]
-            waits = (one.id, f"{START}@{HELD_OUT}", *servers)
-            measurement = StageConfig(kind="evaluate", config=one.stage.config)
+        yield planned
+        if instance.id in by_id:
+            servers = [
+                candidate.id
+                for candidate in bare
+                if candidate.kind.serves and candidate.id in waits_for
+            ]
+            waits = (instance.id, f"{START}@{HELD_OUT}", *servers)
+            measurement = StageConfig(kind="evaluate", config=instance.stage.config)
             yield Instance(
-                f"{one.id}@{HELD_OUT}",
-                one.path,
+                f"{instance.id}@{HELD_OUT}",
+                instance.path,
                 measurement,
                 kind,
-                one.group,
-                one.round,
+                instance.group,
+                instance.round,
                 waits,
-                one.id,
+                instance.id,
             )
 
 
 def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]:
-    """Each behind what it waits for, otherwise as they are written. Raises ConfigError for a
-    ring."""
+    """Each instance after those that it waits for, otherwise in the order of the file. Raises
+    ConfigError for a ring."""
     place = {instance.id: number for number, instance in enumerate(instances)}
     waits = {
         instance.id: {need for need in instance.needs if need in place} for instance in instances
@@ -328,10 +348,10 @@ def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]
 
     ordered: list[Instance] = []
     while ready:
-        one = instances[heappop(ready)]
-        ordered.append(one)
-        for name in after[one.id]:
-            waits[name].discard(one.id)
+        earliest = instances[heappop(ready)]
+        ordered.append(earliest)
+        for name in after[earliest.id]:
+            waits[name].discard(earliest.id)
             if not waits[name]:
                 heappush(ready, place[name])
 
@@ -346,13 +366,13 @@ def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]
 
 
 def _ring(waits: Mapping[str, set[str]]) -> list[str]:
-    """One ring of those that wait: each waits for the next."""
+    """One ring of waiting names: each waits for the next."""
     name = next(iter(waits))
-    seen = list[str]()
-    while name not in seen:
-        seen.append(name)
+    path = list[str]()
+    while name not in path:
+        path.append(name)
         name = next(need for need in sorted(waits[name]) if need in waits)
-    return [*seen[seen.index(name) :], name]
+    return [*path[path.index(name) :], name]
 
 
 def _place(path: Sequence[str]) -> str:
@@ -360,4 +380,4 @@ def _place(path: Sequence[str]) -> str:
 
 
 Lookup = Callable[[StageReference], str | float]
-"""What a reference stands for."""
+"""The value of a reference."""

@@ -43,14 +43,14 @@ class PromptsStage(StageKind):
     def made(self, job: Job) -> StageResult:
         file = job.folder / "summary.json"
         try:
-            found = read_json_object(file)
-            difference = found["held_out"]["difference"]
+            result = read_json_object(file)
+            difference = result["held_out"]["difference"]
             numbers = {
-                "better": float(found["better"]),
+                "better": float(result["better"]),
                 "difference": 0.0 if difference is None else float(difference["value"]),
-                "attempts": float(found["budget"]["attempts"]),
+                "attempts": float(result["budget"]["attempts"]),
             }
-            cost = sum(float(one["cost"]) for one in found["remote_models"])
+            cost = sum(float(totals["cost"]) for totals in result["remote_models"])
         except (AgentEvoError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{file} is damaged: delete the stage's folder") from error
 

@@ -39,7 +39,7 @@ from agentevo.registry import nearest
 ENDING = ".pipeline.yaml"
 """How the file of a packaged pipeline ends."""
 SAID_BY_ITSELF = ("extra_forbidden", "missing", "value_error", "assertion_error")
-"""Kinds of pydantic's errors that say enough, or are said here in words of pipelines."""
+"""Kinds of pydantic's errors that are clear by themselves, or are reworded here for pipelines."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,23 @@ def find_pipeline(word: str) -> Path:
     if problem := name_problem(word):
         raise ConfigError(f"pipeline {shorten(word)!r}: {problem}")
 
-    known = packaged_pipelines()
+    packaged = packaged_pipelines()
     if word.endswith((".yaml", ".yml")):
         if os.path.isfile(word):
             return Path(word)
-        names = ", ".join(known)
+        names = ", ".join(packaged)
         raise ConfigError(
             f"pipeline {word}: no such file: {spelling_hint(Path(word))}packaged pipelines: {names}"
         )
 
-    if word in known:
-        return known[word]
+    if word in packaged:
+        return packaged[word]
 
-    guess = nearest(word, list(known))
+    guess = nearest(word, list(packaged))
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
         f"no pipeline is called {shorten(word)!r}: {hint}packaged pipelines: "
-        f"{', '.join(known)}; or give the path of a .yaml file"
+        f"{', '.join(packaged)}; or give the path of a .yaml file"
     )
 
 
@@ -131,16 +131,16 @@ def build_pipeline(
 
 def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
     lines = []
-    for one in error.errors():
-        key = ".".join(str(part) for part in one["loc"])
-        what = one["msg"].removeprefix("Value error, ")
-        if one["type"] not in SAID_BY_ITSELF:
-            lines.append(f"{where}: {_wrong_value(one)}")
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        what = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] not in SAID_BY_ITSELF:
+            lines.append(f"{where}: {_wrong_value(problem)}")
             continue
 
-        if one["type"] == "extra_forbidden":
-            model = StageConfig if one["loc"][0] == "stages" else PipelineConfig
-            guess = nearest(str(one["loc"][-1]), list(model.model_fields))
+        if problem["type"] == "extra_forbidden":
+            model = StageConfig if problem["loc"][0] == "stages" else PipelineConfig
+            guess = nearest(str(problem["loc"][-1]), list(model.model_fields))
             hint = f": did you mean {guess}?" if guess else ""
             what = f"is no key of a {'stage' if model is StageConfig else 'pipeline'}{hint}"
 
@@ -235,8 +235,8 @@ def _check_names(pipeline: Pipeline) -> None:
 
 def check_recipes(pipeline: Pipeline) -> None:
     """Reads the recipe and the options of every stage, of repeated ones those of the first two
-    rounds, and compares held-out tasks with what is trained on. What other stages will make stands
-    for itself by its future path. Raises ConfigError."""
+    rounds, and compares held-out tasks with what is trained on. A future output of another stage is
+    represented by its path. Raises ConfigError."""
     seed = (pipeline.config.seeds or (pipeline.config.seed,))[0]
     recipes = pipeline.recipes(seed)
 
@@ -274,15 +274,15 @@ def _without_texts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     agent = tree.get("agent")
     if not isinstance(agent, Mapping) or not list(references_in(agent.get("texts"))):
         return tree
-    return {**tree, "agent": {key: one for key, one in agent.items() if key != "texts"}}
+    return {**tree, "agent": {key: value for key, value in agent.items() if key != "texts"}}
 
 
-def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunConfig | None:
+def checked_config(pipeline: Pipeline, recipes: Recipes, instance: Instance) -> RunConfig | None:
     """The recipe of a stage before anything has run. Raises ConfigError."""
-    meaning = _Planned(pipeline, one)
-    kind = one.kind
-    stage = one.stage
-    options = read_options(one, replace_references(stage.options, meaning))
+    meaning = _Planned(pipeline, instance)
+    kind = instance.kind
+    stage = instance.stage
+    options = read_options(instance, replace_references(stage.options, meaning))
     model = replace_references(stage.model, meaning) if stage.model is not None else None
 
     if not kind.reads_recipe:
@@ -293,12 +293,14 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunCo
         kind.check(None, options, None)
         return None
 
-    tree, folder = recipes.tree(one, model)
-    run_dir = stage_folder(pipeline.dir, one)
-    config = recipes.read(one, replace_references(_without_texts(tree), meaning), folder, run_dir)
+    tree, folder = recipes.tree(instance, model)
+    run_dir = stage_folder(pipeline.dir, instance)
+    config = recipes.read(
+        instance, replace_references(_without_texts(tree), meaning), folder, run_dir
+    )
     kind.check(config, options, model)
 
-    looked_at = one.measures is not None or stage.kind in ("train", "sample", "sft")
+    looked_at = instance.measures is not None or stage.kind in ("train", "sample", "sft")
     if looked_at and not list(references_in(tree)):
         from agentevo.orchestration.checks import check_parts, check_sft_parts
 
@@ -311,22 +313,22 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunCo
     return config
 
 
-def read_options(one: Instance, given: Mapping[str, Any]) -> Any:
+def read_options(instance: Instance, options: Mapping[str, Any]) -> Any:
     """The kind's own keys. Raises ConfigError."""
     try:
-        return one.kind.Options.model_validate(given)
+        return instance.kind.Options.model_validate(options)
     except pydantic.ValidationError as error:
         lines = []
         for wrong in error.errors():
             key = ".".join(str(part) for part in wrong["loc"])
             what = wrong["msg"].removeprefix("Value error, ")
             if wrong["type"] not in SAID_BY_ITSELF:
-                lines.append(entry_problem("options", one.kind.Options, wrong))
+                lines.append(entry_problem("options", instance.kind.Options, wrong))
                 continue
 
             if wrong["type"] == "extra_forbidden":
-                known = ", ".join(one.kind.Options.model_fields) or "none"
-                what = f"is no option of the kind {one.stage.kind}, which has {known}"
+                known_options = ", ".join(instance.kind.Options.model_fields) or "none"
+                what = f"is no option of the kind {instance.stage.kind}, which has {known_options}"
 
             if wrong["type"] == "missing":
                 what = "must be given"
@@ -336,19 +338,19 @@ def read_options(one: Instance, given: Mapping[str, Any]) -> Any:
         raise ConfigError("\n".join(lines)) from error
 
 
-def stage_folder(dir_: Path, one: Instance) -> Path:
+def stage_folder(dir_: Path, instance: Instance) -> Path:
     """Of an instance, in the folder of a pipeline (of one seed)."""
-    if one.measures is not None:
-        return dir_ / "held_out" / one.measures
-    return dir_ / "stages" / one.id
+    if instance.measures is not None:
+        return dir_ / "held_out" / instance.measures
+    return dir_ / "stages" / instance.id
 
 
 class _Planned:
-    """What references stand for before anything has run."""
+    """The values of references before anything has run."""
 
-    def __init__(self, pipeline: Pipeline, one: Instance) -> None:
+    def __init__(self, pipeline: Pipeline, instance: Instance) -> None:
         self.pipeline = pipeline
-        self.one = one
+        self.one = instance
 
     def __call__(self, reference: StageReference) -> str | float:
         if reference.scope == "round":

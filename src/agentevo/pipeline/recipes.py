@@ -38,44 +38,44 @@ class Recipes:
         self.seed = seed
         self._read: dict[str | None, tuple[dict[str, Any], Path]] = {}
 
-    def tree(self, one: Instance, model: str | None) -> tuple[dict[str, Any], Path]:
+    def tree(self, instance: Instance, model: str | None) -> tuple[dict[str, Any], Path]:
         """The recipe's tree with `${...}` of the pipeline as they are written, and the folder from
         which its own paths are. Raises ConfigError."""
         changes: list[tuple[str, Mapping[str, Any]]] = [("config", self.config.config)]
-        if one.measures is not None:
+        if instance.measures is not None:
             assert self.config.held_out is not None
             name = self.config.held_out.recipe or self.config.recipe
             changes.append(("held_out.config", self.config.held_out.config))
-            changes.append(("held_out.config", self._texts(one)))
+            changes.append(("held_out.config", self._texts(instance)))
         else:
-            name = one.stage.recipe or self.config.recipe
-            changes.append((f"stages.{'.'.join(one.path)}.config", one.stage.config))
+            name = instance.stage.recipe or self.config.recipe
+            changes.append((f"stages.{'.'.join(instance.path)}.config", instance.stage.config))
 
         tree, folder = self._recipe(name)
         for key, change in changes:
-            own = self._own(nest_keys(change), key)
-            tree = with_changes(tree, own)
+            change_tree = self._own(nest_keys(change), key)
+            tree = with_changes(tree, change_tree)
 
-        if one.measures is not None:
-            return self._for_held_out(tree, one), folder
+        if instance.measures is not None:
+            return self._for_held_out(tree, instance), folder
 
-        tree = sources.overlay(tree, one.kind.fixed_settings(None))
+        tree = sources.overlay(tree, instance.kind.fixed_settings(None))
         if model is not None:
-            tree = with_model(tree, model, nest_keys(one.stage.config))
+            tree = with_model(tree, model, nest_keys(instance.stage.config))
 
-        if one.stage.reference != "start":
-            given = {"reference_model": one.stage.reference}
-            tree = sources.overlay(tree, {"algorithm": given})
+        if instance.stage.reference != "start":
+            algorithm = {"reference_model": instance.stage.reference}
+            tree = sources.overlay(tree, {"algorithm": algorithm})
 
-        if one.stage.optimizer == "carried":
+        if instance.stage.optimizer == "carried":
             tree = sources.overlay(tree, {"trainer": {"optimizer_from": model}})
 
         return tree, folder
 
-    def _texts(self, one: Instance) -> dict[str, Any]:
-        """What the measured stage says instead of the recipe's texts: its model has learnt with
-        those. Of a stage that makes texts they come later (standing.py)."""
-        written = nest_keys(one.stage.config).get("agent")
+    def _texts(self, instance: Instance) -> dict[str, Any]:
+        """The measured stage's replacement for the recipe's texts, since its model has learnt with
+        those. A stage that makes texts adds them later (standing.py)."""
+        written = nest_keys(instance.stage.config).get("agent")
         texts = written.get("texts") if isinstance(written, Mapping) else None
         return {} if texts is None else {"agent": {"texts": texts}}
 
@@ -84,8 +84,8 @@ class Recipes:
             if name is None:
                 self._read[name] = ({}, self.home)
             else:
-                beside = self.home / os.path.expanduser(name)
-                path = beside if os.path.isfile(beside) else sources.find_recipe(name)
+                local_path = self.home / os.path.expanduser(name)
+                path = local_path if os.path.isfile(local_path) else sources.find_recipe(name)
                 self._read[name] = (sources.read_yaml(path), path.parent)
 
         return self._read[name]
@@ -94,7 +94,9 @@ class Recipes:
         """A change with the paths that are from the pipeline's own folder. Raises ConfigError for
         what the pipeline decides."""
         for leaf in sources.leaves(change):
-            taken = next((own for own in OWN_KEYS if f"{leaf}.".startswith(f"{own}.")), None)
+            taken = next(
+                (own_key for own_key in OWN_KEYS if f"{leaf}.".startswith(f"{own_key}.")), None
+            )
             if taken:
                 raise ConfigError(
                     f"{self.where}: {key}: sets {leaf}, which the pipeline decides for each stage: "
@@ -106,7 +108,7 @@ class Recipes:
                 change[section] = with_absolute_paths(change[section], keys, self.home)
 
         if isinstance(change.get("import"), list):
-            change["import"] = [self._import_path(one) for one in change["import"]]
+            change["import"] = [self._import_path(module) for module in change["import"]]
 
         return change
 
@@ -114,20 +116,20 @@ class Recipes:
         path = self.home / str(module)
         return str(path.resolve()) if str(module).endswith(".py") and path.is_file() else module
 
-    def _for_held_out(self, tree: dict[str, Any], one: Instance) -> dict[str, Any]:
+    def _for_held_out(self, tree: dict[str, Any], instance: Instance) -> dict[str, Any]:
         held_out = self.config.held_out
         assert isinstance(held_out, HeldOutSection)
         return sources.overlay(tree, {"evaluation": {"tasks": held_out.tasks}})
 
     def read(
-        self, one: Instance, tree: Mapping[str, Any], folder: Path, run_dir: Path
+        self, instance: Instance, tree: Mapping[str, Any], folder: Path, run_dir: Path
     ) -> RunConfig:
         """Checks a tree without references of the pipeline. Raises ConfigError."""
-        own = {
+        run_settings = {
             "run": {
-                "name": one.id.replace("@", "-"),
+                "name": instance.id.replace("@", "-"),
                 "dir": str(run_dir),
-                "seed": self.seed_of(one),
+                "seed": self.seed_of(instance),
                 "overwrite": False,
             }
         }
@@ -135,39 +137,44 @@ class Recipes:
             tree = sources.overlay({"run": {"threads": 1}}, tree)
 
         return build_config(
-            sources.overlay(tree, own),
-            where=f"{self.where}: {self.place(one)}",
+            sources.overlay(tree, run_settings),
+            where=f"{self.where}: {self.place(instance)}",
             folder=folder,
-            needs_environment=one.kind.needs_environment,
+            needs_environment=instance.kind.needs_environment,
         )
 
-    def seed_of(self, one: Instance) -> int:
+    def seed_of(self, instance: Instance) -> int:
         """run.seed of an instance."""
-        if one.measures is not None:
+        if instance.measures is not None:
             assert self.config.held_out is not None
             return self.config.held_out.seed
-        return derive_seed(self.seed, "stage", one.id) % 2**31
+        return derive_seed(self.seed, "stage", instance.id) % 2**31
 
-    def place(self, one: Instance) -> str:
+    def place(self, instance: Instance) -> str:
         """Where in the file it is written."""
-        return "held_out" if one.measures is not None else ".".join(["stages", *one.path])
+        return "held_out" if instance.measures is not None else ".".join(["stages", *instance.path])
 
 
-def with_model(tree: Mapping[str, Any], model: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with another model to begin with: a tiny policy's shape goes with the name, unless
-    the stage gives one itself; adapters that are to be trained on go into model.lora.adapter."""
+def with_model(
+    tree: Mapping[str, Any], model: str, stage_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The tree with another initial model: a tiny policy's shape is removed with the name, unless
+    the stage gives one itself; adapters to train further go into model.lora.adapter."""
     section = tree.get("model")
-    given = dict(section) if isinstance(section, Mapping) else {}
-    if model != "tiny" and not (isinstance(own.get("model"), Mapping) and "tiny" in own["model"]):
-        given.pop("tiny", None)
+    model_section = dict(section) if isinstance(section, Mapping) else {}
+    if model != "tiny" and not (
+        isinstance(stage_config.get("model"), Mapping) and "tiny" in stage_config["model"]
+    ):
+        model_section.pop("tiny", None)
 
     if os.path.isfile(os.path.join(model, "adapter_config.json")):
-        lora = given.get("lora")  # an adapter brings its own settings, but for those of the base
-        kept = (
+        # An adapter brings its own settings, except those of the base model.
+        lora = model_section.get("lora")
+        kept_lora = (
             {"quantize": lora["quantize"]} if isinstance(lora, dict) and "quantize" in lora else {}
         )
-        given["lora"] = {**kept, "adapter": model}
+        model_section["lora"] = {**kept_lora, "adapter": model}
     else:
-        given["name"] = model
+        model_section["name"] = model
 
-    return {**tree, "model": given}
+    return {**tree, "model": model_section}

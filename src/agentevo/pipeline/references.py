@@ -6,9 +6,10 @@
     ${previous.NAME.KEY}          in a group: of a stage of it, in the round before
     ${round}  ${stage.folder}     the number of the round, the stage's own folder
 
-After `|` stands what counts where there is none (in the first round, or since the stage was left
-out): another reference without its `${}`, or a text. KEY is `folder`, `checkpoint`, `file`, or a
-number that the stage came to, such as `success`. Every other `${...}` is the recipe's.
+After `|` comes the fallback, for an output that does not exist (in the first round, or since the
+stage was left out): another reference without its `${}`, or a text. KEY is `folder`, `checkpoint`,
+`file`, or a number among the stage's results, such as `success`. Every other `${...}` is the
+recipe's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class ReferenceProblem(ValueError):
 
 @dataclass(frozen=True)
 class StageReference:
-    """A reference as it is written."""
+    """A reference as it is written in the file."""
 
     scope: str
     """`stages`, `previous`, `stage`, or `round`."""
@@ -64,7 +65,7 @@ def parse_reference(text: str) -> StageReference:
         return StageReference("stage", (), "folder", fallback)
 
     most = {"stages": (2, 3), "previous": (1, 2)}.get(scope, (0, 0))
-    if not most[0] <= len(parts) <= most[1] or not all(NAME.fullmatch(one) for one in parts):
+    if not most[0] <= len(parts) <= most[1] or not all(NAME.fullmatch(part) for part in parts):
         raise ReferenceProblem(
             f"${{{text[:80]}}} is no reference: write ${{stages.NAME.checkpoint}}, "
             "${previous.checkpoint}, ${stage.folder} or ${round}"
@@ -83,27 +84,27 @@ def references_in(value: Any) -> Iterator[StageReference]:
 def texts_in(value: Any) -> Iterator[str]:
     """Every text of a tree of mappings, lists and single values."""
     if isinstance(value, Mapping):
-        for one in value.values():
-            yield from texts_in(one)
+        for child in value.values():
+            yield from texts_in(child)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from texts_in(one)
+        for child in value:
+            yield from texts_in(child)
     elif isinstance(value, str):
         yield value
 
 
 def replace_references(value: Any, meaning: Callable[[StageReference], str | float]) -> Any:
-    """A copy of a tree in which each reference is what `meaning` says of it; a text that is
-    nothing else is its value."""
+    """A copy of a tree in which `meaning` replaces each reference; a text that is only a reference
+    becomes its value."""
     if isinstance(value, Mapping):
-        return {key: replace_references(one, meaning) for key, one in value.items()}
+        return {key: replace_references(child, meaning) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return [replace_references(one, meaning) for one in value]
+        return [replace_references(child, meaning) for child in value]
     if not isinstance(value, str):
         return value
 
-    whole = _REFERENCE.fullmatch(value.strip())
-    if whole:
-        return meaning(parse_reference(whole["text"]))
+    whole_reference = _REFERENCE.fullmatch(value.strip())
+    if whole_reference:
+        return meaning(parse_reference(whole_reference["text"]))
 
     return _REFERENCE.sub(lambda match: str(meaning(parse_reference(match["text"]))), value)

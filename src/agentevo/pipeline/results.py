@@ -1,7 +1,7 @@
-"""What a pipeline came to: a table of its stages, the same as JSON, and report.html.
+"""The results of a pipeline: a table of its stages, the same as JSON, and report.html.
 
-Of one seed an interval is that of the mean over the held-out tasks (evaluation/estimates.py). Of n
-seeds it is that of the mean over seeds by Student's t: mean +- t(0.975, n - 1) * std / sqrt(n).
+For one seed an interval is that of the mean over the held-out tasks (evaluation/estimates.py). For
+n seeds it is that of the mean over seeds by Student's t: mean +- t(0.975, n - 1) * std / sqrt(n).
 """
 
 from __future__ import annotations
@@ -59,16 +59,20 @@ def figure(states: Sequence[StageState], name: str) -> ResultFigure | None:
     if len(values) == 1 == len(states) and all(end in states[0].numbers for end in ends):
         return ResultFigure(values[0], *(states[0].numbers[end] for end in ends))
 
-    found = over_seeds(values)
+    estimate = over_seeds(values)
     bounds = _BOUNDS.get(name)
-    if found is None or bounds is None or not all("success" in one.numbers for one in states):
-        return found
+    if (
+        estimate is None
+        or bounds is None
+        or not all("success" in state.numbers for state in states)
+    ):
+        return estimate
 
-    return ResultFigure(found.value, max(found.low, bounds[0]), min(found.high, bounds[1]))
+    return ResultFigure(estimate.value, max(estimate.low, bounds[0]), min(estimate.high, bounds[1]))
 
 
 _BOUNDS = {"success": (0.0, 1.0), "gain": (-1.0, 1.0), "gain_from_start": (-1.0, 1.0)}
-"""No share is beyond them, whatever few seeds let a formula say."""
+"""The possible values of each number; with few seeds the formula may exceed them."""
 
 
 def success(numbers: Mapping[str, float]) -> str:
@@ -87,7 +91,7 @@ def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str
     and the table. Raises DiskError."""
     rows = stage_rows([standing.state for standing in standings])
     table = markdown(rows, standings)
-    found = {
+    results = {
         "name": pipeline.config.name,
         "seeds": [standing.seed for standing in standings],
         "status": [standing.state.status for standing in standings],
@@ -98,10 +102,10 @@ def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str
     }
     with must_write(pipeline.dir, AGAIN):
         write_atomic(pipeline.dir / "table.md", table)
-        write_atomic(pipeline.dir / "table.json", json.dumps(found, indent=1))
+        write_atomic(pipeline.dir / "table.json", json.dumps(results, indent=1))
         write_atomic(pipeline.dir / "report.html", report_html(pipeline, standings, rows))
 
-    return {**found, "table": table}
+    return {**results, "table": table}
 
 
 class StageRow(NamedTuple):
@@ -131,12 +135,12 @@ class StageRow(NamedTuple):
             "status": self.status,
             **{
                 name: None
-                if one is None
+                if cell is None
                 else {
                     key: value if math.isfinite(value) else None
-                    for key, value in one._asdict().items()
+                    for key, value in cell._asdict().items()
                 }
-                for name, one in figures.items()
+                for name, cell in figures.items()
             },
             "wall_s": self.wall_s,
             "tokens": self.tokens,
@@ -153,21 +157,21 @@ def stage_rows(states: Sequence[PipelineState]) -> list[StageRow]:
         if "@" in name and name != first:
             continue
 
-        own = [state.stages[name] for state in states if name in state.stages]
+        stage_states = [state.stages[name] for state in states if name in state.stages]
         measurement = name if name == first else f"{name}@{HELD_OUT}"
         all_measured = [state.stages.get(measurement) for state in states]
         measured = [state for state in all_measured if state and state.status == "finished"]
-        reasons = dict.fromkeys(state.why for state in own if state.why)
+        reasons = dict.fromkeys(state.why for state in stage_states if state.why)
         rows.append(
             StageRow(
                 START if name == first else name,
-                "" if name == first else own[0].kind,
-                ", ".join(dict.fromkeys(state.status for state in own)),
+                "" if name == first else stage_states[0].kind,
+                ", ".join(dict.fromkeys(state.status for state in stage_states)),
                 figure(measured, "success"),
                 figure(measured, "gain"),
                 figure(measured, "gain_from_start"),
-                fmean(state.wall_s for state in own),
-                fmean(float(state.tokens) for state in own),
+                fmean(state.wall_s for state in stage_states),
+                fmean(float(state.tokens) for state in stage_states),
                 len(measured),
                 "; ".join(reasons)[:300],
             )
@@ -212,20 +216,24 @@ def legend(standings: Sequence[Standing]) -> str:
     )
 
 
-def _percent(one: ResultFigure | None) -> str:
-    if one is None:
+def _percent(percentage: ResultFigure | None) -> str:
+    if percentage is None:
         return ""
-    return f"{100 * one.value:.1f}%" + _ends(one, 100 * one.low, 100 * one.high)
+    return f"{100 * percentage.value:.1f}%" + _ends(
+        percentage, 100 * percentage.low, 100 * percentage.high
+    )
 
 
-def _points(one: ResultFigure | None) -> str:
-    if one is None:
+def _points(difference: ResultFigure | None) -> str:
+    if difference is None:
         return ""
-    return f"{100 * one.value:+.1f}" + _ends(one, 100 * one.low, 100 * one.high)
+    return f"{100 * difference.value:+.1f}" + _ends(
+        difference, 100 * difference.low, 100 * difference.high
+    )
 
 
-def _ends(one: ResultFigure, low: float, high: float) -> str:
-    return f" [{low:.1f}, {high:.1f}]" if math.isfinite(one.low) else ""
+def _ends(estimate: ResultFigure, low: float, high: float) -> str:
+    return f" [{low:.1f}, {high:.1f}]" if math.isfinite(estimate.low) else ""
 
 
 def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequence[StageRow]) -> str:
@@ -261,19 +269,22 @@ def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequenc
 
 
 def lineage(standing: Standing) -> tuple[str, list[list[str]]]:
-    """Of one seed: which stage used what, and what it made, by digests."""
+    """For one seed: the inputs and outputs of each stage, by digests."""
     rows = []
     for name, state in standing.state.stages.items():
         if "@" in name or not state.digest:
             continue
 
-        used = ", ".join(f"{one.stage}.{one.key} {one.sha256[:10]}" for one in state.inputs)
-        made = ", ".join(
+        used = ", ".join(
+            f"{used_input.stage}.{used_input.key} {used_input.sha256[:10]}"
+            for used_input in state.inputs
+        )
+        outputs = ", ".join(
             f"{key} {output.sha256[:10]}"
             for key, output in state.outputs.items()
             if key != "folder"
         )
         seed = "" if state.seed is None else str(state.seed)
-        rows.append([name, seed, used, made, str(state.starts), state.digest[:10]])
+        rows.append([name, seed, used, outputs, str(state.starts), state.digest[:10]])
 
     return f"seed {standing.seed}", rows

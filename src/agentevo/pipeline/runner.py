@@ -1,13 +1,13 @@
 """Runs a pipeline: stages as processes of their own, several at once where they need not wait for
-one another, until all are done, something failed, the budget is used, or somebody asks to stop.
+one another, until all are done, one failed, the budget is used, or the user asks to stop.
 
     DIR/pipeline.yaml   what is run      pipeline.json   where it stands   report.html   table.md
     DIR/recipes/ID.yaml   logs/ID.log   stages/ID/ (a run's folder, or files)   held_out/ID/
     of several seeds: DIR/pipeline.yaml   table.md   table.json   seed-N/ (each as above)
 
-A lock on the folder is held by this process and by every stage that it starts, which inherit its
-file descriptor: a pipeline whose stages outlived it (a killed parent) can't be resumed beside them.
-The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks what is under way to stop
+This process holds a lock on the folder, and so does every stage that it starts, which inherits its
+file descriptor: a pipeline whose stages outlived it (a killed parent) can't be resumed next to
+them. The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks what is under way to stop
 cleanly; a second kills it. Servers of stages (servers.py) end last.
 """
 
@@ -54,7 +54,7 @@ class _StageUnderWay:
     log: Path
     name: str
     since: float = field(default_factory=time.monotonic)
-    asked: bool = False
+    is_asked_to_stop: bool = False
     """It was asked to stop, as a server that it needs has ended."""
 
 
@@ -65,7 +65,7 @@ def run_pipeline(
     choice: StageChoice | None = None,
     view: SweepView | None = None,
 ) -> dict[str, Any]:
-    """Runs what is not finished, and returns the results: what table.json holds. Blocks.
+    """Runs what is not finished, and returns the results: the content of table.json. Blocks.
 
     Raises ConfigError before anything is created; at the end, when all is written, AgentEvoError if
     a stage failed, and KeyboardInterrupt or SystemExit after a clean stop.
@@ -151,17 +151,19 @@ def _check(pipeline: Pipeline, resume: bool, choice: StageChoice) -> None:
             "so, or give another dir"
         )
 
-    known = {name for instance in pipeline.plan.instances for name in names_of(instance)} - {""}
+    known_names = {name for instance in pipeline.plan.instances for name in names_of(instance)} - {
+        ""
+    }
     for name in (*choice.only, *choice.skip, *([choice.start] if choice.start else [])):
-        if name not in known:
-            guess = nearest(name, sorted(known))
+        if name not in known_names:
+            guess = nearest(name, sorted(known_names))
             hint = f"did you mean {guess}? " if guess else ""
             stages = ", ".join(pipeline.config.stages)
             raise ConfigError(f"no stage is called {name!r}: {hint}the stages are {stages}")
 
 
 def _begin(pipeline: Pipeline, standings: Sequence[Standing]) -> None:
-    """Writes what is run, and where it stands."""
+    """Writes the configuration and the state."""
     text = dump_yaml(pipeline.config.model_dump(mode="json", exclude_unset=True))
     with must_write(pipeline.dir):
         write_atomic(pipeline.dir / FILE, text)
@@ -209,7 +211,11 @@ class _Life:
             while self._go_on():
                 self._ask_to_stop()
                 time.sleep(POLL_S)
-                for run in [one for one in self.under_way if one.process.poll() is not None]:
+                for run in [
+                    candidate
+                    for candidate in self.under_way
+                    if candidate.process.poll() is not None
+                ]:
                     self.under_way.remove(run)
                     self._note_success(run)
 
@@ -226,9 +232,9 @@ class _Life:
                 run.process.kill()
                 run.process.wait()
 
-        for one in self.standings:
-            one.state.status = self._status(one)
-            one.write()
+        for pipeline_standing in self.standings:
+            pipeline_standing.state.status = self._status(pipeline_standing)
+            pipeline_standing.write()
 
         return self.failures
 
@@ -261,26 +267,26 @@ class _Life:
         return f"seed {standing.seed}: " if len(self.standings) > 1 else ""
 
     def _start(self, standing: Standing, decided: Decided) -> None:
-        """In a session of its own, so that the terminal's Ctrl-C comes to it through us only, and
+        """In a session of its own, so that the terminal's Ctrl-C reaches it only through us, and
         only once."""
-        if decided.one.kind.serves:
+        if decided.instance.kind.serves:
             self._start_server(standing, decided)
             return
 
         job = standing.begin(decided)
-        log = standing.dir / "logs" / f"{decided.one.id}.log"
+        log = standing.dir / "logs" / f"{decided.instance.id}.log"
         threads = job.config.run.threads if job.config is not None else None
-        more = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        extra_environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         servers = self.servers.used_by(standing, decided)
-        more |= self.servers.keys_for(standing, decided)
+        extra_environment |= self.servers.keys_for(standing, decided)
         try:
             with log.open("ab" if job.resume else "wb") as out:
                 process = subprocess.Popen(
-                    decided.one.kind.words(job),
+                    decided.instance.kind.words(job),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
-                    env=os.environ | more,
+                    env=os.environ | extra_environment,
                     start_new_session=True,
                     pass_fds=(self.lock, *(server.process.held_by for server in servers)),
                 )
@@ -288,17 +294,17 @@ class _Life:
             self._not_started(standing, decided, error)
             return
 
-        name = f"{self._prefix(standing)}{decided.one.id}"
+        name = f"{self._prefix(standing)}{decided.instance.id}"
         self.under_way.append(_StageUnderWay(standing, decided, process, log, name))
         self.view.note_start(name, "resumed" if job.resume else "started")
 
     def _start_server(self, standing: Standing, decided: Decided) -> None:
-        name = f"{self._prefix(standing)}{decided.one.id}"
+        name = f"{self._prefix(standing)}{decided.instance.id}"
         config = decided.job.config
         threads = config.run.threads if config is not None else None
-        more = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        extra_environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         try:
-            self.servers.start(standing, decided, name, more)
+            self.servers.start(standing, decided, name, extra_environment)
         except OSError as error:
             self._not_started(standing, decided, error)
             return
@@ -306,33 +312,33 @@ class _Life:
         self.view.note_start(name, "started")
 
     def _not_started(self, standing: Standing, decided: Decided, error: Exception) -> None:
-        log = standing.dir / "logs" / f"{decided.one.id}.log"
+        log = standing.dir / "logs" / f"{decided.instance.id}.log"
         log.write_text(f"it can't be started: {error}\n", encoding="utf-8")
         standing.record_end(decided, 127, 0.0)
         self._note_failure(standing, decided, f"can't be started: {error}", log, 0.0)
 
     def _look_at_servers(self) -> None:
-        """Takes up what servers have come to since the last look."""
+        """Records which servers have become ready or have failed since the last call."""
         ready, failed = self.servers.look()
-        for one in ready:
-            one.standing.serving(one.decided)
-            url = one.standing.state.stages[one.id].says["url"]
-            self.view.note_end(one.name, f"serves at {url}", one.seconds, ok=True)
-            recipe = short(one.job.recipe) if one.job.recipe is not None else ""
-            self.view.note(f"{one.name}: by itself: agentevo serve --openai {recipe}")
+        for server in ready:
+            server.standing.serving(server.decided)
+            url = server.standing.state.stages[server.id].says["url"]
+            self.view.note_end(server.name, f"serves at {url}", server.seconds, ok=True)
+            recipe = short(server.job.recipe) if server.job.recipe is not None else ""
+            self.view.note(f"{server.name}: by itself: agentevo serve --openai {recipe}")
 
-        for one, how in failed:
-            one.standing.ended_server(one.decided, how, one.seconds)
-            self._note_failure(one.standing, one.decided, how, one.log, one.seconds)
+        for server, how in failed:
+            server.standing.ended_server(server.decided, how, server.seconds)
+            self._note_failure(server.standing, server.decided, how, server.log, server.seconds)
             for run in self.under_way:
                 users = {used.stage for used in run.decided.inputs}
-                if run.standing is one.standing and one.id in users:
-                    self.view.note(f"{run.name}: stops, as {one.name} has ended")
-                    run.asked = True
+                if run.standing is server.standing and server.id in users:
+                    self.view.note(f"{run.name}: stops, as {server.name} has ended")
+                    run.is_asked_to_stop = True
                     run.process.send_signal(signal.SIGINT)
 
     def serve_on(self) -> None:
-        """When all has ended well, serves what is to be kept until somebody asks to stop."""
+        """When all has ended well, serves what is to be kept until the user asks to stop."""
         if self.failures or self.over or self.received:
             return
 
@@ -353,53 +359,56 @@ class _Life:
         seconds = time.monotonic() - run.since
         code = run.process.returncode
         failure = run.standing.record_end(
-            run.decided, code, seconds, asked=run.asked or self._heeded > 0
+            run.decided, code, seconds, is_asked_to_stop=run.is_asked_to_stop or self._heeded > 0
         )
         if failure:
             self._note_failure(run.standing, run.decided, failure, run.log, seconds)
             return
 
-        state = run.standing.state.stages[run.decided.one.id]
+        state = run.standing.state.stages[run.decided.instance.id]
         if state.status == "stopped":
             self.view.note_end(run.name, "stopped", seconds, ok=False)
             return
 
         self.view.note_end(
-            run.name, _outcome(state.numbers, measures=run.decided.one.measures), seconds, ok=True
+            run.name,
+            _outcome(state.numbers, measures=run.decided.instance.measures),
+            seconds,
+            ok=True,
         )
 
     def _note_failure(
         self, standing: Standing, decided: Decided, how: str, log: Path, seconds: float
     ) -> None:
-        name = f"{self._prefix(standing)}{decided.one.id}"
+        name = f"{self._prefix(standing)}{decided.instance.id}"
         self.view.note_end(name, how, seconds, ok=False)
         self.failures.append(why_failed(name, how, log))
 
     def _ask_to_stop(self) -> None:
-        """Asks what is under way to stop: after a signal, or when the time is over."""
-        wanted = len(self.received) or (1 if self.over.startswith("hours") else 0)
-        if wanted <= self._heeded:
+        """Asks the stages under way to stop: after a signal, or when the time is over."""
+        num_requests = len(self.received) or (1 if self.over.startswith("hours") else 0)
+        if num_requests <= self._heeded:
             return
 
-        self._heeded = wanted
+        self._heeded = num_requests
         for run in self.under_way:
-            run.process.send_signal(signal.SIGKILL if wanted > 1 else signal.SIGINT)
+            run.process.send_signal(signal.SIGKILL if num_requests > 1 else signal.SIGINT)
 
-        again = "" if wanted > 1 else " cleanly; press Ctrl-C again to stop at once"
-        self.view.note(f"stopping{again}")
+        how_to_stop = "" if num_requests > 1 else " cleanly; press Ctrl-C again to stop at once"
+        self.view.note(f"stopping{how_to_stop}")
 
     def _pass_time(self) -> None:
-        """Adds the time that has passed, and looks what is left of it."""
+        """Adds the elapsed time, and checks what is left of it."""
         now = time.monotonic()
-        for one in self.standings:
-            one.state.wall_s += (now - self._clock) / len(self.standings)
+        for standing in self.standings:
+            standing.state.wall_s += (now - self._clock) / len(self.standings)
 
         self._clock = now
         self._over_budget()
         if now - self._saved > SAVED_EVERY_S:
             self._saved = now
-            for one in self.standings:
-                one.write()
+            for standing in self.standings:
+                standing.write()
 
     def _over_budget(self) -> bool:
         budget = self.pipeline.config.budget
@@ -418,8 +427,8 @@ class _Life:
 
         return bool(self.over)
 
-    def _status(self, one: Standing) -> Any:
-        statuses = {state.status for state in one.state.stages.values()}
+    def _status(self, standing: Standing) -> Any:
+        statuses = {state.status for state in standing.state.stages.values()}
         if "failed" in statuses:
             return "failed"
         if self.received:

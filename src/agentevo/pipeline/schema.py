@@ -117,11 +117,11 @@ class StageConfig(Section):
         if not self.stages:
             return self
 
-        own = self.model_fields_set - {"repeat", "stop", "stages", "needs"}
-        if own:
+        stage_keys = self.model_fields_set - {"repeat", "stop", "stages", "needs"}
+        if stage_keys:
             raise ValueError(
-                f"a group of stages has repeat, stop, needs and stages, and no {sorted(own)[0]}: "
-                "give that to the stages in it"
+                f"a group of stages has repeat, stop, needs and stages, and no "
+                f"{sorted(stage_keys)[0]}: give that to the stages in it"
             )
 
         for name, stage in self.stages.items():

@@ -4,8 +4,8 @@
              -> failed     ended by itself, or did not answer in time
 
 A server ends with this process and the stages that use it, however they end: each of them holds the
-pipe that keeps it alive (inference/guarded_server.py). A stage that is resumed and needs one that
-has ended begins when that has been started again (standing.py).
+pipe that keeps it alive (inference/guarded_server.py). A resumed stage that needs a server which
+has ended begins after that server's restart (standing.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StageServer:
     @property
     def id(self) -> str:
         """Of its stage."""
-        return self.decided.one.id
+        return self.decided.instance.id
 
     @property
     def seconds(self) -> float:
@@ -57,86 +57,91 @@ class StageServer:
 
 
 class Servers:
-    """Those of one life of a pipeline. Used by one thread."""
+    """The servers of one life of a pipeline. Used by one thread."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self.under_way: list[StageServer] = []
 
     def start(
-        self, standing: Standing, decided: Decided, name: str, more: Mapping[str, str]
+        self, standing: Standing, decided: Decided, name: str, extra_environment: Mapping[str, str]
     ) -> StageServer:
         """Raises OSError where it can't be started, DiskError."""
-        before = standing.state.stages[decided.one.id].says.get("url", "")
+        before = standing.state.stages[decided.instance.id].says.get("url", "")
         job = _with_port(standing.begin(decided), before)
         log = job.folder / LOG
         with must_write(log):
             (job.folder / SERVING / URL).unlink(missing_ok=True)
 
-        environment = {**more, **self.keys_for(standing, decided)}
-        process = GuardedServer(decided.one.kind.words(job), log, environment)
+        environment = {**extra_environment, **self.keys_for(standing, decided)}
+        process = GuardedServer(decided.instance.kind.words(job), log, environment)
         server = StageServer(standing, decided, process, name, log, job)
         self.under_way.append(server)
         return server
 
     def look(self) -> tuple[list[StageServer], list[tuple[StageServer, str]]]:
-        """Those that answer from now on, and those that failed with how they did."""
+        """The servers that have just become ready, and those that failed with the reason."""
         ready = []
         failed = []
-        for one in list(self.under_way):
-            how = one.process.describe_end().partition(";")[0]
-            limit = one.job.options.start_s
-            if not how and not one.answers and one.seconds > limit:
+        for server in list(self.under_way):
+            how = server.process.describe_end().partition(";")[0]
+            limit = server.job.options.start_s
+            if not how and not server.answers and server.seconds > limit:
                 how = f"has not answered within {limit:g} s"
 
             if how:
-                one.process.close()
-                self.under_way.remove(one)
-                failed.append((one, how))
-            elif not one.answers and _answers(one.job):
-                one.answers = True
-                ready.append(one)
+                server.process.close()
+                self.under_way.remove(server)
+                failed.append((server, how))
+            elif not server.answers and _answers(server.job):
+                server.answers = True
+                ready.append(server)
 
         return ready, failed
 
     def end_idle(self) -> None:
-        """Ends those that no stage needs any more."""
-        for one in list(self.under_way):
-            is_kept = one.job.options.keep
-            if one.answers and not is_kept and not one.standing.is_needed(one.id):
-                self._note(f"{one.name}: ended, as no further stage needs it")
-                self._end(one)
+        """Ends the servers that no stage needs any more."""
+        for server in list(self.under_way):
+            is_kept = server.job.options.keep
+            if server.answers and not is_kept and not server.standing.is_needed(server.id):
+                self._note(f"{server.name}: ended, as no further stage needs it")
+                self._end(server)
 
     def end_starting(self) -> None:
-        """Ends those that do not answer yet: the pipeline stops."""
-        for one in list(self.under_way):
-            if not one.answers:
-                self._end(one)
-                one.standing.record_end(one.decided, 130, one.seconds)
+        """Ends the servers that do not answer yet: the pipeline stops."""
+        for server in list(self.under_way):
+            if not server.answers:
+                self._end(server)
+                server.standing.record_end(server.decided, 130, server.seconds)
 
     def close(self) -> None:
         """Ends all of them."""
-        for one in list(self.under_way):
-            self._end(one)
+        for server in list(self.under_way):
+            self._end(server)
 
-    def _end(self, one: StageServer) -> None:
-        one.process.close()
-        self.under_way.remove(one)
-        one.standing.alive.discard(one.id)
+    def _end(self, server: StageServer) -> None:
+        server.process.close()
+        self.under_way.remove(server)
+        server.standing.alive.discard(server.id)
 
     @property
     def is_starting(self) -> bool:
         """Whether some do not answer yet."""
-        return any(not one.answers for one in self.under_way)
+        return any(not server.answers for server in self.under_way)
 
     def used_by(self, standing: Standing, decided: Decided) -> list[StageServer]:
         """Those that a stage asks."""
-        used = {one.stage for one in decided.inputs}
-        return [one for one in self.under_way if one.standing is standing and one.id in used]
+        used = {used_input.stage for used_input in decided.inputs}
+        return [
+            server for server in self.under_way if server.standing is standing and server.id in used
+        ]
 
     def keys_for(self, standing: Standing, decided: Decided) -> dict[str, str]:
-        """Environment variables with the keys of those that a stage asks."""
-        return {key_variable(one.id): key_of(one.job) for one in self.used_by(standing, decided)}
+        """Environment variables with the keys of the servers that a stage asks."""
+        return {
+            key_variable(server.id): key_of(server.job)
+            for server in self.used_by(standing, decided)
+        }
 
 
 def _with_port(job: Job, url: str) -> Job:

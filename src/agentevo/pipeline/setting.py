@@ -1,5 +1,5 @@
-"""What a stage is made of, so that it is told from what it was: contents count, and not where they
-lie."""
+"""The inputs of a stage, which show whether it has changed: contents count, and not where they are
+stored."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CORPUS = "corpus"
 
 
 def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
-    """A tree in which paths of other stages are the digests of what lies there."""
+    """A tree in which paths of other stages are replaced by the digests of their content."""
     if isinstance(value, Mapping):
-        return {key: replaced_texts(one, texts) for key, one in value.items()}
+        return {key: replaced_texts(child, texts) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return [replaced_texts(one, texts) for one in value]
+        return [replaced_texts(child, texts) for child in value]
 
     if isinstance(value, str):
         for path, digest in texts.items():
@@ -32,22 +32,26 @@ def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
 
 
 def without_places(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe in which files from outside have their names only: what is in them counts, and not
-    where they lie."""
-    found = dict(tree)
+    """A recipe in which files from outside have only their names: their content counts, and not
+    their place."""
+    stripped = dict(tree)
     for section, keys in FILES.items():
-        given = found.get(section)
-        if isinstance(given, Mapping):
-            found[section] = {
-                key: _file_name(value) if key in keys else value for key, value in given.items()
+        section_tree = stripped.get(section)
+        if isinstance(section_tree, Mapping):
+            stripped[section] = {
+                key: _file_name(value) if key in keys else value
+                for key, value in section_tree.items()
             }
 
-    if "import" in found:
-        found["import"] = _file_name(found["import"])
-    if isinstance(agent := found.get("agent"), Mapping) and agent.get("tools"):
-        found["agent"] = {**agent, "tools": [_with_named_corpus(one) for one in agent["tools"]]}
+    if "import" in stripped:
+        stripped["import"] = _file_name(stripped["import"])
+    if isinstance(agent := stripped.get("agent"), Mapping) and agent.get("tools"):
+        stripped["agent"] = {
+            **agent,
+            "tools": [_with_named_corpus(tool) for tool in agent["tools"]],
+        }
 
-    return found
+    return stripped
 
 
 def _with_named_corpus(tool: Any) -> Any:
@@ -59,33 +63,34 @@ def _with_named_corpus(tool: Any) -> Any:
 
 def _file_name(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_file_name(one) for one in value]
+        return [_file_name(item) for item in value]
     is_path = isinstance(value, str) and "/stages/" not in value
     return Path(value).name if is_path else value
 
 
 def files_outside(config: RunConfig | None, dir_: Path) -> dict[str, str]:
     """Digests of the files that a recipe names and that no stage has made."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for section, keys in FILES.items() if config is not None else ():
         for key in keys:
-            given = getattr(getattr(config, section), key)
-            for source in given if isinstance(given, tuple) else [given]:
+            source_value = getattr(getattr(config, section), key)
+            for source in source_value if isinstance(source_value, tuple) else [source_value]:
                 path = Path(str(source))
                 if source is not None and path.exists() and not path.is_relative_to(dir_):
-                    found[f"file.{section}.{key}.{path.name}"] = digest_of_path(path) or ""
+                    digests[f"file.{section}.{key}.{path.name}"] = digest_of_path(path) or ""
 
     for tool in getattr(config.agent, "tools", ()) if config is not None else ():
         corpus = (getattr(tool, "options", None) or {}).get(CORPUS)
         path = Path(str(corpus)).expanduser()
         if corpus is not None and path.is_file() and not path.is_relative_to(dir_):
-            found[f"file.agent.tools.{path.name}"] = _digest_of_corpus(path)
+            digests[f"file.agent.tools.{path.name}"] = _digest_of_corpus(path)
 
-    return found
+    return digests
 
 
 def _digest_of_corpus(path: Path) -> str:
-    """Computed once while it stays as it is: it may have gigabytes, and each stage asks."""
+    """Computed once while the corpus does not change: it may have gigabytes, and each stage
+    asks."""
     stat = path.stat()
     return _known_digest(str(path), stat.st_size, stat.st_mtime_ns)
 

@@ -1,9 +1,8 @@
 """What is to be done next in one pipeline: which stages are ready, which are left out, and which
 stay as they are.
 
-Nothing is done twice: a stage that is finished, and whose setting and inputs are what they were, is
-never run again. Every decision follows from the plan, pipeline.json and the folders, so it is the
-same after a kill.
+No stage runs twice: a finished stage whose setting and inputs have not changed is never run again.
+Every decision follows from the plan, pipeline.json and the folders, so it is the same after a kill.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ class StageChoice:
     start: str | None = None
     """This one and all that follow from it, again where they are finished."""
     skip: tuple[str, ...] = ()
-    """Not these: what they made before counts."""
+    """Not these: their earlier outputs count."""
 
 
 @dataclass
 class Decided:
     """A stage that is to be run now."""
 
-    one: Instance
+    instance: Instance
     job: Job
     setting: dict[str, str]
     inputs: list[Input]
@@ -94,10 +93,10 @@ class Standing:
         self._wanted: set[str] = set()
         """Ids of stages whose servers have ended and are needed again."""
         self.notes: list[str] = []
-        """What people should be told."""
+        """Notes for the user."""
         self._said: set[str] = set()
         self.failures: list[str] = []
-        """What could not even begin, and why."""
+        """What could not even begin, and the reason."""
         self._again: set[str] = self._from(self.choice.start)
         self.state = self._read()
 
@@ -111,11 +110,11 @@ class Standing:
                 "or give another dir"
             )
 
-        kept = state.stages
+        recorded = state.stages
         fresh = {
             instance.id: StageState(kind=instance.stage.kind) for instance in self.plan.instances
         }
-        state.stages = {name: kept.get(name, new) for name, new in fresh.items()}
+        state.stages = {name: recorded.get(name, new) for name, new in fresh.items()}
         state.status = "running"
         return state
 
@@ -143,82 +142,84 @@ class Standing:
         """Whether every stage is settled."""
         return len(self.settled) == len(self.plan.instances)
 
-    def _decide(self, one: Instance) -> Decided | None:
-        state = self.state.stages[one.id]
-        failed = [need for need in one.needs if self.state.stages[need].status not in DONE]
-        if failed or not self._is_chosen(one):
+    def _decide(self, instance: Instance) -> Decided | None:
+        state = self.state.stages[instance.id]
+        failed = [need for need in instance.needs if self.state.stages[need].status not in DONE]
+        if failed or not self._is_chosen(instance):
             if state.status == "finished" or not failed:
-                self._settle(one)  # as it is: its own time has not come
+                self._settle(instance)  # unchanged: its own time has not come
                 return None
 
             if state.status != "failed":
                 state.status = "waiting"
                 state.why = f"waits for {failed[0]}"
 
-            self._settle(one)
+            self._settle(instance)
             return None
 
         try:
-            reason = self._left_out(one)
+            reason = self._left_out(instance)
             if not reason:
-                return self._ready(one, state)
+                return self._ready(instance, state)
         except NothingThereError as error:
             reason = str(error)
         except ConfigError as error:
             state.status = "failed"
             state.why = str(error)
-            self.failures.append(f"{one.id}: {error}")
-            self._settle(one)
+            self.failures.append(f"{instance.id}: {error}")
+            self._settle(instance)
             return None
 
         if state.status != "skipped":
-            self.notes.append(f"{one.id}: left out: {reason}")
+            self.notes.append(f"{instance.id}: left out: {reason}")
 
-        self.state.stages[one.id] = StageState(
-            kind=one.stage.kind, status="skipped", why=reason, starts=state.starts
+        self.state.stages[instance.id] = StageState(
+            kind=instance.stage.kind, status="skipped", why=reason, starts=state.starts
         )
-        self._settle(one)
+        self._settle(instance)
         return None
 
-    def _settle(self, one: Instance) -> None:
-        self.settled.add(one.id)
+    def _settle(self, instance: Instance) -> None:
+        self.settled.add(instance.id)
         self.write()
 
-    def _is_chosen(self, one: Instance) -> bool:
-        own = names_of(one)
+    def _is_chosen(self, instance: Instance) -> bool:
+        instance_names = names_of(instance)
         choice = self.choice
-        if one.id in self._wanted:
+        if instance.id in self._wanted:
             return True
         if choice.only:
-            return bool(own & set(choice.only)) or one.measures == START
-        return choice.start is None or one.id in self._again or self._is_unfinished(one)
+            return bool(instance_names & set(choice.only)) or instance.measures == START
+        return choice.start is None or instance.id in self._again or self._is_unfinished(instance)
 
-    def _is_unfinished(self, one: Instance) -> bool:
-        return self.state.stages[one.id].status not in DONE
+    def _is_unfinished(self, instance: Instance) -> bool:
+        return self.state.stages[instance.id].status not in DONE
 
     def _from(self, start: str | None) -> set[str]:
         """Ids of a stage and of all that follow from it."""
-        found: set[str] = set()
+        followers: set[str] = set()
         for instance in self.plan.instances:
-            if start is not None and (start in names_of(instance) or found & set(instance.needs)):
-                found.add(instance.id)
-        return found
+            if start is not None and (
+                start in names_of(instance) or followers & set(instance.needs)
+            ):
+                followers.add(instance.id)
+        return followers
 
-    def _left_out(self, one: Instance) -> str:
+    def _left_out(self, instance: Instance) -> str:
         """Why the stage is not run, by the pipeline's own rules or as asked; empty where it is."""
-        if names_of(one) & set(self.choice.skip) and self._is_unfinished(one):
+        if names_of(instance) & set(self.choice.skip) and self._is_unfinished(instance):
             return "as asked by --skip"
 
-        outer = self.pipeline.config.stages.get(one.path[0]) if one.path else None
-        if outer is not None and outer.stop is not None and one.round > 1:
-            reason = why_rounds_end(self, one, outer.stop)
+        outer = self.pipeline.config.stages.get(instance.path[0]) if instance.path else None
+        if outer is not None and outer.stop is not None and instance.round > 1:
+            reason = why_rounds_end(self, instance, outer.stop)
             if reason:
                 return reason
 
-        for text in one.stage.when:
+        for text in instance.stage.when:
             test = condition(text)
-            reference = parse_reference(test.left.removeprefix("${").removesuffix("}"))
-            value = self._meaning(one, reference, [])
+            reference = parse_reference(test.reference.removeprefix("${").removesuffix("}"))
+            value = self._meaning(instance, reference, [])
             if not isinstance(value, (int, float)) or not test.holds(float(value)):
                 return f"{text} does not hold ({value})"
 
@@ -226,25 +227,26 @@ class Standing:
 
     # Whether it is as it was.
 
-    def _ready(self, one: Instance, state: StageState) -> Decided | None:
+    def _ready(self, instance: Instance, state: StageState) -> Decided | None:
         inputs: list[Input] = []
-        job, setting = self._job(one, inputs)
+        job, setting = self._job(instance, inputs)
         if job.config is not None:
-            place = f"{self.pipeline.where}: {self.recipes.place(one)}"
-            self.leaks.see(job.config, place, one.kind.trains_on)
+            place = f"{self.pipeline.where}: {self.recipes.place(instance)}"
+            self.leaks.see(job.config, place, instance.kind.trains_on)
 
         digest = digest_of(setting)
-        is_same = state.digest == digest and one.id not in self._again
+        is_same = state.digest == digest and instance.id not in self._again
         if state.status == "finished" and is_same and self._is_whole(state):
-            if not self._is_awaited(one, job):
-                self._settle(one)
+            if not self._is_awaited(instance, job):
+                self._settle(instance)
                 return None
-            job = replace(job, resume=one.kind.can_resume(job))
-            return Decided(one, job, setting, inputs)
+            job = replace(job, resume=instance.kind.can_resume(job))
+            return Decided(instance, job, setting, inputs)
 
         is_begun = is_same and state.status in ("running", "stopped", "failed")
-        if is_begun and one.kind.is_finished(job):  # a kill came between its end and our record
-            self.take_outputs(one, job, inputs)
+        if is_begun and instance.kind.is_finished(job):
+            # The process was killed between the stage's end and our record of it.
+            self.take_outputs(instance, job, inputs)
             return None
 
         for used in inputs:
@@ -252,18 +254,20 @@ class Standing:
                 return self._woken(self.plan.by_id[used.stage])
 
         if is_begun:
-            job = replace(job, resume=one.kind.can_resume(job))
+            job = replace(job, resume=instance.kind.can_resume(job))
         elif state.status != "waiting" and state.digest:
-            self.notes.append(f"{one.id}: is run again: {self._why_again(one, state, setting)}")
+            self.notes.append(
+                f"{instance.id}: is run again: {self._why_again(instance, state, setting)}"
+            )
 
-        self._again.discard(one.id)
-        return Decided(one, job, setting, inputs)
+        self._again.discard(instance.id)
+        return Decided(instance, job, setting, inputs)
 
-    def _is_awaited(self, one: Instance, job: Job) -> bool:
+    def _is_awaited(self, instance: Instance, job: Job) -> bool:
         """Whether the server of a finished stage is to be started again."""
-        if not one.kind.serves or one.id in self.alive:
+        if not instance.kind.serves or instance.id in self.alive:
             return False
-        return one.id in self._wanted or job.options.keep
+        return instance.id in self._wanted or job.options.keep
 
     def _woken(self, server: Instance) -> Decided | None:
         """A server that has ended, so that it is started before what needs it."""
@@ -280,25 +284,25 @@ class Standing:
 
     def serving(self, decided: Decided) -> None:
         """Records that the stage's server answers. Raises ConfigError where it says no URL."""
-        self.running.discard(decided.one.id)
-        self.alive.add(decided.one.id)
-        self.take_outputs(decided.one, decided.job, decided.inputs)
+        self.running.discard(decided.instance.id)
+        self.alive.add(decided.instance.id)
+        self.take_outputs(decided.instance, decided.job, decided.inputs)
 
     def ended_server(self, decided: Decided, how: str, seconds: float) -> None:
         """Records that the stage's server has ended by itself."""
-        state = self.state.stages[decided.one.id]
+        state = self.state.stages[decided.instance.id]
         state.wall_s += seconds
         state.status = "failed"
         state.why = how
         state.ended_at = time.time()
-        self.running.discard(decided.one.id)
-        self.alive.discard(decided.one.id)
-        self._settle(decided.one)
+        self.running.discard(decided.instance.id)
+        self.alive.discard(decided.instance.id)
+        self._settle(decided.instance)
 
-    def _why_again(self, one: Instance, state: StageState, setting: Mapping[str, str]) -> str:
+    def _why_again(self, instance: Instance, state: StageState, setting: Mapping[str, str]) -> str:
         if state.digest != digest_of(setting):
             return what_changed(state.setting, setting)
-        return "as asked" if one.id in self._again else "what it made is gone, or was changed"
+        return "as asked" if instance.id in self._again else "what it made is gone, or was changed"
 
     def _is_whole(self, state: StageState) -> bool:
         """Whether everything that it made is still there."""
@@ -308,41 +312,45 @@ class Standing:
         """Absolute."""
         return self.dir / output.path
 
-    def _job(self, one: Instance, inputs: list[Input]) -> tuple[Job, dict[str, str]]:
-        """The stage with every reference resolved, and what it is made of. Raises
-        NothingThereError, ConfigError."""
-        stage = one.stage
-        folder = stage_folder(self.dir, one)
+    def _job(self, instance: Instance, inputs: list[Input]) -> tuple[Job, dict[str, str]]:
+        """The stage with every reference resolved, and its setting. Raises NothingThereError,
+        ConfigError."""
+        stage = instance.stage
+        folder = stage_folder(self.dir, instance)
         digests = {str(folder): "stage.folder"}
 
         def meaning(reference: StageReference) -> str | float:
             before = len(inputs)
-            value = self._meaning(one, reference, inputs)
+            value = self._meaning(instance, reference, inputs)
             for used in inputs[before:]:
                 digests[str(value)] = f"{used.stage}:{used.sha256}"
             return value
 
-        model: Any = self._measured_model(one, meaning, inputs)
+        model: Any = self._measured_model(instance, meaning, inputs)
         if stage.model is not None:
             model = str(replace_references(stage.model, meaning))
 
-        written = self._options(one)
-        options = read_options(one, replace_references(written, meaning))
+        written = self._options(instance)
+        options = read_options(instance, replace_references(written, meaning))
         config: RunConfig | None = None
         tree: Mapping[str, Any] = {}
-        if one.kind.reads_recipe:
-            begun, home = self.recipes.tree(one, model if one.measures is None else None)
-            tree = replace_references(self._with_made_texts(begun, one, digests, inputs), meaning)
-            config = self._read_recipe(one, tree, home, folder)
-            one.kind.check(config, options, model)
+        if instance.kind.reads_recipe:
+            base_tree, home = self.recipes.tree(
+                instance, model if instance.measures is None else None
+            )
+            tree = replace_references(
+                self._with_made_texts(base_tree, instance, digests, inputs), meaning
+            )
+            config = self._read_recipe(instance, tree, home, folder)
+            instance.kind.check(config, options, model)
 
-        recipe = self.dir / "recipes" / f"{one.id}.yaml" if config is not None else None
-        job = Job(one.id, folder, options, recipe, config, model, take=stage.take)
+        recipe = self.dir / "recipes" / f"{instance.id}.yaml" if config is not None else None
+        job = Job(instance.id, folder, options, recipe, config, model, take=stage.take)
 
         setting = dict(as_setting(replaced_texts(without_places(tree), digests), "config"))
-        if not one.kind.serves:  # what is served is the same, wherever and how long
-            given = replaced_texts(replace_references(written, meaning), digests)
-            setting |= dict(as_setting(given, "options"))
+        if not instance.kind.serves:  # a server's output does not depend on them
+            setting_options = replaced_texts(replace_references(written, meaning), digests)
+            setting |= dict(as_setting(setting_options, "options"))
 
         setting |= {"kind": stage.kind, "take": stage.take, **files_outside(config, self.dir)}
         if config is not None:
@@ -355,16 +363,18 @@ class Standing:
         return job, setting
 
     def _read_recipe(
-        self, one: Instance, tree: Mapping[str, Any], home: Path, folder: Path
+        self, instance: Instance, tree: Mapping[str, Any], home: Path, folder: Path
     ) -> RunConfig:
-        """The recipe as the stage's program would read it. The engine that a stage takes by the
-        machine is none of what it is made of."""
-        if not (one.kind.chooses_engine and installed_engines()):
-            return self.recipes.read(one, tree, home, folder)
+        """The recipe as the stage's program would read it. The engine that a stage chooses by the
+        machine is not one of the stage's inputs."""
+        if not (instance.kind.chooses_engine and installed_engines()):
+            return self.recipes.read(instance, tree, home, folder)
 
         def load(overrides: list[str]) -> RunConfig:
             engine = dict(sources.split_override(text) for text in overrides)
-            return self.recipes.read(one, sources.overlay(tree, nest_keys(engine)), home, folder)
+            return self.recipes.read(
+                instance, sources.overlay(tree, nest_keys(engine)), home, folder
+            )
 
         return load_with_engine(load, note=self._note_once, is_separate=False)
 
@@ -373,66 +383,73 @@ class Standing:
             self._said.add(line)
             self.notes.append(line)
 
-    def _options(self, one: Instance) -> Mapping[str, Any]:
-        if one.measures is None:
-            return one.stage.options
+    def _options(self, instance: Instance) -> Mapping[str, Any]:
+        if instance.measures is None:
+            return instance.stage.options
         held_out = self.pipeline.config.held_out
         assert held_out is not None
         return {"attempts": held_out.attempts, "temperature": held_out.temperature}
 
     def _measured_model(
-        self, one: Instance, meaning: Callable[[StageReference], str | float], inputs: list[Input]
+        self,
+        instance: Instance,
+        meaning: Callable[[StageReference], str | float],
+        inputs: list[Input],
     ) -> str | None:
         """The checkpoint of a measurement; None for the recipe's own model."""
-        if one.measures in (None, START):
+        if instance.measures in (None, START):
             return None
-        assert one.measures is not None
-        if self.state.stages[one.measures].status != "finished":
-            raise NothingThereError(f"{one.measures} was left out")
+        assert instance.measures is not None
+        if self.state.stages[instance.measures].status != "finished":
+            raise NothingThereError(f"{instance.measures} was left out")
 
-        measured = self.plan.by_id[one.measures]
+        measured = self.plan.by_id[instance.measures]
         if not measured.kind.makes_texts:
-            return str(self._output(one.measures, "checkpoint", inputs))
+            return str(self._output(instance.measures, "checkpoint", inputs))
 
         began_with = measured.stage.model
         return None if began_with is None else str(replace_references(began_with, meaning))
 
     def _with_made_texts(
-        self, tree: Mapping[str, Any], one: Instance, digests: dict[str, str], inputs: list[Input]
+        self,
+        tree: Mapping[str, Any],
+        instance: Instance,
+        digests: dict[str, str],
+        inputs: list[Input],
     ) -> Mapping[str, Any]:
         """The recipe of a measurement with the texts that the measured stage has made."""
-        if one.measures in (None, START):
+        if instance.measures in (None, START):
             return tree
-        assert one.measures is not None
-        if not self.plan.by_id[one.measures].kind.makes_texts:
+        assert instance.measures is not None
+        if not self.plan.by_id[instance.measures].kind.makes_texts:
             return tree
 
-        file = str(self._output(one.measures, "file", inputs))
-        digests[file] = f"{one.measures}:{inputs[-1].sha256}"
+        file = str(self._output(instance.measures, "file", inputs))
+        digests[file] = f"{instance.measures}:{inputs[-1].sha256}"
         return sources.overlay(tree, {"agent": {"texts": file}})
 
     def _meaning(
-        self, one: Instance, reference: StageReference, inputs: list[Input]
+        self, instance: Instance, reference: StageReference, inputs: list[Input]
     ) -> str | float:
         """Raises NothingThereError."""
         if reference.scope == "round":
-            return one.round
+            return instance.round
         if reference.scope == "stage":
-            return str(stage_folder(self.dir, one))
+            return str(stage_folder(self.dir, instance))
 
-        for target in self.plan.targets(reference, one):
+        for target in self.plan.targets(reference, instance):
             if self.state.stages[target].status == "finished":
                 return self._output(target, reference.key, inputs)
 
         if isinstance(reference.fallback, StageReference):
-            return self._meaning(one, reference.fallback, inputs)
+            return self._meaning(instance, reference.fallback, inputs)
         if reference.fallback is None:
             raise NothingThereError(f"${{{reference.text}}} was left out")
 
         return reference.fallback
 
     def _output(self, target: str, key: str, inputs: list[Input]) -> str | float:
-        """What a finished stage made, and its digest as it is now."""
+        """An output of a finished stage, and its present digest."""
         state = self.state.stages[target]
         if key == "folder":
             folder = stage_folder(self.dir, self.plan.by_id[target])
@@ -440,7 +457,7 @@ class Standing:
             inputs.append(Input(stage=target, key=key, sha256=name))
             return str(folder)
 
-        if key in state.says:  # wherever it is served, it is the same
+        if key in state.says:  # the same, wherever it is served
             inputs.append(Input(stage=target, key=key, sha256=state.digest))
             return state.says[key]
 
@@ -452,10 +469,10 @@ class Standing:
         measurement = self.state.stages.get(f"{target}@{HELD_OUT}")
         numbers = {**(measurement.numbers if measurement else {}), **state.numbers}
         if key not in numbers:
-            known = ", ".join(sorted({*state.outputs, *state.says, *numbers}))
+            known_keys = ", ".join(sorted({*state.outputs, *state.says, *numbers}))
             raise ConfigError(
                 f"{self.pipeline.where}: ${{stages.{target}.{key}}}: {target} has no {key}: it "
-                f"has {known}"
+                f"has {known_keys}"
             )
 
         return numbers[key]
@@ -464,7 +481,7 @@ class Standing:
 
     def begin(self, decided: Decided) -> Job:
         """Makes the folder and the recipe's file, and records that the stage runs."""
-        one = decided.one
+        instance = decided.instance
         job = decided.job
         if not job.resume and job.folder.exists():
             shutil.rmtree(job.folder)
@@ -473,12 +490,12 @@ class Standing:
             if job.recipe is not None and job.config is not None:
                 job.recipe.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(job.recipe, to_yaml(job.config))
-            if not one.kind.makes_folder:
+            if not instance.kind.makes_folder:
                 job.folder.mkdir(parents=True, exist_ok=True)
 
-        before = self.state.stages[one.id]
-        self.state.stages[one.id] = StageState(
-            kind=one.stage.kind,
+        before = self.state.stages[instance.id]
+        self.state.stages[instance.id] = StageState(
+            kind=instance.stage.kind,
             status="running",
             digest=digest_of(decided.setting),
             setting=decided.setting,
@@ -488,79 +505,81 @@ class Standing:
             began_at=before.began_at if job.resume else time.time(),
             wall_s=before.wall_s if job.resume else 0.0,
         )
-        self.running.add(one.id)
+        self.running.add(instance.id)
         self.write()
 
         return job
 
     def record_end(
-        self, decided: Decided, code: int, seconds: float, *, asked: bool = False
+        self, decided: Decided, code: int, seconds: float, *, is_asked_to_stop: bool = False
     ) -> str:
-        """Records how its process ended; what went wrong, or empty. `asked`: it was asked to stop,
-        and may have ended by the signal itself."""
-        one = decided.one
-        state = self.state.stages[decided.one.id]
+        """Records how its process ended; what went wrong, or empty. `is_asked_to_stop`: it was
+        asked to stop, and may have ended by the signal itself."""
+        instance = decided.instance
+        state = self.state.stages[decided.instance.id]
         state.wall_s += seconds
-        self.running.discard(one.id)
+        self.running.discard(instance.id)
 
         how = ""
-        if code == 0 and one.kind.is_finished(decided.job):
+        if code == 0 and instance.kind.is_finished(decided.job):
             try:
-                self.take_outputs(one, decided.job, decided.inputs)
+                self.take_outputs(instance, decided.job, decided.inputs)
                 return ""
             except ConfigError as error:
                 how = str(error)
 
         state.ended_at = time.time()
-        if code in (130, 143) or (asked and code < 0):
+        if code in (130, 143) or (is_asked_to_stop and code < 0):
             state.status = "stopped"
             state.why = ""
-            self._settle(one)
+            self._settle(instance)
             return ""
 
         if code:
             how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
         elif not how:
-            how = f"ended well, but has not made what a stage of the kind {one.stage.kind} makes"
+            how = (
+                f"ended well, but has not made what a stage of the kind {instance.stage.kind} makes"
+            )
 
         state.status = "failed"
         state.why = how
-        self._settle(one)
+        self._settle(instance)
         return how
 
-    def take_outputs(self, one: Instance, job: Job, inputs: list[Input]) -> None:
+    def take_outputs(self, instance: Instance, job: Job, inputs: list[Input]) -> None:
         """Takes up what the stage has made. Raises ConfigError for a folder that was damaged."""
-        state = self.state.stages[one.id]
-        made = one.kind.made(job)
-        name = state.digest if one.kind.serves else uuid.uuid4().hex
+        state = self.state.stages[instance.id]
+        products = instance.kind.made(job)
+        name = state.digest if instance.kind.serves else uuid.uuid4().hex
         outputs = {"folder": StageOutput(path=self._within(job.folder), sha256=name)}
-        for key, path in made.outputs.items():
+        for key, path in products.outputs.items():
             outputs[key] = StageOutput(path=self._within(path), sha256=digest_of_path(path) or "")
 
-        state.numbers = dict(made.numbers)
-        if one.measures is not None:
-            state.numbers |= add_gains(self, one)
+        state.numbers = dict(products.numbers)
+        if instance.measures is not None:
+            state.numbers |= add_gains(self, instance)
 
         state.outputs = outputs
         state.inputs = inputs
-        state.says = dict(made.says)
-        state.tokens = made.tokens
-        state.cost = made.cost
+        state.says = dict(products.says)
+        state.tokens = products.tokens
+        state.cost = products.cost
         state.status = "finished"
         state.why = ""
         state.ended_at = time.time()
-        self._settle(one)
+        self._settle(instance)
 
     def _within(self, path: Path) -> str:
         return os.path.relpath(path, self.dir)
 
 
-def names_of(one: Instance) -> set[str]:
+def names_of(instance: Instance) -> set[str]:
     """What a person may call an instance: its id, its name, its group."""
-    whose = one.measures if one.measures is not None else one.id
+    whose = instance.measures if instance.measures is not None else instance.id
     return {
-        one.id,
+        instance.id,
         whose,
         whose.partition(".")[0],
-        ".".join(part for part in one.path if part != "stages"),
+        ".".join(part for part in instance.path if part != "stages"),
     }

@@ -41,7 +41,7 @@ class StageOutput(msgspec.Struct, kw_only=True):
     """What a stage has made."""
 
     path: str
-    """Within the pipeline's folder, where it lies in it."""
+    """Relative to the pipeline's folder, for a path in it."""
     sha256: str
     """Of its content; of a whole folder of a run a name that no other run has."""
 
@@ -60,7 +60,7 @@ class StageState(msgspec.Struct, kw_only=True):
     kind: str
     status: Status = "waiting"
     why: str = ""
-    """Of one that was skipped, failed, or run again: the reason."""
+    """The reason, for a stage that was skipped, failed, or run again."""
     digest: str = ""
     """Of all that it is made of."""
     setting: dict[str, str] = {}
@@ -119,11 +119,11 @@ def read_state(folder: Path) -> PipelineState:
         if len(content) > MAX_BYTES:
             raise OSError(f"it has more than {MAX_BYTES:,} bytes")
 
-        found = msgspec.json.decode(content, type=PipelineState)
-        if len(found.stages) > MOST_STATES:
+        state = msgspec.json.decode(content, type=PipelineState)
+        if len(state.stages) > MOST_STATES:
             raise OSError(f"it has more than {MOST_STATES:,} stages")
 
-        return found
+        return state
     except FileNotFoundError as error:
         raise ConfigError(
             f"{folder}: there is no pipeline (no {STATE}): give its folder"
@@ -163,15 +163,15 @@ def digest_of_path(path: Path) -> str | None:
     if not path.is_dir():
         return None
 
-    whole = hashlib.sha256()
-    found = False
+    digest = hashlib.sha256()
+    has_files = False
     for file in sorted(path.rglob("*")):
         if file.is_file() and file.name not in OF_TRAINING:
-            found = True
-            whole.update(f"{file.relative_to(path).as_posix()}\0".encode("utf-8", "replace"))
-            whole.update(_digest_of_file(file).encode())
+            has_files = True
+            digest.update(f"{file.relative_to(path).as_posix()}\0".encode("utf-8", "replace"))
+            digest.update(_digest_of_file(file).encode())
 
-    return whole.hexdigest() if found else None
+    return digest.hexdigest() if has_files else None
 
 
 def _digest_of_file(path: Path) -> str:
@@ -180,14 +180,14 @@ def _digest_of_file(path: Path) -> str:
 
 
 def what_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The first keys in which two settings differ, in words."""
+    """The first keys in which two settings differ, as text."""
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     keys.sort(key=lambda key: not key.startswith(("input.", "file.")))
     shown = [
         f"{key} was {_short(before.get(key))} and is {_short(now.get(key))}" for key in keys[:2]
     ]
-    more = f", and {len(keys) - 2} more" if len(keys) > 2 else ""
-    return "; ".join(shown) + more
+    rest = f", and {len(keys) - 2} more" if len(keys) > 2 else ""
+    return "; ".join(shown) + rest
 
 
 def _short(value: str | None) -> str:

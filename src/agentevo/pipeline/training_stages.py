@@ -25,8 +25,8 @@ class RunStage(StageKind):
         self.command = command
 
     def words(self, job: Job) -> list[str]:
-        more = "--resume" if job.resume else "run.overwrite=true"
-        return [*AGENTEVO, self.command, str(job.recipe), more]
+        option = "--resume" if job.resume else "run.overwrite=true"
+        return [*AGENTEVO, self.command, str(job.recipe), option]
 
     def is_finished(self, job: Job) -> bool:
         summary = _summary(job.folder)
@@ -41,20 +41,20 @@ class RunStage(StageKind):
         summary = _summary(job.folder)
         assert summary is not None
 
-        found = Checkpoints(job.folder / "checkpoints", 1).find(job.take)
+        checkpoint = Checkpoints(job.folder / "checkpoints", 1).find(job.take)
         evaluation = summary["eval"]
         numbers = {
             f"own_{name}": float(evaluation[name])
             for name in ("before", "after")
             if evaluation.get(name) is not None
         }
-        asked = (summary.get("remote_models") or {}).get("asked", [])
+        model_totals = (summary.get("remote_models") or {}).get("asked", [])
 
         return StageResult(
-            {"checkpoint": found},
+            {"checkpoint": checkpoint},
             {**numbers, "steps": float(summary["steps"])},
             sum(summary.get("tokens", {}).values()),
-            sum(float(one["cost"]) for one in asked),
+            sum(float(totals["cost"]) for totals in model_totals),
         )
 
     def planned_outputs(self, folder: Path) -> dict[str, Path]:
@@ -62,7 +62,8 @@ class RunStage(StageKind):
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a run that came to an end; None of one that did not, or damaged it."""
+    """summary.json of a completed run; None of one that has not completed, or has a damaged
+    summary."""
     file = folder / "summary.json"
     if not is_run_folder(folder) or not file.is_file():
         return None
@@ -141,9 +142,9 @@ class RewardModelStage(StageKind):
 
     def made(self, job: Job) -> StageResult:
         try:
-            found = read_json_object(job.folder / "reward_model.json")
+            report = read_json_object(job.folder / "reward_model.json")
             numbers = {
-                name: float(found[key])
+                name: float(report[key])
                 for name, key in (
                     ("accuracy", "rm/eval/accuracy"),
                     ("accuracy_before", "rm/eval/accuracy_before"),

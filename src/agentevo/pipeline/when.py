@@ -20,19 +20,19 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {
 
 
 class StageCondition(NamedTuple):
-    """`left` is the reference as it is written."""
+    """`reference` is the reference as it is written."""
 
-    left: str
+    reference: str
     sign: str
     right: float
 
-    def holds(self, left: float) -> bool:
-        """Of what the reference stands for."""
-        return SIGNS[self.sign](left, self.right)
+    def holds(self, left_value: float) -> bool:
+        """Whether the condition holds for the value of the reference."""
+        return SIGNS[self.sign](left_value, self.right)
 
 
 def condition(text: str) -> StageCondition:
-    """Raises ValueError for what is none."""
+    """Raises ValueError for an invalid condition."""
     match = _FORM.fullmatch(text)
     try:
         right = float(match["right"]) if match else math.nan

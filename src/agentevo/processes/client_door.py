@@ -18,9 +18,9 @@ from agentevo.inference.http_server import open_socket
 from agentevo.inference.secret import RunSecret
 
 FOLDER = "gateway"
-"""Of the doors by which a run is trained."""
+"""The folder of the doors by which a run is trained."""
 SERVING = "serving"
-"""Of the one by which its model is used: its key opens no other."""
+"""The name of the door by which the run's model is used: its key opens no other door."""
 
 
 URL = "url"
@@ -71,11 +71,11 @@ class ClientDoor:
             yield
         finally:
             with suppress(OSError):
-                if read_url(self._folder) == base:  # another process may have come since
+                if read_url(self._folder) == base:  # another process may have opened one since
                     file.unlink()
 
     def how_to(self, base: str) -> str:
-        """What a person gives to a client, whose URL is `base`. The key itself is said nowhere."""
+        """Instructions for a client, whose URL is `base`. They never contain the key itself."""
         variables = f"  OPENAI_BASE_URL={base}/v1 ANTHROPIC_BASE_URL={base}"
         key = f"  export OPENAI_API_KEY=$(cat {self.secret.file})"
         return f"{variables}\n{key}\n{self.where_the_key_is()}"

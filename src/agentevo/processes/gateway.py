@@ -1,11 +1,11 @@
-"""`agentevo gateway`: the door to a run's engines as a process of its own, for agents that are
-started elsewhere, by anybody, in any language.
+"""`agentevo gateway`: the door to a run's engines as a separate process, for agents that are
+started elsewhere, by any user, in any language.
 
-Whoever has the key of RUN/gateway/secret opens sessions (session_routes.py); whoever is given a
-session's key plays that one attempt with a client of OpenAI's or Anthropic's API. It needs no torch
-and holds no weights: tokens come from the engines that announce themselves in RUN/engines/, and
-groups go to the run's store, where `agentevo learn` finds them. Asked to stop, it breaks open
-sessions off and writes what there is.
+A client with the key of RUN/gateway/secret opens sessions (session_routes.py); a client with a
+session's key plays that one attempt with a client of OpenAI's or Anthropic's API. The gateway needs
+no torch and holds no weights: tokens come from the engines that announce themselves in
+RUN/engines/, and groups go to the run's store, where `agentevo learn` finds them. Asked to stop,
+the gateway cancels open sessions and writes what there is.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def run_gateway(
     engines: Sequence[str] = (),
     note: Callable[[str], None] = to_stderr,
 ) -> None:
-    """Serves sessions until it is asked to stop; blocks. `engines` are URLs, else those are used
-    that the run's folder knows. Raises ConfigError before anything is created."""
+    """Serves sessions until it is asked to stop; blocks. `engines` are URLs; without them it uses
+    those that the run's folder lists. Raises ConfigError before anything is created."""
     check_one_policy(config)
     check_tracing(config)
     for url in engines:
@@ -110,7 +110,7 @@ async def _serve(
         with closing(sampler):
             base = await in_thread(lambda: gateway.base)
             routes.bridge = gateway.bridge_to_current_loop()
-            await engine.refresh()  # from here on it goes on looking
+            await engine.refresh()  # from here on it continues looking
             note(f"gateway: sessions at {base}/sessions\n{door.where_the_key_is()}")
             while not stop():
                 await asyncio.sleep(LOOK_S)

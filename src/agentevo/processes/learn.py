@@ -1,5 +1,5 @@
 """`agentevo learn`: the trainer alone. Samplers and engines of the same recipe are other processes,
-which may come and go."""
+which may start and end at any time."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ def check_learn(config: RunConfig, *, may_fetch: bool = True) -> GivenTasks | No
     refusals.collect(secret.check)
     refusals.collect(check_one_policy, config)
     refusals.collect(check_tracing, config)
-    given = refusals.collect(
-        check_parts, config, None, resume=False, apart=True, may_fetch=may_fetch
+    given_tasks = refusals.collect(
+        check_parts, config, None, resume=False, is_disaggregated=True, may_fetch=may_fetch
     )
     refusals.raise_all()
-    return given
+    return given_tasks
 
 
 def check_dry_learn(config: RunConfig) -> list[str]:
     """As `orchestration.run.check_dry`, of `learn`."""
     refusals = Refusals()
-    given = refusals.collect(check_learn, config, may_fetch=False)
+    given_tasks = refusals.collect(check_learn, config, may_fetch=False)
     refusals.collect(check_new_folder, config.run_dir, "run.dir")
     refusals.collect(check_unloaded, config)
     refusals.raise_all()
-    return remarks_before(config, given)
+    return remarks_before(config, given_tasks)
 
 
 def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> None:
-    """Trains from wherever the run stands to its last step; blocks. Whichever process of the run
-    comes first makes its folder.
+    """Trains from where the run stands to its last step; blocks. The first process of the run makes
+    its folder.
 
-    `resume`: goes on with a configuration that differs from the run's in keys that a resume may
+    `resume`: continues with a configuration that differs from the run's in keys that a resume may
     change, and makes it the run's. A model that can't be loaded leaves no folder behind. Raises
     ConfigError if the folder holds another configuration, or another process trains there.
     """

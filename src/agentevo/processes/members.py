@@ -22,9 +22,9 @@ def last_lines(log: Path, count: int) -> str:
 
 
 def why_failed(name: str, how: str, log: Path) -> str:
-    """What is to be told of a command that failed, whose output is in `log`. One line, with the
-    error that the command ended with; where it said none, as a process that is killed, the last
-    lines of its log under it."""
+    """The report about a failed command, whose output is in `log`: one line, with the error that
+    the command ended with; where it printed none, as a process that is killed, the last lines of
+    its log under it."""
     lines = _end_of(log, 65_536)
     errors = [number for number, line in enumerate(lines) if line.startswith(ERROR)]
     if not errors or len(lines) - errors[-1] > REASON_LINES:

@@ -1,4 +1,4 @@
-"""`agentevo sample`: a sampler of a run as a process of its own.
+"""`agentevo sample`: a sampler of a run as a separate process.
 
 It needs neither weights nor torch: conversations are encoded with the recipe's tokenizer, tokens
 come from the engines that announce themselves in RUN/engines/ (or that are given by URL), tasks and
@@ -52,8 +52,9 @@ if TYPE_CHECKING:
 DONE_S = 2.0
 """How often to look whether the run has committed its last step, in seconds."""
 GRACE_S = 2.0
-"""How long the service gets to see that it is to stop, in seconds; then it is cancelled, wherever
-it waits. One that is stopping has STOPPING_S more, and as much as this for what is late then."""
+"""How long the service may take to notice a request to stop, in seconds; then it is cancelled,
+wherever it waits. A stopping service has STOPPING_S more, and this time again if it is late
+then."""
 
 
 def sample(
@@ -68,8 +69,9 @@ def sample(
 ) -> None:
     """Samples until it is asked to stop, or the run's last step is committed; blocks.
 
-    `engines` are URLs, else those are used that the run's folder knows. `parent` is a process with
-    which it ends, and before which it does not. Raises ConfigError before anything is created.
+    `engines` are URLs; without them it uses those that the run's folder lists. `parent` is a
+    process with which it ends, and before which it does not. Raises ConfigError before anything is
+    created.
     """
     from agentevo.inference.address import EngineAddress
     from agentevo.inference.secret import RunSecret
@@ -174,10 +176,10 @@ async def _sample(
 
         written = service.stats()["sampler/groups_written"]
         steps = config.trainer.steps
-        made = f": the run has made its {steps} step{'s' * (steps != 1)}"
+        end_note = f": the run has made its {steps} step{'s' * (steps != 1)}"
         note(
             f"{name}: stopped after {written:g} group{'s' * (written != 1)}"
-            + ("" if stop() else made)
+            + ("" if stop() else end_note)
         )
 
 
@@ -190,8 +192,8 @@ async def engines_and_store(
     name: str,
 ) -> AsyncIterator[tuple[RemoteEngine, Store, CallLog] | None]:
     """The run's engines (`urls`, else those of its folder), its store, and the log of calls, all
-    closed at the end; None where `stop` came before the store was open. `name`: of this process,
-    for its traces."""
+    closed at the end; None where `stop` came before the store was open. `name`: the name of this
+    process, for its traces."""
     from agentevo.inference.directory import EngineDirectory
     from agentevo.inference.remote import RemoteEngine
     from agentevo.inference.secret import RunSecret
@@ -242,10 +244,10 @@ async def _serve(
     *,
     ends: bool,
 ) -> None:
-    """Runs the service until `stop` or, where it `ends` by itself, the last step; whatever fails
-    meanwhile is raised."""
+    """Runs the service until `stop` or, where it `ends` by itself, the last step; raises what fails
+    in that time."""
     done: list[bool] = []
-    await engine.refresh()  # from here on it goes on looking
+    await engine.refresh()  # from here on it continues looking
 
     serving = asyncio.create_task(service.run(lambda: stop() or bool(done)))
     watching = [asyncio.create_task(_until_done(store, steps, done))] if ends else []

@@ -2,9 +2,9 @@
 
 A WebSocket is a sandbox (sandbox/wire.py; sandbox/remote.py is the client): it ends with the
 connection, so that a client which is killed, or cut off from the network, leaves nothing running
-for longer than SILENT_S. Who does not show the key of the server's folder is refused before
-anything is read, and cut off within seconds (inference/admission.py). Clients choose limits up to
-the server's own and none of the walls. What a client sends beyond the protocol ends its sandbox.
+for longer than SILENT_S. A client without the key of the server's folder is refused before anything
+is read, and cut off within seconds (inference/admission.py). Clients choose limits up to the
+server's own, and can't choose the isolation. A message outside the protocol ends its sandbox.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOG = logging.getLogger(__name__)
 
 MAX_STRANGERS = 128
 OPEN_S = 15.0
-"""How long the first message may take to come."""
+"""Longest time for the first message to arrive."""
 SEND_S = 60.0
 """How long a client may take for a message that it gets."""
 LONGEST_WAIT_S = 3600.0
@@ -60,7 +60,7 @@ _NUMBERS = tuple(name for name in wire.REQUESTED if name not in ("env", "package
 
 
 class ProtocolBreach(Exception):
-    """What a client sent is no part of the protocol."""
+    """A client sent a message outside the protocol."""
 
 
 class SandboxServer:
@@ -120,23 +120,23 @@ class SandboxServer:
         finally:
             connection.leave()
 
-    def section_for(self, asked: dict[str, Any]) -> SandboxSection:
+    def section_for(self, overrides: dict[str, Any]) -> SandboxSection:
         """What a client gets. Raises SandboxError for more than the server allows."""
-        own = self.section.model_dump()
-        unknown = sorted(asked.keys() - set(wire.REQUESTED))
+        limits = self.section.model_dump()
+        unknown = sorted(overrides.keys() - set(wire.REQUESTED))
         if unknown:
             raise SandboxError(f"{unknown[0][:60]!r} is nothing that a client asks for")
 
         try:
-            section = SandboxSection.model_validate({**own, **asked, "type": self.kind})
+            section = SandboxSection.model_validate({**limits, **overrides, "type": self.kind})
         except pydantic.ValidationError as error:
             raise SandboxError(f"sandbox: {error.errors()[0]['msg']}") from None
 
         for name in _NUMBERS:
-            if getattr(section, name) > own[name]:
+            if getattr(section, name) > limits[name]:
                 raise SandboxError(
                     f"sandbox.{name} is {getattr(section, name):g}, and the server allows "
-                    f"{own[name]:g}: lower it, or start the server with {name}=..."
+                    f"{limits[name]:g}: lower it, or start the server with {name}=..."
                 )
 
         if section.packages and not self.section.packages:
@@ -159,7 +159,7 @@ class _SandboxSession:
         self._sending = asyncio.Lock()
 
     async def serve(self, closed: asyncio.Event) -> None:
-        """Until the client goes, is idle for too long, or the server ends."""
+        """Until the client leaves, is idle for too long, or the server ends."""
         await self._websocket.accept()
         duties = [
             asyncio.ensure_future(duty) for duty in (self._read(), self._work(), closed.wait())
@@ -171,7 +171,7 @@ class _SandboxSession:
                 duty.cancel()
             await asyncio.gather(*duties, return_exceptions=True)
 
-        error = next((one.exception() for one in done if one.exception() is not None), None)
+        error = next((task.exception() for task in done if task.exception() is not None), None)
         if error is not None and not isinstance(error, (ProtocolBreach, WebSocketDisconnect)):
             LOG.error("a session of sandboxes has failed: %s", describe_error(error))
 
@@ -182,7 +182,7 @@ class _SandboxSession:
                 await self._websocket.close(code, reason.encode("ascii", "replace")[:120].decode())
 
     async def _read(self) -> None:
-        """Returns when the client has gone. Raises Violation."""
+        """Returns when the client has left. Raises Violation."""
         while (event := await self._websocket.receive())["type"] == "websocket.receive":
             content = event.get("bytes") or (event.get("text") or "").encode()
             try:
@@ -254,7 +254,7 @@ class _SandboxSession:
             await sandbox.close()
 
     async def _next(self) -> wire.Open | wire.Request | None:
-        """The next request; None where none comes for too long."""
+        """The next request; None where none arrives for too long."""
         try:
             async with asyncio.timeout(self._server.idle_s):
                 return await self._requests.get()
@@ -323,7 +323,7 @@ class _SandboxSession:
                 await self._websocket.send_bytes(wire.to_json(message))
         except TimeoutError:
             raise ProtocolBreach(f"the client took nothing for {SEND_S:g} s") from None
-        except RuntimeError as error:  # it has gone
+        except RuntimeError as error:  # the client has left
             raise WebSocketDisconnect from error
 
 

@@ -1,11 +1,11 @@
-"""`agentevo serve`: one engine of a run as a process of its own.
+"""`agentevo serve`: one engine of a run as a separate process.
 
-It waits for the run's first weights, announces itself in RUN/engines/, and follows them from then
-on (RUN/weights/, or what rollout.transport says): new weights are read and verified while it
-serves, then swapped in (rollout.in_flight says what becomes of running requests). Weights that are
-torn, changed or unfit are refused and the old ones go on serving. The version that it serves only
+The engine waits for the run's first weights, announces itself in RUN/engines/, and follows them
+from then on (RUN/weights/, or what rollout.transport says): it reads and verifies new weights while
+it serves, then swaps them in (rollout.in_flight decides about running requests). It refuses weights
+that are torn, changed or unfit and continues to serve the old ones. The version that it serves only
 grows, also when the trainer goes back to a checkpoint. An engine whose steps fail again and again
-ends: what is wrong with it may be its device, and answers of errors are quick and draw requests.
+ends: its device may be defective, and error answers are quick and attract requests.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from agentevo.signals import asked_to_stop
 
 STOP_POLL_S = 0.05
 AGAIN_S = 30.0
-"""Refused weights are read again after so long though they look the same: what was wrong may have
-been the reading."""
+"""Refused weights are read again after this time though they look unchanged: the read may have been
+at fault."""
 
 
 def serve(
@@ -162,7 +162,7 @@ def _board(
     config: RunConfig, secret: RunSecret, announcement: Announcement
 ) -> StoreAnnouncements | None:
     """Where samplers that share no folder find this engine; None where there is no such place, or
-    where it is not encrypted, and so for this machine alone."""
+    where it is not encrypted, and so only for this machine."""
     url = config.rollout.weights.url
     if url is None or not announcement.certificate:
         return None
@@ -232,8 +232,8 @@ class VersionFollower:
                 await in_thread(self._weights.withdraw)
 
     async def look(self) -> bool:
-        """Serves the newest weights if they are newer than what is served; returns whether it
-        did. Where a trainer sends them to who asks, it asks until it does."""
+        """Serves the newest weights if they are newer than the served ones; returns whether it did.
+        Where a trainer sends weights on request, it asks until it does."""
         while True:
             try:
                 version = await self._serve_newest()
@@ -307,7 +307,7 @@ class VersionFollower:
             raise
 
     def _read_verified(self, latest: Latest) -> Weights:
-        """Read and verified, beside the engine."""
+        """Read and verified, while the engine works."""
         try:
             weights = self._weights.read(latest.version, sha256=latest.sha256)
         except WeightsNotSentError:

@@ -8,8 +8,8 @@
     GET  /sessions/ID/trajectory    ids, log-probs, versions, messages; once the session has ended
     GET  /stats                     counts of sessions and engines
 
-All need `Authorization: Bearer KEY` with the gateway's key; those of one session take that
-session's own key as well. They run on the gateway's event loop, and what they ask on the sampler's.
+All routes need `Authorization: Bearer KEY` with the gateway's key; those of one session accept that
+session's own key as well. They run on the gateway's event loop, and their calls on the sampler's.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SessionRoutes:
 
             connection: AdmittedConnection = scope["state"]["connection"]
             scope["state"]["bearer"] = bearer = _bearer(scope)
-            # A key of the right length may be a session's; whoever shows none does not stay.
+            # A key of the right length may be a session's; a client without one is cut off.
             is_admitted = bool(bearer) and connection.admit()
             try:
                 await self._app(scope, receive, send)
@@ -207,7 +207,7 @@ class SessionRoutes:
         work: Callable[[OutsideSession, Any], Coroutine[Any, Any, Any]],
     ) -> Response:
         """`work` with the session that the path names, and the body as such a record, on the
-        sampler's loop; for whoever may."""
+        sampler's loop; for clients with the right key."""
         bearer: str = request.scope["state"]["bearer"]
 
         async def there() -> OutsideSession:
@@ -289,7 +289,7 @@ def _bearer(scope: Scope) -> str:
 
 
 async def _read(request: Request, kind: type[T]) -> T:
-    """The body as such a record; an empty one is one without fields."""
+    """The body as such a record; an empty body is a record without fields."""
     value = await json_body(request, MAX_BODY_BYTES, of="of a session", may_be_empty=True)
     return record_of(value, kind, "the body")
 

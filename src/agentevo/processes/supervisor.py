@@ -1,12 +1,11 @@
-"""Samplers and engines as child processes that are started again when they die: those of `agentevo
+"""Samplers and engines as child processes that are restarted when they die: those of `agentevo
 train` with rollout.samplers above 0, and those of one machine of a launch.
 
-They are `agentevo serve` and `agentevo sample`, with their output in RUN/logs/ and in sessions of
-their own: Ctrl-C is for this process alone. A child that somebody has
-killed is always replaced. One that fails MAX_FAILURES times in a row before it was of use has
-something wrong with it: then `check` raises, with the end of its log. An engine was of use once it
-has been announced for SOON_S, a sampler once it has lived for LONG_S. The children end with this
-process, however it ends.
+The children are `agentevo serve` and `agentevo sample`, with their output in RUN/logs/ and in
+sessions of their own: Ctrl-C is for this process only. A child that was killed from outside is
+always replaced. One that fails MAX_FAILURES times in a row before it was of use has a defect: then
+`check` raises, with the end of its log. An engine was of use once it has been announced for SOON_S,
+a sampler once it has lived for LONG_S. The children end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ LOOK_S = 0.2
 SOON_S = 20.0
 LONG_S = 200.0
 FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
-"""Signals that a process brings on itself. All others come from somebody else, and say nothing
-about it."""
+"""Signals that a process causes itself. All others come from outside, and say nothing about it."""
 MAX_FAILURES = 3
 """In a row."""
 FIRST_DELAY_S = 0.2
@@ -59,7 +57,7 @@ class ChildProcess:
     engines: EngineDirectory | None = None
     """Where it announces itself, if it is an engine."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that it has beside ours."""
+    """Variables in addition to ours."""
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     announced: float | None = None
@@ -103,7 +101,7 @@ class ChildProcess:
         elif (
             code > 0 or -code in FAULTS or (code == 0 and time.monotonic() - self.started < SOON_S)
         ):
-            self.failures += 1  # 0: somebody may have asked it to end, but hardly so soon
+            self.failures += 1  # 0: it may have been asked to end, but hardly so soon
 
         self.process = None
         self.not_before = time.monotonic() + min(FIRST_DELAY_S * 2.0**self.failures, MAX_DELAY_S)
@@ -169,7 +167,7 @@ class Children:
             while not self._ended.wait(LOOK_S) and self._failure is None:
                 for child in self._children:
                     self._look_after(child)
-        except Exception as error:  # noqa: BLE001 (nobody else would hear of it, and the children would not be replaced any more)
+        except Exception as error:  # noqa: BLE001 (it would be lost, and children no longer replaced)
             self._failure = ChildFailedError(
                 f"samplers and engines are not looked after any more: {type(error).__name__}: "
                 f"{error}"

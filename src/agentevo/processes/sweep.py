@@ -1,15 +1,16 @@
-"""Runs a sweep: every member a process of its own, several at once, and a table at the end.
+"""Runs a sweep: every member in a separate process, several at once, and a table at the end.
 
     runs/NAME/sweep.yaml  table.md  table.json
     runs/NAME/recipes/VARIANT-SEED.yaml  logs/VARIANT-SEED.log  VARIANT-SEED/ (the run)
 
 Lifecycle of a member: waiting -> under way -> finished | failed | stopped. One that fails does not
-stop the others. A sweep that was interrupted goes on with `resume`: finished members stay as they
-are, one with a checkpoint goes on from it, any other starts again. No member's folder is ever used
-under another configuration than the one it was run with.
+stop the others. `resume` continues an interrupted sweep: finished members stay as they are, one
+with a checkpoint continues from it, any other starts again. No member's folder is ever used under
+another configuration than the one it was run with.
 
-A lock on the sweep's folder is held by this process and by every run it starts, which inherit its
-file descriptor: a sweep whose runs outlived it (a killed parent) can't be started beside them.
+This process holds a lock on the sweep's folder, and so does every run that it starts, which
+inherits its file descriptor: a sweep whose runs outlived it (a killed parent) can't be started next
+to them.
 
 The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks the runs under way to stop
 cleanly after their step; a second kills them.
@@ -52,8 +53,8 @@ STOPPED = 130
 """Exit code of a run that Ctrl-C stopped."""
 
 Start = Literal["started", "resumed", "finished"]
-"""How a member begins: from nothing, from its last checkpoint, or not at all, since it has come to
-its end."""
+"""How a member begins: from nothing, from its last checkpoint, or not at all, since it has
+finished."""
 
 
 @dataclass
@@ -74,8 +75,8 @@ def run_sweep(sweep: Sweep, *, resume: bool = False, view: SweepView | None = No
     starts = check_sweep(sweep, resume)
     _prepare(sweep)
 
-    held = held_lock(sweep.dir, LOCK, "sweep")
-    with view, collect_signals(*STOP_SIGNALS) as received, held as lock:
+    lock_context = held_lock(sweep.dir, LOCK, "sweep")
+    with view, collect_signals(*STOP_SIGNALS) as received, lock_context as lock:
         failures = _run_members(sweep, starts, view, received, lock)
         table = write_sweep_table(sweep.dir)
 
@@ -163,12 +164,12 @@ def _start_of(member: Member) -> Start:
 
     from agentevo.training.checkpoint import Checkpoints
 
-    whole = (
+    is_resumable = (
         Checkpoints(folder / "checkpoints", member.config.checkpoint.keep_last).steps()
         if is_run_folder(folder)
         else []
     )
-    return "resumed" if whole else "started"
+    return "resumed" if is_resumable else "started"
 
 
 def _differences(member: Member) -> list[str]:
@@ -205,7 +206,7 @@ def _run_members(
 
     view.plan(
         len(sweep.members),
-        [one.name for one in sweep.members if starts[one.name] == "finished"],
+        [member.name for member in sweep.members if starts[member.name] == "finished"],
     )
     heeded = 0
     try:
@@ -218,12 +219,12 @@ def _run_members(
             if len(received) > heeded:
                 heeded = len(received)
                 _ask_to_stop(under_way, at_once=heeded > 1)
-                again = (
+                how_to_stop = (
                     ""
                     if heeded > 1
                     else " after the step of each run under way; press Ctrl-C again to stop at once"
                 )
-                view.note(f"stopping{again}")
+                view.note(f"stopping{how_to_stop}")
 
             time.sleep(POLL_S)
             for run in [run for run in under_way if run.process.poll() is not None]:
@@ -246,12 +247,12 @@ def _run_members(
 
 
 def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _SweepRunUnderWay:
-    """In a session of its own, so that the terminal's Ctrl-C comes to it through `_ask_to_stop`
-    only, and only once."""
+    """In a session of its own, so that the terminal's Ctrl-C reaches it only through
+    `_ask_to_stop`, and only once."""
     log = sweep.dir / "logs" / f"{member.name}.log"
-    # Whatever lies in the folder of a member that starts was cut off before its first checkpoint.
-    more = ["--resume"] if start == "resumed" else ["run.overwrite=true"]
-    words = [sys.executable, "-m", "agentevo", "train", str(_recipe(sweep, member)), *more]
+    # A starting member's folder holds only what was cut off before its first checkpoint.
+    extra_words = ["--resume"] if start == "resumed" else ["run.overwrite=true"]
+    words = [sys.executable, "-m", "agentevo", "train", str(_recipe(sweep, member)), *extra_words]
     threads = (
         {"OMP_NUM_THREADS": str(member.config.run.threads)} if member.config.run.threads else {}
     )

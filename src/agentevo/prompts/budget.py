@@ -28,7 +28,7 @@ class Budget:
     section: OptimizeSection
     reserve: int
     """Attempts of the comparison."""
-    begun: int = 0
+    num_begun: int = 0
     """Attempts that were begun, lost ones included."""
     before_s: float = 0.0
     """Of processes before this one."""
@@ -38,7 +38,7 @@ class Budget:
     num_played: int = 0
 
     def check(self) -> None:
-        """Raises ConfigError for one that is used up by the comparison."""
+        """Raises ConfigError for a budget that the comparison uses up."""
         needed = self.reserve + self.section.tasks * self.section.attempts_per_task
         if self.section.attempts < needed:
             raise ConfigError(
@@ -49,7 +49,7 @@ class Budget:
 
     @property
     def attempts_left(self) -> int:
-        return self.section.attempts - self.begun
+        return self.section.attempts - self.num_begun
 
     @property
     def used_s(self) -> float:
@@ -59,10 +59,10 @@ class Budget:
         """Until the search, or all of it, has to end; None without a limit."""
         if self.section.minutes is None:
             return None
-        left = self.section.minutes * 60 - self.used_s
+        seconds = self.section.minutes * 60 - self.used_s
         if not final and self.num_played:
-            left -= SAFETY * self.reserve * self.playing_s / self.num_played
-        return max(0.0, left)
+            seconds -= SAFETY * self.reserve * self.playing_s / self.num_played
+        return max(0.0, seconds)
 
     def take(self, number: int, *, final: bool) -> None:
         """Counts attempts that are about to begin. Raises BudgetSpentError where that is too
@@ -70,13 +70,13 @@ class Budget:
         if not number:
             return
 
-        left = self.attempts_left - (0 if final else self.reserve)
-        if number > left:
+        num_left = self.attempts_left - (0 if final else self.reserve)
+        if number > num_left:
             raise BudgetSpentError(f"optimize.attempts={self.section.attempts} are used up")
         if self.seconds_left(final=final) == 0.0:
             raise BudgetSpentError(f"optimize.minutes={self.section.minutes:g} are over")
 
-        self.begun += number
+        self.num_begun += number
 
 
 def comparison(section: OptimizeSection, num_held_out: int) -> int:
@@ -86,20 +86,20 @@ def comparison(section: OptimizeSection, num_held_out: int) -> int:
 
 def budget_of(section: OptimizeSection, reserve: int, records: Sequence[Record]) -> Budget:
     """What is left after what the log says."""
-    begun = sum(record.number for record in records if isinstance(record, SearchBegun))
+    num_begun = sum(record.number for record in records if isinstance(record, SearchBegun))
     before = 0.0
     since = None
     last = 0.0
-    for one in records:
-        if isinstance(one, Candidate):
+    for entry in records:
+        if isinstance(entry, Candidate):
             continue
-        if isinstance(one, SearchSession):
-            before += (max(0.0, last - since) if since is not None else 0.0) + one.lead_s
-            since = one.at
-        last = one.at
+        if isinstance(entry, SearchSession):
+            before += (max(0.0, last - since) if since is not None else 0.0) + entry.lead_s
+            since = entry.at
+        last = entry.at
 
     before += max(0.0, last - since) if since is not None else 0.0
-    return Budget(section, reserve, begun, before)
+    return Budget(section, reserve, num_begun, before)
 
 
 def with_cost(config: RunConfig) -> RunConfig:
@@ -122,9 +122,9 @@ def with_cost(config: RunConfig) -> RunConfig:
 
     models = dict(config.remote_models)
     for name in priced:
-        own = models[name].budget
-        share = min(cost / len(priced), own.cost or cost)
-        budget = own.model_copy(update={"cost": share})
+        model_budget = models[name].budget
+        share = min(cost / len(priced), model_budget.cost or cost)
+        budget = model_budget.model_copy(update={"cost": share})
         models[name] = models[name].model_copy(update={"budget": budget})
 
     return config.model_copy(update={"remote_models": models})

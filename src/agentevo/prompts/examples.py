@@ -15,16 +15,20 @@ from agentevo.types import Message
 
 def best_attempts(played: Sequence[PlayedAttempt]) -> list[PlayedAttempt]:
     """One attempt of each task, the most rewarded first: of those that succeeded, or, where none
-    did, of those that are worth more than the mean."""
-    whole = [one for one in played if one.status == "completed" and one.messages]
-    good = [one for one in whole if one.success]
-    if not good and whole:
-        mean = sum(one.reward for one in whole) / len(whole)
-        good = [one for one in whole if one.reward > mean]
+    did, of those with a reward above the mean."""
+    completed = [
+        attempt for attempt in played if attempt.status == "completed" and attempt.messages
+    ]
+    good = [attempt for attempt in completed if attempt.success]
+    if not good and completed:
+        mean = sum(attempt.reward for attempt in completed) / len(completed)
+        good = [attempt for attempt in completed if attempt.reward > mean]
 
     best: dict[str, PlayedAttempt] = {}
-    for one in sorted(good, key=lambda one: (-one.reward, one.task, one.label, one.attempt)):
-        best.setdefault(one.task, one)
+    for candidate in sorted(
+        good, key=lambda attempt: (-attempt.reward, attempt.task, attempt.label, attempt.attempt)
+    ):
+        best.setdefault(candidate.task, candidate)
 
     return list(best.values())
 
@@ -33,9 +37,9 @@ def chosen_examples(
     played: Sequence[PlayedAttempt], before: str, most: int, draw: random.Random
 ) -> str | None:
     """A text of at most `most` conversations, drawn from `best_attempts`; None where there is none.
-    `before`: the examples that these attempts saw, which are not theirs."""
-    shown = [message for one in examples_of("examples", before) for message in one]
-    opening = common_opening([one for one in played if one.messages], shown)
+    `before`: the examples that these attempts saw, which are not their own."""
+    shown = [message for example in examples_of("examples", before) for message in example]
+    opening = common_opening([attempt for attempt in played if attempt.messages], shown)
     talks = [
         talk for best_attempt in best_attempts(played) if (talk := own_talk(best_attempt, opening))
     ]
@@ -48,16 +52,16 @@ def chosen_examples(
 
 
 def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) -> list[Message]:
-    """What conversations begin with, system messages left out, whatever their task: the messages
-    that those of all tasks have in common; of a single task `shown`, the examples."""
-    openings = {one.task: _talk(one) for one in played}
+    """The common beginning of conversations, without system messages, whatever their task: the
+    messages that the conversations of all tasks share; for a single task `shown`, the examples."""
+    openings = {attempt.task: _talk(attempt) for attempt in played}
     talks = [talk for talk in openings.values() if talk]
     if len(talks) < 2:
         return list(shown)
 
     common: list[Message] = []
     for same in zip(*talks, strict=False):
-        if any(_said(one) != _said(same[0]) for one in same):
+        if any(_said(message) != _said(same[0]) for message in same):
             break
         common.append(same[0])
 
@@ -65,17 +69,19 @@ def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) ->
 
 
 def own_talk(played: PlayedAttempt, opening: Sequence[Message]) -> list[Message]:
-    """The attempt's conversation without system messages and without what it begins with; empty
-    for one that no example can be."""
+    """The attempt's conversation without system messages and without the common beginning; empty
+    for one that can't be an example."""
     talk = _talk(played)
-    if [_said(one) for one in talk[: len(opening)]] == [_said(one) for one in opening]:
+    if [_said(message) for message in talk[: len(opening)]] == [
+        _said(message) for message in opening
+    ]:
         talk = talk[len(opening) :]
     return talk if talk and talk[-1].role == "assistant" else []
 
 
 def _talk(played: PlayedAttempt) -> list[Message]:
     try:
-        return [one for one in messages_of(played.messages) if one.role != "system"]
+        return [message for message in messages_of(played.messages) if message.role != "system"]
     except BadRequestError:
         return []
 

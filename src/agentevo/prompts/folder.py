@@ -1,14 +1,14 @@
-"""The folder of a search for better texts, from which an interrupted one goes on.
+"""The folder of a search for better texts, from which an interrupted search is resumed.
 
     optimize.json   what is searched, written first
-    log.jsonl       every candidate, attempt and answer of the writer, only added to
-    run/            what is written beside attempts, such as price logs
+    log.jsonl       every candidate, attempt and answer of the writer; append-only
+    run/            files besides those of attempts, such as price logs
     texts.yaml      the texts that a recipe takes (`agent.texts`), written at the end
-    summary.json    what it came to, and report.md for people
+    summary.json    the results, and report.md to read
 
-The search is a function of the settings and the log: whoever goes on makes the same choices again,
+The search is a function of the settings and the log: a resumed search makes the same choices again,
 and finds attempts and answers there instead of asking for them. An attempt is noted as begun before
-it plays, so one that a kill took is paid for, and played again.
+it plays, so one that was lost with a killed process is paid for, and played again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SearchBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
 
 
 class PlayedAttempt(msgspec.Struct, frozen=True, kw_only=True, tag="attempt"):
-    """What an attempt came to."""
+    """The result of an attempt."""
 
     candidate: str
     task: str
@@ -120,16 +120,16 @@ class OptimizeFolder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Raises ConfigError where another process works there, or nobody can."""
+        """Raises ConfigError where another process works there, or the folder can't be locked."""
         return locked_output(self.path, LOCK, "optimizes")
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is a search to go on with."""
+        """Whether the folder has a search to resume."""
         return os.path.isfile(self.path / SETTINGS)
 
     def check_new(self) -> None:
-        """Raises ConfigError where something is there already."""
+        """Raises ConfigError where the folder already has content."""
         if self.is_begun:
             raise ConfigError(
                 f"{self.path} has a search already: go on with it by --resume, or give another "
@@ -138,22 +138,23 @@ class OptimizeFolder:
         check_empty(self.path, but=(LOCK, RUN))
 
     def begin(self, settings: Mapping[str, Any], declared: Mapping[str, Declared]) -> None:
-        """Writes what is searched, and which texts the agent asks for."""
-        asked = {name: asdict(one) for name, one in declared.items()}
+        """Writes what is searched, and the texts that the agent declares."""
+        declarations = {name: asdict(declaration) for name, declaration in declared.items()}
         with must_write(self.path, REMEDY):
-            content = _json({**settings, "declared": asked})
+            content = _json({**settings, "declared": declarations})
             write_atomic(self.path / SETTINGS, content, durable=True)
 
     def read_declared(self) -> dict[str, Declared]:
         """The texts that the agent asks for, as `begin` wrote them. Raises ConfigError."""
         try:
-            found = read_json_object(self.path / SETTINGS)["declared"]
-            return {name: Declared(**one) for name, one in found.items()}
+            declared_fields = read_json_object(self.path / SETTINGS)["declared"]
+            return {name: Declared(**fields) for name, fields in declared_fields.items()}
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{self.path / SETTINGS} is damaged: begin another search") from error
 
     def go_on(self, settings: Mapping[str, Any]) -> bool:
-        """Whether there is a search to go on with. Raises ConfigError where it is another one."""
+        """Whether the folder has a search to resume. Raises ConfigError where it is another
+        search."""
         path = self.path / SETTINGS
         if not self.is_begun:
             return False
@@ -162,7 +163,7 @@ class OptimizeFolder:
         now = json.loads(_json(settings))
         changed = next((key for key in now if now[key] != before.get(key)), None)
         if changed is not None:
-            was, is_now = (str(one)[:100] for one in (before.get(changed), now[changed]))
+            was, is_now = (str(setting)[:100] for setting in (before.get(changed), now[changed]))
             raise ConfigError(
                 f"{self.path}: its search has {changed} = {was}, and is now asked to go on with "
                 f"{changed} = {is_now}: give the same words as then, or another --out"
@@ -182,17 +183,17 @@ class OptimizeFolder:
         if path.exists() and path.stat().st_size > MAX_READ:
             raise ConfigError(f"{path} has more than {MAX_READ:,} bytes: begin another search")
 
-        found: list[Record] = []
+        log: list[Record] = []
         for row in read_records(path):
             try:
-                found.append(msgspec.convert(row, Record))
+                log.append(msgspec.convert(row, Record))
             except msgspec.ValidationError:
-                continue  # half of a line, or what somebody else wrote
+                continue  # half of a line, or a line of another program
 
-        return found
+        return log
 
     def end(self, texts: Mapping[str, str], summary: Mapping[str, Any], report: str) -> None:
-        """Writes what it came to; the texts last, so that they are never without a report."""
+        """Writes the results; the texts last, so that they are never without a report."""
         with must_write(self.path, REMEDY):
             write_atomic(self.path / REPORT, report, durable=True)
             write_atomic(self.path / SUMMARY, _json(summary), durable=True)

@@ -1,9 +1,9 @@
 """A search for better texts, from its words to its summary: `agentevo optimize`.
 
-The winner of the search is compared with the agent's own texts at the held-out tasks, which nothing
-before has seen: both play every one with the same seeds, and it is better where the 95% interval of
-the mean paired difference lies above 0 (evaluation/estimates.py). Only then is it what `texts.yaml`
-holds; else that holds the agent's own texts.
+The winner of the search is compared with the agent's own texts at the held-out tasks, which no
+earlier step has used: both play every one with the same seeds, and the winner is better where the
+95% interval of the mean paired difference is above 0 (evaluation/estimates.py). Only then does
+`texts.yaml` hold it; else that holds the agent's own texts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TextOptimization:
     resume: bool = False
     agent: AgentFunction | None = None
     """A program's function in the place of the recipe's agent."""
-    given: Sequence[Task] | None = None
+    tasks: Sequence[Task] | None = None
     """A program's tasks in the place of the recipe's."""
 
 
@@ -77,12 +77,12 @@ class _SearchTasks:
 
 
 def optimize(what: TextOptimization, note: Callable[[str], None]) -> dict[str, Any]:
-    """Searches, compares, and gives the summary. Raises ConfigError before anything is created, and
-    AttemptsFailedError where the agent's own texts let nothing be played."""
+    """Searches, compares, and returns the summary. Raises ConfigError before anything is created,
+    and AttemptsFailedError where the agent's own texts let no attempt complete."""
     config = with_cost(what.contestant.config)
     _check_config(config)
 
-    tasks = _tasks_of(config, what.given, note)
+    tasks = _tasks_of(config, what.tasks, note)
     if what.agent is None:
         check_play(config, tasks.judging, has_engine=what.contestant.remote is None)
 
@@ -149,16 +149,18 @@ async def _optimize_in_folder(
             judging=tasks.judging,
             note=note,
         )
-        search.heard(records)
+        search.take_in(records)
         best = await search.run(start)
         compared = await _compare_held_out(playing, start, best.candidate, tasks.held_out, note)
-        asked = sampler.remote_models.totals()
+        remote_totals = sampler.remote_models.totals()
 
     summary = _summary(search, best, compared, budget, config)
-    summary |= {"settings": dict(settings), "remote_models": asked}
+    summary |= {"settings": dict(settings), "remote_models": remote_totals}
     texts = best.candidate.texts if summary["better"] else start.texts
-    given = {name: text for name, text in texts.items() if text or name in config.agent.texts}
-    folder.end({**config.agent.texts, **given}, summary, report_of(summary, search.pool))
+    winner_texts = {
+        name: text for name, text in texts.items() if text or name in config.agent.texts
+    }
+    folder.end({**config.agent.texts, **winner_texts}, summary, report_of(summary, search.pool))
 
     return summary
 
@@ -167,17 +169,22 @@ async def _optimize_in_folder(
 async def _open_sampler(
     what: TextOptimization, config: RunConfig, run: Path, note: Callable[[str], None]
 ) -> AsyncIterator[Sampler]:
-    if what.agent is None and what.given is None:
+    if what.agent is None and what.tasks is None:
         async with open_player(what.contestant, config, note, run) as sampler:
             yield sampler
         return
 
     config = without_routing(config)
     loaded = load_policy(config, what.contestant.checkpoint)
-    with run_folder(config, run) as own, tempfile.TemporaryDirectory() as store:
+    with run_folder(config, run) as opened_config, tempfile.TemporaryDirectory() as store:
         url = f"sqlite:///{store}/store.sqlite"
         async with open_components(
-            own, agent=what.agent, tasks=what.given, store_url=url, loaded=loaded, note=note
+            opened_config,
+            agent=what.agent,
+            tasks=what.tasks,
+            store_url=url,
+            loaded=loaded,
+            note=note,
         ) as parts:
             yield parts.sampler
 
@@ -216,8 +223,8 @@ def _start(
 ) -> tuple[Candidate, dict[str, Kind]]:
     """The agent's own texts, as far as they are searched, and of what kind they are. Raises
     ConfigError."""
-    wanted = config.optimize.texts
-    unknown = next((name for name in wanted if name not in declared), None)
+    chosen_names = config.optimize.texts
+    unknown = next((name for name in chosen_names if name not in declared), None)
     if unknown is not None:
         guess = nearest(unknown, list(declared))
         hint = f"did you mean {guess}? " if guess else ""
@@ -227,23 +234,25 @@ def _start(
         )
 
     kinds = {
-        name: one.kind
-        for name, one in declared.items()
-        if one.kind in WRITTEN[method] and (name in wanted or not wanted)
+        name: declaration.kind
+        for name, declaration in declared.items()
+        if declaration.kind in WRITTEN[method] and (name in chosen_names or not chosen_names)
     }
-    if not wanted and any(kind != "tool" for kind in kinds.values()):
+    if not chosen_names and any(kind != "tool" for kind in kinds.values()):
         kinds = {name: kind for name, kind in kinds.items() if kind != "tool"}
 
-    if not kinds or any(name not in kinds for name in wanted):
+    if not kinds or any(name not in kinds for name in chosen_names):
         of_kind = " or ".join(WRITTEN[method])
         raise ConfigError(
             f"optimize.method={method} writes texts of the kind {of_kind}, and the agent asks for "
-            + ", ".join(f"{name} ({one.kind})" for name, one in sorted(declared.items()))
+            + ", ".join(
+                f"{name} ({declaration.kind})" for name, declaration in sorted(declared.items())
+            )
             + ": choose another method, or other optimize.texts"
         )
 
-    given = config.agent.texts
-    texts = {name: given.get(name, declared[name].default) for name in sorted(kinds)}
+    configured = config.agent.texts
+    texts = {name: configured.get(name, declared[name].default) for name in sorted(kinds)}
     return Candidate(texts=texts), kinds
 
 
@@ -264,34 +273,34 @@ def _check_config(config: RunConfig) -> None:
 
 
 def _tasks_of(
-    config: RunConfig, given: Sequence[Task] | None, note: Callable[[str], None]
+    config: RunConfig, given_tasks: Sequence[Task] | None, note: Callable[[str], None]
 ) -> _SearchTasks:
-    """What is searched with, and what is held out. A task that asks what a held-out one asks is
-    left out of the search. A curriculum, which follows what training has solved, decides nothing
-    here: no step is trained."""
+    """The tasks to search with, and the held-out ones. A task with the same question as a held-out
+    one is left out of the search. A curriculum, which follows what training has solved, has no
+    effect here: no step is trained."""
     in_order = config.tasks.model_copy(update={"curriculum": None})
-    source = TaskSource(config.model_copy(update={"tasks": in_order}), given)
+    source = TaskSource(config.model_copy(update={"tasks": in_order}), given_tasks)
     held_out = source.held_out()
-    asked = {_question(one) for one in held_out}
-    found: dict[str, Task] = {}
+    held_out_questions = {_question(task) for task in held_out}
+    tasks_by_id: dict[str, Task] = {}
     left_out = 0
     for step in count(1):
-        before = len(found) + left_out
+        before = len(tasks_by_id) + left_out
         for task in source.train(step):
-            if _question(task) in asked:
+            if _question(task) in held_out_questions:
                 left_out += 1
-            elif task.id not in found:
-                found[task.id] = task
+            elif task.id not in tasks_by_id:
+                tasks_by_id[task.id] = task
 
-        if len(found) >= config.optimize.tasks or len(found) + left_out == before:
+        if len(tasks_by_id) >= config.optimize.tasks or len(tasks_by_id) + left_out == before:
             break
-        if step > config.optimize.tasks and left_out > len(found):
+        if step > config.optimize.tasks and left_out > len(tasks_by_id):
             break
 
     if left_out:
         note(f"{left_out} training tasks ask what a held-out task asks, and are left out")
 
-    tasks = list(found.values())[: config.optimize.tasks]
+    tasks = list(tasks_by_id.values())[: config.optimize.tasks]
     if len(tasks) < 6:
         raise ConfigError(
             f"tasks: {len(tasks)} to search with, at least 6 are needed beside {len(held_out)} "
@@ -303,13 +312,13 @@ def _tasks_of(
 
 
 def _question(task: Task) -> tuple[str | int | None, ...]:
-    """What two tasks that differ in their ids alone have in common. One query with two answers is
-    two of them: what it asks about is in `metadata`."""
+    """What two tasks have in common that differ only in their ids. One query with two answers makes
+    two tasks: `metadata` says what it asks about."""
     return task.environment, task.seed, task.query, repr(task.answer)
 
 
 def _settings(config: RunConfig, contestant: Contestant, tasks: _SearchTasks) -> dict[str, Any]:
-    """What has to be the same for a search to go on."""
+    """What has to be the same for a search to be resumed."""
     every = [*tasks.learning, *tasks.judging]
     optimize = config.optimize.model_dump(mode="json", exclude={"minutes", "cost", "attempts"})
     return {
@@ -365,12 +374,19 @@ async def _compare_held_out(
             break
 
         for task in chunk:
-            of_it = [[one for one in each[task.id] if one.status == "completed"] for each in played]
-            for place, whole in enumerate(of_it):
-                failed[place] += len(played[place][task.id]) - len(whole)
+            of_it = [
+                [attempt for attempt in each[task.id] if attempt.status == "completed"]
+                for each in played
+            ]
+            for place, completed in enumerate(of_it):
+                failed[place] += len(played[place][task.id]) - len(completed)
                 if all(of_it):
-                    means[place].append(sum(one.reward for one in whole) / len(whole))
-                    successes[place].append(sum(one.success for one in whole) / len(whole))
+                    means[place].append(
+                        sum(attempt.reward for attempt in completed) / len(completed)
+                    )
+                    successes[place].append(
+                        sum(attempt.success for attempt in completed) / len(completed)
+                    )
 
     same = len(pairs) == 1
     return _Compared(
@@ -417,11 +433,11 @@ def _summary(
             "best": best.mean,
             "tried": search.num_tried,
             "judged": len(search.pool),
-            "ended": search.ended,
+            "ended": search.end_reason,
             "writer_failures": [] if search.writer is None else search.writer.failures[:20],
         },
         "budget": {
-            "attempts": budget.begun,
+            "attempts": budget.num_begun,
             "of": config.optimize.attempts,
             "seconds": round(budget.used_s, 1),
         },

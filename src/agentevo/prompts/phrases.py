@@ -12,14 +12,14 @@ _END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 def sentences_of(text: str) -> list[str]:
     """The sentences and lines of a text, without the space between them."""
-    return [one for one in (part.strip() for part in _END.split(text)) if one]
+    return [sentence for sentence in (part.strip() for part in _END.split(text)) if sentence]
 
 
 def edit(text: str, phrases: Sequence[str], draw: random.Random) -> tuple[str, str] | None:
-    """Another text, and what was done; None where nothing can be. What is between sentences (line
-    breaks) is kept only where a sentence is added."""
+    """Another text, and a description of the edit; None where no edit is possible. The space
+    between sentences (line breaks) is kept only where a sentence is added."""
     sentences = sentences_of(text)
-    absent = [one for one in phrases if one not in text]
+    absent = [phrase for phrase in phrases if phrase not in text]
     kinds = (["add"] * 2 if absent else []) + (["drop", "move"] if len(sentences) > 1 else [])
     if not kinds:
         return None
@@ -38,6 +38,6 @@ def edit(text: str, phrases: Sequence[str], draw: random.Random) -> tuple[str, s
     if kind == "drop":
         return "\n".join(sentences), f"without: {sentence[:100]}"
 
-    target = draw.choice([one for one in range(len(sentences) + 1) if one != place])
+    target = draw.choice([number for number in range(len(sentences) + 1) if number != place])
     sentences.insert(target, sentence)
     return "\n".join(sentences), f"moved: {sentence[:100]}"

@@ -1,5 +1,5 @@
-"""Candidates play tasks: each task with the same seeds for every candidate, whatever was played
-before is taken from the log, and nothing begins that the budget does not hold.
+"""Candidates play tasks: each task with the same seeds for every candidate. Attempts that were
+played before are read from the log, and no attempt begins without room in the budget.
 
 What failed counts, in the search, as the lowest reward that was seen, or 0 where that is lower: a
 text under which attempts break must not look better for it.
@@ -44,14 +44,14 @@ class Playing:
         folder: OptimizeFolder,
         budget: Budget,
         records: Sequence[Record],
-        given: dict[str, str],
+        recipe_texts: dict[str, str],
         at_once: int,
     ) -> None:
-        """`given`: the recipe's texts, which a candidate's replace. `at_once`: groups."""
+        """`recipe_texts`: the recipe's texts, which a candidate's replace. `at_once`: groups."""
         self._sampler = sampler
         self._folder = folder
         self.budget = budget
-        self._given = given
+        self._given = recipe_texts
         self._room = asyncio.Semaphore(at_once)
         self._played: dict[tuple[str, str, str], dict[int, PlayedAttempt]] = {}
         self._lowest = 0.0
@@ -72,29 +72,32 @@ class Playing:
         not all of them fit."""
         section = self.budget.section
         size = attempts or section.attempts_per_task
-        left = [task for task in tasks if len(self._of(candidate, task, label)) < size]
+        missing = [task for task in tasks if len(self._of(candidate, task, label)) < size]
         final = label == HELD_OUT
-        self.budget.take(size * len(left), final=final)
+        self.budget.take(size * len(missing), final=final)
 
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             async with asyncio.timeout(self.budget.seconds_left(final=final)):
-                await gather_all([self._group(candidate, task, label, size) for task in left])
+                await gather_all([self._group(candidate, task, label, size) for task in missing])
         except TimeoutError as error:
             raise BudgetSpentError(f"optimize.minutes={section.minutes:g} are over") from error
         finally:
-            self.budget.playing_s += time.monotonic() - began
-            self.budget.num_played += size * len(left)
+            self.budget.playing_s += time.monotonic() - started_at
+            self.budget.num_played += size * len(missing)
 
-        found = {task.id: list(self._of(candidate, task, label).values()) for task in tasks}
-        self._check(candidate, found)
-        return found
+        attempts_by_task = {
+            task.id: list(self._of(candidate, task, label).values()) for task in tasks
+        }
+        self._check(candidate, attempts_by_task)
+        return attempts_by_task
 
     def scores(self, played: dict[str, list[PlayedAttempt]]) -> dict[str, float]:
         """The mean of each task, by its id; what failed as the module says."""
         return {
             task: sum(
-                one.reward if one.status == "completed" else min(0.0, self._lowest) for one in of_it
+                attempt.reward if attempt.status == "completed" else min(0.0, self._lowest)
+                for attempt in of_it
             )
             / len(of_it)
             for task, of_it in played.items()
@@ -130,10 +133,16 @@ class Playing:
         if played.status == "completed":
             self._lowest = min(self._lowest, played.reward)
 
-    def _check(self, candidate: Candidate, found: dict[str, list[PlayedAttempt]]) -> None:
-        """Raises AttemptsFailedError where the agent's own texts let nothing be played."""
-        every = [one for of_it in found.values() for one in of_it]
-        if every and not candidate.parent and all(one.status != "completed" for one in every):
+    def _check(
+        self, candidate: Candidate, attempts_by_task: dict[str, list[PlayedAttempt]]
+    ) -> None:
+        """Raises AttemptsFailedError where the agent's own texts let no attempt complete."""
+        every = [attempt for of_it in attempts_by_task.values() for attempt in of_it]
+        if (
+            every
+            and not candidate.parent
+            and all(attempt.status != "completed" for attempt in every)
+        ):
             raise AttemptsFailedError(
                 f"all {len(every)} attempts with the agent's own texts failed, the first with: "
                 f"{every[0].error}"

@@ -1,4 +1,4 @@
-"""What a search came to, for people: a table for the terminal, and report.md."""
+"""The results of a search as readable text: a table for the terminal, and report.md."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def lines_of(summary: Mapping[str, Any]) -> list[str]:
 
 def report_of(summary: Mapping[str, Any], pool: Sequence[Judged]) -> str:
     """report.md."""
-    ranked = sorted(pool, key=lambda one: one.rank)
+    ranked = sorted(pool, key=lambda judged: judged.rank)
     parts = ["# Texts\n", "```", *lines_of(summary), "```\n", "## What was judged\n"]
     parts += ["| text | reward in the search | from | how |", "|---|---|---|---|"]
     parts += [
-        f"| {one.candidate.id} | {one.mean:.3f} | {one.candidate.parent} | "
-        f"{_cell(one.candidate.how)} |"
-        for one in ranked[:MOST_ROWS]
+        f"| {judged.candidate.id} | {judged.mean:.3f} | {judged.candidate.parent} | "
+        f"{_cell(judged.candidate.how)} |"
+        for judged in ranked[:MOST_ROWS]
     ]
     if len(ranked) > MOST_ROWS:
         parts.append(f"\n{len(ranked) - MOST_ROWS} more are in log.jsonl.")
@@ -69,9 +69,11 @@ def report_of(summary: Mapping[str, Any], pool: Sequence[Judged]) -> str:
         parts.append(f"\nThe writer: {_cell(failure)}")
 
     for name, text in summary["texts"].items():
-        own = summary["own_texts"][name]
+        own_text = summary["own_texts"][name]
         diff = "\n".join(
-            difflib.unified_diff(own.split("\n"), text.split("\n"), "own", "found", lineterm="")
+            difflib.unified_diff(
+                own_text.split("\n"), text.split("\n"), "own", "found", lineterm=""
+            )
         )
         fence = _fence(diff)
         parts += [f"\n## {name}\n", f"{fence}diff", diff or "unchanged", fence]
@@ -91,5 +93,9 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())[:200]
 
 
-def _estimate(one: Mapping[str, float] | None) -> str:
-    return "-" if one is None else f"{one['value']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
+def _estimate(estimate: Mapping[str, float] | None) -> str:
+    return (
+        "-"
+        if estimate is None
+        else f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
+    )

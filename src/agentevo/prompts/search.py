@@ -1,6 +1,6 @@
-"""The search for better texts, as a beam or on a Pareto front; which edits there are is the same.
+"""The search for better texts, as a beam or on a Pareto front; both have the same edits.
 
-    beam (apo, few_shot, phrases)   of every text of the beam some edits; the best of both go on.
+    beam (apo, few_shot, phrases)   of every text of the beam some edits; the best of both continue.
                                     With a writer an edit is a criticism of attempts and a change
                                     by it: textual gradients, after Pryzant et al. 2023
                                     (arXiv 2305.03495)
@@ -10,9 +10,9 @@
                                     al. 2025 (arXiv 2507.19457)
 
 An edit is first compared with its parent at some tasks, where it may not be worse (gepa: has to be
-better), and only then judged at all. Tasks that texts are judged by are others than those that
-edits learn from, so no example stands before its own task. Every choice comes from the seed, the
-round and the branch.
+better), and only then judged on all of them. The tasks for judging texts are different from those
+that edits learn from, so no example stands before its own task. Every choice comes from the seed,
+the round and the branch.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from agentevo.types import Task
 
 MERGE_EVERY = 4
 SAMPLES = 4
-"""Attempts at each task of which examples are chosen, where greedy ones give too few."""
+"""Attempts at each task to choose examples from, where greedy ones give too few."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate and what it is worth, by the tasks that texts are judged by."""
+    """A candidate and its value, on the tasks for judging texts."""
 
     candidate: Candidate
     scores: dict[str, float]
@@ -69,16 +69,16 @@ class TextSearch:
     learning: Sequence[Task]
     judging: Sequence[Task]
     note: Callable[[str], None]
-    known: set[str] = field(default_factory=set)
+    known_problems: set[str] = field(default_factory=set)
     """Candidates that the log has."""
     pool: list[Judged] = field(default_factory=list)
     num_tried: int = 0
-    ended: str = ""
+    end_reason: str = ""
     """Why the search ended."""
 
-    def heard(self, records: Sequence[Record]) -> None:
+    def take_in(self, records: Sequence[Record]) -> None:
         """Takes in what the log says."""
-        self.known |= {record.id for record in records if isinstance(record, Candidate)}
+        self.known_problems |= {record.id for record in records if isinstance(record, Candidate)}
 
     async def run(self, start: Candidate) -> Judged:
         """The best candidate found within the budget, which may be `start`. Raises BudgetSpentError
@@ -89,17 +89,17 @@ class TextSearch:
 
         try:
             await (self._front() if self.method == "gepa" else self._beam())
-            self.ended = self.ended or f"optimize.rounds={self.section.rounds} are over"
+            self.end_reason = self.end_reason or f"optimize.rounds={self.section.rounds} are over"
         except (BudgetSpentError, WriterGoneError) as error:
-            self.ended = str(error)
+            self.end_reason = str(error)
 
-        self.note(f"the search ended: {self.ended}")
-        return min(self.pool, key=lambda one: one.rank)
+        self.note(f"the search ended: {self.end_reason}")
+        return min(self.pool, key=lambda judged: judged.rank)
 
     async def _beam(self) -> None:
         beam = [self.pool[0]]
         for number in range(1, self.section.rounds + 1):
-            found: list[Judged] = []
+            accepted: list[Judged] = []
             tried = self.num_tried
             for parent in beam:
                 for branch in range(self.section.branches):
@@ -107,14 +107,16 @@ class TextSearch:
                     child = await self._edit(parent.candidate, draw, branch)
                     judged = await self._try_child(child, parent, draw, strictly=False)
                     if judged is not None:
-                        found.append(judged)
+                        accepted.append(judged)
                         self.pool.append(judged)
 
             if tried == self.num_tried:
-                self.ended = f"round {number} gave no new text"
+                self.end_reason = f"round {number} gave no new text"
                 return
 
-            beam = sorted([*beam, *found], key=lambda one: one.rank)[: self.section.beam_width]
+            beam = sorted([*beam, *accepted], key=lambda judged: judged.rank)[
+                : self.section.beam_width
+            ]
             self._report(number)
 
     async def _front(self) -> None:
@@ -124,11 +126,11 @@ class TextSearch:
             draw = self._draw(number, "front", 0)
             parents = self.front()
             weights = [wins for _, wins in parents]
-            (parent,) = draw.choices([one for one, _ in parents], weights)
+            (parent,) = draw.choices([judged for judged, _ in parents], weights)
             merges = number % MERGE_EVERY == MERGE_EVERY - 1 and len(self.kinds) > 1
-            others = [one for one, _ in parents if one is not parent]
-            if merges and others:
-                child: Candidate | None = _merge_parents(parent, draw.choice(others), draw)
+            other_parents = [judged for judged, _ in parents if judged is not parent]
+            if merges and other_parents:
+                child: Candidate | None = _merge_parents(parent, draw.choice(other_parents), draw)
             else:
                 child = await self._edit(parent.candidate, draw, number)
 
@@ -139,27 +141,31 @@ class TextSearch:
                 self._report((number + 1) // per_round)
 
     def front(self) -> list[tuple[Judged, int]]:
-        """The candidates that nobody beats at some task, and at how many."""
-        best = {task.id: max(one.scores[task.id] for one in self.pool) for task in self.judging}
-        wins = [sum(one.scores[task] >= top for task, top in best.items()) for one in self.pool]
-        return [(one, count) for one, count in zip(self.pool, wins, strict=True) if count]
+        """The candidates that no other one beats at some task, and at how many."""
+        best = {
+            task.id: max(judged.scores[task.id] for judged in self.pool) for task in self.judging
+        }
+        wins = [
+            sum(judged.scores[task] >= top for task, top in best.items()) for judged in self.pool
+        ]
+        return [(judged, count) for judged, count in zip(self.pool, wins, strict=True) if count]
 
     async def _try_child(
         self, child: Candidate | None, parent: Judged, draw: random.Random, *, strictly: bool
     ) -> Judged | None:
         """The child as judged; None where it is no new one or not as good as its parent at some
         tasks."""
-        if child is None or any(one.candidate.id == child.id for one in self.pool):
+        if child is None or any(judged.candidate.id == child.id for judged in self.pool):
             return None
 
         self._tell(child)
         self.num_tried += 1
         some = draw.sample(list(self.judging), min(2 * self.section.batch, len(self.judging)))
         scores = self.playing.scores(await self.playing.play(child, some))
-        own = sum(scores.values())
+        total = sum(scores.values())
         before = sum(parent.scores[task.id] for task in some)
         # A parent that fails everywhere there has nothing to lose by an edit that does, too.
-        if own < before or (strictly and own == before):
+        if total < before or (strictly and total == before):
             return None
 
         return await self._judge(child)
@@ -169,7 +175,7 @@ class TextSearch:
         return Judged(candidate, self.playing.scores(played))
 
     async def _edit(self, parent: Candidate, draw: random.Random, number: int) -> Candidate | None:
-        """Another candidate, with one text changed; None where none comes of it."""
+        """Another candidate, with one text changed; None where the edit gives none."""
         names = sorted(self.kinds)
         name = names[number % len(names)]
         before = parent.texts[name]
@@ -209,10 +215,12 @@ class TextSearch:
         """From the parent's attempts at the tasks to learn from, sampled ones too where there are
         too few good ones."""
         greedy = await self.playing.play(parent, self.learning)
-        played: list[PlayedAttempt] = [one for of_it in greedy.values() for one in of_it]
-        if sum(one.success for one in played) < self.section.examples:
-            more = await self.playing.play(parent, self.learning, label=SAMPLED, attempts=SAMPLES)
-            played += [one for of_it in more.values() for one in of_it]
+        played: list[PlayedAttempt] = [attempt for of_it in greedy.values() for attempt in of_it]
+        if sum(attempt.success for attempt in played) < self.section.examples:
+            sampled = await self.playing.play(
+                parent, self.learning, label=SAMPLED, attempts=SAMPLES
+            )
+            played += [attempt for of_it in sampled.values() for attempt in of_it]
         return chosen_examples(played, before, self.section.examples, draw)
 
     def _draw(self, number: int, of: str, branch: int) -> random.Random:
@@ -220,16 +228,16 @@ class TextSearch:
 
     def _tell(self, candidate: Candidate) -> None:
         """The log has the candidate before its first attempt."""
-        if candidate.id not in self.known:
+        if candidate.id not in self.known_problems:
             self.folder.add(candidate)
-            self.known.add(candidate.id)
+            self.known_problems.add(candidate.id)
 
     def _report(self, number: int) -> None:
-        best = min(self.pool, key=lambda one: one.rank)
+        best = min(self.pool, key=lambda judged: judged.rank)
         budget = self.playing.budget
         self.note(
             f"round {number}: best {best.mean:.3f} ({JUDGED} at {len(self.judging)} tasks), "
-            f"{len(self.pool)} of {self.num_tried + 1} texts judged, {budget.begun} of "
+            f"{len(self.pool)} of {self.num_tried + 1} texts judged, {budget.num_begun} of "
             f"{self.section.attempts} attempts begun"
         )
 

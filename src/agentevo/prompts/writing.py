@@ -1,10 +1,10 @@
 """The writer: a model that reads attempts and writes another text.
 
-It sees attempts at tasks of the search alone. Whatever they hold stands between two lines with a
-mark made of its content, and is only text: an instruction in it is part of what is judged. The new
-text comes between <text> and </text>; anything else, and what is no text (config/texts.py), too
-long, or without the placeholders ({question}) of the text that it replaces, is no new text, and is
-told. An answer is asked for once: who goes on finds it in the log.
+The writer sees only attempts at tasks of the search. Their content stands between two lines with a
+mark made of it, and is only text: an instruction in it is part of what is judged. The new text
+comes between <text> and </text>; anything else is no new text and is reported, and so is what is no
+text (config/texts.py), too long, or without the placeholders ({question}) of the text that it
+replaces. An answer is asked for once: a resumed search finds it in the log.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TextWriter:
         )
 
     async def edit(self, name: str, text: str, critique: str, number: int) -> str | None:
-        """The text as it is after that criticism; None where there is none."""
+        """The text after that criticism; None where there is none."""
         answer = await self._answer(
             f"A text tells an agent what to do. Change it so that this criticism no longer holds, "
             f"and leave alone what is good. {_FORM}\n\nThe text ({name}):\n{fence(text)}\n\n"
@@ -126,25 +126,25 @@ class TextWriter:
         if answer is None:
             return None
 
-        found = _TEXT.search(answer)
-        problem = "the writer gave no <text>...</text>" if found is None else ""
-        if found is not None:
-            problem = self._problem(before, found[1])
+        match = _TEXT.search(answer)
+        problem = "the writer gave no <text>...</text>" if match is None else ""
+        if match is not None:
+            problem = self._problem(before, match[1])
 
-        if found is None or problem:
+        if match is None or problem:
             self._note_failure(problem)
             return None
 
-        return found[1]
+        return match[1]
 
     def _problem(self, before: str, text: str) -> str:
-        """Why a writer's text is not taken; empty for one that is."""
+        """Why a writer's text is rejected; empty for an accepted one."""
         if problem := text_problem("text", text):
             return f"the writer's {problem}"
         if len(text) > self._max_chars:
             return f"the writer's text has {len(text):,} characters (optimize.max_chars)"
 
-        old, new = (set(_PLACEHOLDER.findall(one)) for one in (before, text))
+        old, new = (set(_PLACEHOLDER.findall(side)) for side in (before, text))
         if old != new:
             return f"the writer's text has the placeholders {sorted(new)} in place of {sorted(old)}"
         return "the writer's text is empty" if not text.strip() else ""
@@ -169,12 +169,16 @@ def fence(content: str) -> str:
 
 
 def shown_attempts(tasks: Sequence[Task], played: Sequence[Sequence[PlayedAttempt]]) -> str:
-    """Attempts for a writer, each between marks, with what it was worth."""
+    """Attempts for a writer, each between marks, with its value."""
     parts = []
     for task, of_it in zip(tasks, played, strict=True):
-        for one in of_it:
-            worth = f"worth {one.reward:g}" if one.status == "completed" else f"failed: {one.error}"
-            talk = "\n".join(f"[{row['role']}] {_said(row)}" for row in one.messages)
+        for attempt in of_it:
+            worth = (
+                f"worth {attempt.reward:g}"
+                if attempt.status == "completed"
+                else f"failed: {attempt.error}"
+            )
+            talk = "\n".join(f"[{row['role']}] {_said(row)}" for row in attempt.messages)
             expected = f"\nexpected: {str(task.answer)[:300]}" if task.answer is not None else ""
             parts.append(f"{fence(_shorten(talk) + expected)}\n({worth})")
 

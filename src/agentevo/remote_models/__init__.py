@@ -1,4 +1,4 @@
-"""Models behind somebody else's HTTP API: for frozen agents, judges and teachers. What they say is
+"""Models behind a foreign HTTP API: for frozen agents, judges and teachers. Their answers are
 recorded, counted and paid for, and never trained."""
 
 from agentevo.remote_models.conversations import RemoteConversations

@@ -23,13 +23,13 @@ VERSION = "2023-06-01"
 _CHOICES = {"auto": {"type": "auto"}, "none": {"type": "none"}, "required": {"type": "any"}}
 
 
-def body_of(url: str, model: str, asked: WireRequest) -> dict[str, Any]:
+def body_of(url: str, model: str, request: WireRequest) -> dict[str, Any]:
     """See Wire.body. The API has no seeds: one changes nothing."""
-    sampling = asked.sampling
+    sampling = request.sampling
     if sampling.min_p is not None:
         raise BadRequestError("min_p: Anthropic's API has no such setting: leave it out")
 
-    messages = with_call_ids(asked.messages)
+    messages = with_call_ids(request.messages)
     system = "\n\n".join(message.text for message in messages if message.role == "system")
     fields = {
         "system": system or None,
@@ -40,18 +40,18 @@ def body_of(url: str, model: str, asked: WireRequest) -> dict[str, Any]:
     }
     body: dict[str, Any] = {
         "model": model,
-        "max_tokens": asked.max_new_tokens,
+        "max_tokens": request.max_new_tokens,
         "messages": _messages(messages),
         **{name: value for name, value in fields.items() if value is not None},
     }
-    if asked.tools:
-        named = {"type": "tool", "name": asked.tool_choice}
-        body["tools"] = [_tool(tool["function"]) for tool in asked.tools]
-        body["tool_choice"] = _CHOICES.get(asked.tool_choice, named)
+    if request.tools:
+        named = {"type": "tool", "name": request.tool_choice}
+        body["tools"] = [_tool(tool["function"]) for tool in request.tools]
+        body["tool_choice"] = _CHOICES.get(request.tool_choice, named)
     elif any(message.tool_calls or message.role == "tool" for message in messages):
         body |= {"tools": _tools_in_history(messages), "tool_choice": _CHOICES["none"]}
 
-    return body if asked.form is None else _with_form(body, asked.form)
+    return body if request.form is None else _with_form(body, request.form)
 
 
 def _tools_in_history(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ class StreamedMessage:
     def __init__(self) -> None:
         self._blocks: dict[int, dict[str, Any]] = {}
         self._parts: dict[int, list[str]] = {}
-        """What has come of each block: of its text, its thought or its JSON."""
+        """The content so far of each block: of its text, its thought or its JSON."""
         self._usage: dict[str, Any] = {}
         self._stop_reason: str | None = None
         self._is_whole = False

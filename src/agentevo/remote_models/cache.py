@@ -1,9 +1,9 @@
-"""Answers that are kept: one file for each question, named by the digest of the server's URL and
-the whole body, the seed included. They hold what was said, and no key.
+"""Kept answers: one file for each question, named by the digest of the server's URL and the whole
+body, the seed included. The files hold the answers, and no key.
 
-They are bounded: whoever finds more than the limit removes the oldest, down to three quarters of
-it. What many processes write at the same time can exceed the limit by what they wrote since each of
-them last looked, which it does after a sixteenth of the limit.
+Caches are bounded: a process that finds more than the limit removes the oldest entries, down to
+three quarters of it. Processes that write at the same time can exceed the limit by what they wrote
+since each of them last looked, which it does after a sixteenth of the limit.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class ReplyCache:
                 self._make_room()
 
     def _make_room(self) -> None:
-        """Files that others have removed meanwhile are none of ours."""
-        kept = []
+        """Files that other processes have just removed are left out."""
+        entries = []
         for path in self._folder.glob("??/*.json"):
             with suppress(OSError):
                 status = path.stat()
-                kept.append((status.st_mtime, status.st_size, path))
+                entries.append((status.st_mtime, status.st_size, path))
 
-        total = sum(size for _, size, _ in kept)
+        total = sum(size for _, size, _ in entries)
         if total <= self._limit:
             return
 
-        for _, size, path in sorted(kept):
+        for _, size, path in sorted(entries):
             if total <= self._limit * 3 / 4:
                 return
             with suppress(OSError):

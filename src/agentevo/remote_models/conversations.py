@@ -1,8 +1,8 @@
-"""What one attempt says to remote models, and hears: recorded beside its turns, never trained.
+"""One attempt's conversations with remote models: recorded next to its turns, never trained.
 
-A call whose messages begin with a recorded conversation of the same model, tools and agent goes on
-from its last answer, however a client has written it again (equivalence.py): the turn that is
-recorded has only what is new.
+A call whose messages begin with a recorded conversation of the same model, tools and agent
+continues from its last answer, however a client has written it again (equivalence.py): the recorded
+turn has only what is new.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_COMPLETIONS = 128
 
 
 class AnswersRemotely(Protocol):
-    """A remote model, or what stands in its place."""
+    """A remote model, or a replacement of one."""
 
     @property
     def within_s(self) -> float:
@@ -56,8 +56,8 @@ class AnswersRemotely(Protocol):
 
 
 class RemoteConversations:
-    """See the module. `seed` is the attempt's: every call gets one of its own, made from it and
-    the number of the call."""
+    """See the module. `seed` is the attempt's: every call gets its own seed, made from it and the
+    number of the call."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class RemoteConversations:
         listen: Callable[[int, ContentDelta | ReasoningDelta], None] | None = None,
     ) -> list[RemoteTurn]:
         """`n` answers of a remote model to a whole history, as recorded turns with one parent.
-        `agent` is whose call it is, where an attempt has several. `listen` is told what each of
-        them says, by its number, as RemoteModel.generate tells it, and raises what that raises, and
+        `agent` is the agent that calls, where an attempt has several. `listen` receives each answer
+        as it comes, with its number, as RemoteModel.generate sends it. Raises what that raises, and
         UnknownNameError."""
         if not 1 <= n <= MAX_COMPLETIONS:
             raise BadRequestError(f"n is {n}: ask for 1 to {MAX_COMPLETIONS} completions")
@@ -100,7 +100,7 @@ class RemoteConversations:
         remote = self.models[model]
         number = self._num_calls
         self._num_calls += 1
-        seeds = [derive_seed(self._seed, "remote", number, one) for one in range(n)]
+        seeds = [derive_seed(self._seed, "remote", number, index) for index in range(n)]
 
         if overrides is not None and overrides.penalties is not None:
             raise BadRequestError(
@@ -108,8 +108,11 @@ class RemoteConversations:
             )
 
         if overrides is not None and overrides.seed is not None:
-            given = overrides.seed
-            seeds = [derive_seed(given, "completion", one) if one else given for one in range(n)]
+            first_seed = overrides.seed
+            seeds = [
+                derive_seed(first_seed, "completion", index) if index else first_seed
+                for index in range(n)
+            ]
 
         with self._calls.call("remote", model) as call:
             replies = await gather_all(
@@ -122,9 +125,9 @@ class RemoteConversations:
                         sampling=_with_seed(overrides, seed),
                         role=agent or "agent",
                         attempt=self._name,
-                        listen=None if listen is None else partial(listen, one),
+                        listen=None if listen is None else partial(listen, index),
                     )
-                    for one, seed in enumerate(seeds)
+                    for index, seed in enumerate(seeds)
                 ]
             )
             call.note(
@@ -136,9 +139,9 @@ class RemoteConversations:
             )
             schemas = json.dumps(list(tools), ensure_ascii=False) if tools else ""
             _tell(call, messages, schemas, replies)
-            parent, known = self._find_extended(model, agent, schemas, messages)
+            parent, num_known = self._find_extended(model, agent, schemas, messages)
             return [
-                self._record(model, agent, schemas, messages, parent, known, reply, seed)
+                self._record(model, agent, schemas, messages, parent, num_known, reply, seed)
                 for reply, seed in zip(replies, seeds, strict=True)
             ]
 
@@ -147,25 +150,25 @@ class RemoteConversations:
         return self.models[model].within_s
 
     def discard(self, turn: int) -> None:
-        """Nobody received what turn `turn` said."""
+        """No client received the answer of turn `turn`."""
         self._lost.add(turn)
 
     def received_turns(self) -> set[int]:
-        """The indices of the turns but those that nobody received and none goes on from."""
+        """The indices of the turns, without those that no client received and no turn continues."""
         parents = {turn.parent for turn in self.turns}
         return {t.index for t in self.turns if t.index not in self._lost or t.index in parents}
 
     def turns_to_record(self) -> list[RemoteTurn]:
-        """The turns for the trajectory: all but those that nobody received and none goes on
-        from, numbered anew where some are missing."""
+        """The turns for the trajectory: all except those that no client received and no turn
+        continues, renumbered where some are missing."""
         received = self.received_turns()
-        kept = [turn for turn in self.turns if turn.index in received]
-        numbers: dict[int | None, int] = {turn.index: n for n, turn in enumerate(kept)}
+        recorded = [turn for turn in self.turns if turn.index in received]
+        numbers: dict[int | None, int] = {turn.index: n for n, turn in enumerate(recorded)}
         return [
             msgspec.structs.replace(
                 turn, index=numbers[turn.index], parent=numbers.get(turn.parent)
             )
-            for turn in kept
+            for turn in recorded
         ]
 
     def metrics(self) -> dict[str, float]:
@@ -183,14 +186,14 @@ class RemoteConversations:
     def _find_extended(
         self, model: str, agent: str, tools: str, messages: Sequence[Message]
     ) -> tuple[int | None, int]:
-        """The recorded turn that a history goes on from, and how many of its messages that
-        knows."""
+        """The recorded turn that a history continues, and how many of its messages that turn
+        covers."""
         keys = _keys(messages)
-        for known in range(len(messages) - 1, 0, -1):
-            if messages[known - 1].role == "assistant":
-                turn = self._ends.get((model, agent, tools, keys[:known]))
+        for num_known in range(len(messages) - 1, 0, -1):
+            if messages[num_known - 1].role == "assistant":
+                turn = self._ends.get((model, agent, tools, keys[:num_known]))
                 if turn is not None:
-                    return turn, known
+                    return turn, num_known
         return None, 0
 
     def _record(
@@ -200,7 +203,7 @@ class RemoteConversations:
         tools: str,
         messages: Sequence[Message],
         parent: int | None,
-        known: int,
+        num_known: int,
         reply: RemoteReply,
         seed: int,
     ) -> RemoteTurn:
@@ -210,7 +213,7 @@ class RemoteConversations:
             parent=parent,
             model=model,
             agent=agent,
-            messages=[*messages[known:], reply.message],
+            messages=[*messages[num_known:], reply.message],
             tools=tools if parent is None else "",
             finish_reason=reply.finish_reason,
             seed=seed,

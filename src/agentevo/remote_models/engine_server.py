@@ -1,11 +1,10 @@
-"""A model of this machine in the place of a server: a judge or a teacher by the engine that
-policies are sampled with, on an event loop and a thread of its own, so that no attempt waits for
-it.
+"""A local model in place of a server: a judge or a teacher by the engine that policies are sampled
+with, on an event loop and a thread of its own, so that no attempt waits for it.
 
-It takes and gives what a server of OpenAI's chat completions would, so that price log, budget,
-cache, deadlines and the order of models are those of any remote model. It is loaded at the first
-question. The same question has the same answer in any company (inference/torch_engine.py); without
-a temperature it is greedy. It calls no tools.
+It has the input and output of a server of OpenAI's chat completions, so that price log, budget,
+cache, deadlines and the order of models work as for any remote model. It is loaded at the first
+question. The same question has the same answer in any batch (inference/torch_engine.py); without a
+temperature it is greedy. It calls no tools.
 """
 
 from __future__ import annotations
@@ -67,15 +66,15 @@ class EngineServer:
         listen: Listen | None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RemoteReply, int]:
-        """See Server.post. A `listen` is told the answer when it is whole."""
+        """See Server.post. A `listen` receives the answer when it is complete."""
         request = msgspec.json.decode(body)
-        asked = asyncio.run_coroutine_threadsafe(
+        future = asyncio.run_coroutine_threadsafe(
             self._answer(request, within_s), self._running_loop()
         )
         try:
-            reply = asked.result(within_s)
+            reply = future.result(within_s)
         except (TimeoutError, concurrent.futures.TimeoutError) as error:
-            asked.cancel()
+            future.cancel()
             raise self._failure(f"has not answered within {within_s:g} s (timeout_s)") from error
         except concurrent.futures.CancelledError as error:
             raise self._failure("was closed") from error
@@ -101,7 +100,7 @@ class EngineServer:
         if loop is None:
             return
 
-        with suppress(Exception):  # whatever it was doing, nobody waits for it any more
+        with suppress(Exception):  # whatever it was doing, no caller waits for it any more
             asyncio.run_coroutine_threadsafe(self._end(), loop).result(CLOSE_S)
 
         loop.call_soon_threadsafe(loop.stop)
@@ -167,7 +166,9 @@ class EngineServer:
         self._loaded = None
 
     def _failure(self, what: str, status: int = 0) -> Unanswered:
-        return Unanswered(f"remote model {self._name} (engine) {what}", status=status, again=False)
+        return Unanswered(
+            f"remote model {self._name} (engine) {what}", status=status, is_retryable=False
+        )
 
 
 def _overrides(body: Mapping[str, Any]) -> SamplingOverrides:
@@ -189,7 +190,7 @@ def _form(form: Mapping[str, Any]) -> AnswerForm:
 
 
 def _split_thought(text: str, opening: str) -> tuple[str, str]:
-    """The thought that an answer begins with, and what it says."""
+    """The thought at the beginning of an answer, and the rest of the answer."""
     head, mark, rest = text.partition("</think>")
     if not mark or not (head.lstrip().startswith("<think>") or "<think>" in opening):
         return "", text
@@ -197,8 +198,8 @@ def _split_thought(text: str, opening: str) -> tuple[str, str]:
 
 
 def _identity(name: str) -> str:
-    """A model's name, or its folder and when its weights were written, so that a run that has gone
-    on is another model."""
+    """A model's name, or its folder and when its weights were written, so that a run that was
+    trained further is another model."""
     source = resolve(name)
     if not isinstance(source, Path):
         return str(source)

@@ -18,12 +18,12 @@ class EventReader:
 
     def feed(self, part: bytes) -> Iterator[bytes]:
         """The data of the events that this part ends; DONE is none."""
-        *ended, rest = part.split(b"\n")
-        for line in ended:
+        *ended_lines, rest = part.split(b"\n")
+        for line in ended_lines:
             self._line += line
-            whole = bytes(self._line)
+            complete_line = bytes(self._line)
             self._line = bytearray()
-            yield from self._taken(whole.removesuffix(b"\r"))
+            yield from self._taken(complete_line.removesuffix(b"\r"))
         self._line += rest
 
     def _taken(self, line: bytes) -> Iterator[bytes]:

@@ -31,21 +31,21 @@ _NO_CREDIT = "insufficient_quota"
 
 
 class Unanswered(AgentEvoError):
-    """A request without a good answer. `again`: asking again may help, after `retry_after_s` where
-    the server says so. `may_cost`: it may have to be paid for."""
+    """A request without a good answer. `is_retryable`: asking again may help, after `retry_after_s`
+    where the server says so. `may_cost`: it may have to be paid for."""
 
     def __init__(
         self,
         message: str,
         *,
         status: int = 0,
-        again: bool,
+        is_retryable: bool,
         may_cost: bool = False,
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.again = again
+        self.again = is_retryable
         self.may_cost = may_cost
         self.retry_after_s = retry_after_s
 
@@ -61,7 +61,7 @@ class ModelServer:
         key: str | None,
         key_reference: str | None,
     ) -> None:
-        """`url` is the base URL; `key_reference` is where the key comes from, in words."""
+        """`url` is the base URL; `key_reference` describes where the key comes from."""
         # Before any attempt: clients look for the half of httpx that another thread has imported.
         import httpx
 
@@ -78,7 +78,7 @@ class ModelServer:
         self._resting_until = 0.0
 
     def rest(self, seconds: float) -> None:
-        """The server wants no request for so long, of anybody."""
+        """The server wants no request for this time, from any caller."""
         self._resting_until = max(self._resting_until, time.monotonic() + seconds)
 
     def close(self) -> None:
@@ -92,8 +92,8 @@ class ModelServer:
         listen: Listen | None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RemoteReply, int]:
-        """The answer to a body, and its status; what comes in events is told at once. `headers`:
-        beside those of every request. Raises Unanswered."""
+        """The answer to a body, and its status; `listen` receives each event at once. `headers`: in
+        addition to those of every request. Raises Unanswered."""
         import httpx
 
         until = time.monotonic() + within_s
@@ -101,8 +101,8 @@ class ModelServer:
             raise self._failure("its server asked for a longer pause than is left", again=False)
 
         time.sleep(max(0.0, self._resting_until - time.monotonic()))
-        left = max(until - time.monotonic(), 0.01)
-        timeout = httpx.Timeout(left, connect=min(CONNECT_S, left))
+        time_left = max(until - time.monotonic(), 0.01)
+        timeout = httpx.Timeout(time_left, connect=min(CONNECT_S, time_left))
         try:
             with self._client.stream(
                 "POST", self.url, content=body, timeout=timeout, headers=dict(headers)
@@ -180,19 +180,19 @@ class ModelServer:
 
     def _refusal(self, response: httpx.Response, content: bytes) -> Unanswered:
         status = response.status_code
-        said = self._shown(content)
+        server_text = self._shown(content)
         if status in (401, 403):
             key = self._key_reference or "no key was sent: give api_key"
             return self._failure(
-                f"refuses the key ({status}; {key}): {said}", status=status, again=False
+                f"refuses the key ({status}; {key}): {server_text}", status=status, again=False
             )
 
-        again = (status in _AGAIN or status >= 500) and _NO_CREDIT not in said
+        is_retryable = (status in _AGAIN or status >= 500) and _NO_CREDIT not in server_text
         return self._failure(
-            f"answered {status}: {said}",
+            f"answered {status}: {server_text}",
             status=status,
-            again=again,
-            retry_after_s=retry_after(response.headers, time.time()) if again else None,
+            again=is_retryable,
+            retry_after_s=retry_after(response.headers, time.time()) if is_retryable else None,
         )
 
     def _late(self, within_s: float | None) -> Unanswered:

@@ -1,9 +1,9 @@
 """The price log of one remote model, and its budget.
 
-The log is a file of JSON lines in the run's folder that is only added to. A request is one line,
-written when it has ended: model, role, attempt, tokens, cost, status. Where there is a budget, a
-line comes before it, with the most that it can use; such a request counts with that until its end
-is there. What is used is the sum over the file, whichever process wrote it:
+The log is an append-only file of JSON lines in the run's folder. A request is one line, written
+when it has ended: model, role, attempt, tokens, cost, status. Where there is a budget, a line comes
+before it, with the most that the request can use; the request counts with that until its end is
+recorded. Usage is the sum over the file, whichever process wrote it:
 
     sum of what ended + sum of the most that is under way <= budget, at every moment
 
@@ -43,20 +43,20 @@ class RemoteModelError(AgentEvoError):
 
 
 class BudgetExceededError(RemoteModelError):
-    """A call would go, or might go, beyond the budget of a remote model: it was not made."""
+    """A call would exceed, or might exceed, the budget of a remote model: it was not made."""
 
 
 class Spent(msgspec.Struct, kw_only=True):
-    """A sum of what was used, or the most that something can use."""
+    """A sum of usage, or the most that something can use."""
 
     requests: int = 0
     tokens: int = 0
     cost: float = 0.0
 
-    def add(self, other: Spent, sign: int = 1) -> None:
-        self.requests += sign * other.requests
-        self.tokens += sign * other.tokens
-        self.cost += sign * other.cost
+    def add(self, amount: Spent, sign: int = 1) -> None:
+        self.requests += sign * amount.requests
+        self.tokens += sign * amount.tokens
+        self.cost += sign * amount.cost
 
 
 class LedgerLine(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -82,7 +82,7 @@ class LedgerLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     tokens: int = 0
     cost: float = 0.0
     is_estimated: bool = False
-    """The server does not say what it counts: the most that it can be is taken."""
+    """The server does not report its usage: the largest possible usage is taken."""
     error: str = ""
 
 
@@ -135,7 +135,7 @@ class Ledger:
                 self._settled.wait(max(0.0, min(1.0, until - time.monotonic())))
 
     def end(self, line: LedgerLine) -> None:
-        """A request has ended, with what it used."""
+        """A request has ended, with this usage."""
         with self._thread_lock:
             with self._lock():
                 self._write(line)
@@ -144,8 +144,8 @@ class Ledger:
                 self._settled.notify_all()
 
     def totals(self) -> list[dict[str, Any]]:
-        """What each role used so far, in all processes: answers, those from the cache among them,
-        requests that failed, and sums by the names of SUMMED."""
+        """The usage of each role so far, in all processes: answers, cached ones included, failed
+        requests, and sums by the names of SUMMED."""
         if self._path is not None and not self._path.exists():
             return []
 
@@ -156,9 +156,9 @@ class Ledger:
                 for row in self._totals.values()
             ]
 
-    def left(self) -> dict[str, float]:
-        """What is left of each limit of the budget, by its name, in all processes: what is under
-        way, or was when its process was killed, counts with the most that it can use."""
+    def remaining(self) -> dict[str, float]:
+        """The rest of each limit of the budget, by its name, over all processes: a request that is
+        under way, or was when its process was killed, counts with the most that it can use."""
         with self._thread_lock:
             if self._path is not None and self._path.exists():
                 with self._lock():
@@ -173,25 +173,25 @@ class Ledger:
         }
 
     def _beyond(self, most: Spent) -> str:
-        """Which limit a request that uses so much would break, as a sentence; empty for none."""
+        """The limit that a request with this usage would break, as a sentence; empty for none."""
         used = self._most()
         limits = self._budget
-        for what, limit, now, more in (
+        for what, limit, now, extra in (
             ("requests", limits.requests, used.requests, most.requests),
             ("tokens", limits.tokens, used.tokens, most.tokens),
             ("cost", limits.cost, used.cost, most.cost),
         ):
-            if limit is not None and now + more > limit:
+            if limit is not None and now + extra > limit:
                 return (
                     f"remote model {self._name}: {now:g} of budget.{what}={limit:g} are used, and "
-                    f"the next request may need {more:g}: raise "
+                    f"the next request may need {extra:g}: raise "
                     f"remote_models.{self._name}.budget.{what}, or ask for shorter answers"
                 )
 
         return ""
 
     def _most(self) -> Spent:
-        """What is used, and the most that what is under way can use."""
+        """The usage so far, and the most that requests under way can use."""
         used = Spent()
         for spent in (self._used, *self._open.values()):
             used.add(spent)
@@ -199,7 +199,7 @@ class Ledger:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """No other process of the run writes meanwhile."""
+        """No other process of the run writes during this block."""
         if self._path is None:
             yield
             return
@@ -232,7 +232,7 @@ class Ledger:
             return file.read(1) != b"\n"
 
     def _read(self) -> None:
-        """Takes in what was written since."""
+        """Reads the lines that were written since the last call."""
         if self._path is None or not self._path.exists():
             return
 
@@ -241,8 +241,8 @@ class Ledger:
             new = file.read()
 
         self._read_to += len(new)
-        *whole, self._rest = (self._rest + new).split(b"\n")
-        for text in whole:
+        *complete_lines, self._rest = (self._rest + new).split(b"\n")
+        for text in complete_lines:
             try:
                 self._take(msgspec.json.decode(text, type=LedgerLine))
             except msgspec.MsgspecError:

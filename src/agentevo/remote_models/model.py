@@ -1,16 +1,16 @@
 """Remote models: a history of messages in, a reply out, over HTTP.
 
-A model with `api: engine` has no server: what is said here of one is then engine_server.py, in this
-process.
+A model with `api: engine` has no server: statements here about a server then hold for
+engine_server.py, in this process.
 
-Requests are made on threads of this package's, so that no step of an engine, which holds the event
-loop, is taken for a slow server, and so that a call that was given up is still accounted for when
-its answer comes. What a server is known to refuse by chance (too many requests, its own failures, a
-connection that ends) is asked again, with pauses that double, or as long as its `Retry-After` says;
-what it refuses for a reason is raised at once. Every call ends within its deadline.
+Requests run on threads of this package, so that a step of an engine, which holds the event loop,
+does not count as a slow server, and so that an abandoned call is still accounted for when its
+answer comes. A temporary failure (too many requests, the server's own failures, a connection that
+ends) is tried again, with pauses that double, or as long as its `Retry-After` says; a permanent
+refusal is raised at once. Every call ends within its deadline.
 
-A key is read from the environment when a model is made. It is sent to its server and goes nowhere
-else: what a server says about it is shown without it.
+A key is read from the environment when a model is made. It is sent only to its server: an answer of
+the server about it is shown without it.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class RemoteModel:
 
         file = f"{quote(name, safe='')}.jsonl"  # of this name and no other
         self.ledger = Ledger(folder and folder / file, section.budget, name)
-        kept = section.cache_dir or (folder and folder / "cache")
+        cache_dir = section.cache_dir or (folder and folder / "cache")
         limit = section.cache_mib * 2**20
-        self._cache = ReplyCache(kept, limit) if kept and section.cache else None
+        self._cache = ReplyCache(cache_dir, limit) if cache_dir and section.cache else None
         self._workers = ModelWorkers(section.max_at_once, f"agentevo-{name}")
         self._num_calls = 0
         self._takes_schemas = True
@@ -113,15 +113,15 @@ class RemoteModel:
         schema: Mapping[str, Any] | None = None,
     ) -> RemoteReply:
         """The answer to a whole history. `tool_choice`: auto, none, required or the name of a
-        function; `form` says what the answer has to look like, its calls in place of that;
-        `sampling` replaces what the recipe says; `role` and `attempt` say in the price log what it
-        is for. `listen` is told what the model says as it comes, on a thread of this package's:
-        what it was told is not taken back, so an answer that breaks off then is not asked again.
-        `schema` is a JSON schema to which the server holds the answer if it can; one that refuses
-        it is asked without, then and from then on.
+        function; `form` says what the answer has to look like, and its `calls` replace
+        `tool_choice`; `sampling` replaces the recipe's values; `role` and `attempt` say in the
+        price log what the request is for. `listen` receives the answer as it comes, on a thread of
+        this package; what it received is not taken back, so an answer that breaks off then is not
+        asked for again. `schema` is a JSON schema to which the server holds the answer if it can; a
+        server that refuses it is asked without, then and from then on.
 
-        Raises BudgetExceededError, RemoteModelError where no answer comes, and BadRequestError for
-        what can't be asked.
+        Raises BudgetExceededError, RemoteModelError where there is no answer, and BadRequestError
+        for an invalid request.
         """
         if schema is not None:
             return await self._by_schema(
@@ -142,14 +142,14 @@ class RemoteModel:
         if form is not None and form.calls != "auto":
             tool_choice = form.tool or form.calls
 
-        asked = WireRequest(
+        wire_request = WireRequest(
             messages=messages_of(messages),
             tools=None if not tools else tools_of(tools),
             tool_choice=tool_choice,
             form=form,
             sampling=self._sampling(sampling, seed),
         )
-        answer = self._workers.submit(self._call(asked, role, attempt, listen))
+        answer = self._workers.submit(self._call(wire_request, role, attempt, listen))
         try:
             async with asyncio.timeout(self.within_s):
                 return await asyncio.wrap_future(answer)
@@ -177,13 +177,15 @@ class RemoteModel:
         return reply
 
     def _call(
-        self, asked: WireRequest, role: str, attempt: str, listen: Listen | None
+        self, wire_request: WireRequest, role: str, attempt: str, listen: Listen | None
     ) -> Callable[[], RemoteReply]:
         """What a thread has to do, with all that was asked checked."""
-        if not asked.messages:
+        if not wire_request.messages:
             raise BadRequestError("messages is a list with at least one message")
 
-        body = self._wire.body(self.section.url, self.section.model, asked) | self.section.extra
+        body = (
+            self._wire.body(self.section.url, self.section.model, wire_request) | self.section.extra
+        )
         try:
             content = msgspec.json.encode(body)
             sent = content if listen is None else msgspec.json.encode({**self._wire.stream, **body})
@@ -196,11 +198,11 @@ class RemoteModel:
         )
         until = time.monotonic() + self.section.deadline_s
         request = _RemoteRequest(
-            sent, asked.max_new_tokens, until, self._num_calls, listen, trace_headers()
+            sent, wire_request.max_new_tokens, until, self._num_calls, listen, trace_headers()
         )
         return partial(self._answer, content, request, line)
 
-    def _sampling(self, given: SamplingOverrides | None, seed: int | None) -> SamplingOverrides:
+    def _sampling(self, overrides: SamplingOverrides | None, seed: int | None) -> SamplingOverrides:
         section = self.section
         base: dict[str, Any] = {
             "temperature": section.temperature,
@@ -208,15 +210,15 @@ class RemoteModel:
             "max_new_tokens": section.max_new_tokens,
             "seed": seed,
         }
-        return SamplingOverrides(**base | ({} if given is None else given.given()))
+        return SamplingOverrides(**base | ({} if overrides is None else overrides.given()))
 
     def _answer(self, content: bytes, request: _RemoteRequest, call: LedgerLine) -> RemoteReply:
-        """On a thread: the answer from the cache or the server, asked as often as it is worth it.
-        `content` is what was asked, whether the answer is to come in events or not."""
-        kept = None if self._cache is None else self._cache.find(self._server.url, content)
-        if kept is not None:
+        """On a thread: the answer from the cache or the server, with retries as long as they may
+        help. `content` is the request, whether or not the answer comes in events."""
+        cached_reply = None if self._cache is None else self._cache.find(self._server.url, content)
+        if cached_reply is not None:
             self.ledger.end(msgspec.structs.replace(call, id="cache", state="cached", requests=0))
-            return kept
+            return cached_reply
 
         problem: RemoteModelError | None = None
         for attempt in range(self.section.max_tries):
@@ -250,13 +252,13 @@ class RemoteModel:
         most = Spent(requests=1, tokens=most_tokens, cost=self._price(len(content), 0, max_new))
         number = self.ledger.begin(most, role=call.role, until=request.until)
         line = msgspec.structs.replace(call, id=number, at=time.time())
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
-            left = min(self.section.timeout_s, request.until - began)
-            listen = None if request.listen is None else request.tell
-            reply, status = self._server.post(content, left, listen, request.headers)
+            time_left = min(self.section.timeout_s, request.until - started_at)
+            listen = None if request.listen is None else request.on_delta
+            reply, status = self._server.post(content, time_left, listen, request.headers)
         except BaseException as error:
-            line.seconds = time.monotonic() - began
+            line.seconds = time.monotonic() - started_at
             line.error = str(error)[:300]
             line.status = getattr(error, "status", 0)
             if getattr(error, "may_cost", True):
@@ -267,7 +269,7 @@ class RemoteModel:
             self.ledger.end(line)
             raise
 
-        line.seconds = time.monotonic() - began
+        line.seconds = time.monotonic() - started_at
         line.status = status
         line.state = "completed"
         usage = reply.usage or Usage(prompt_tokens=len(content), completion_tokens=max_new)
@@ -287,7 +289,7 @@ class RemoteModel:
 
     def _pause(self, error: Unanswered, attempt: int, request: _RemoteRequest) -> None:
         """Before the next request; half of it depends on the call, so that calls that failed
-        together don't come back together."""
+        together don't repeat together."""
         pause = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
         share = derive_seed(self.name, "pause", request.number, attempt) / 2**63
         pause = pause * (0.5 + 0.5 * share)
@@ -321,10 +323,10 @@ class _RemoteRequest:
     """Of the model's calls."""
     listen: Listen | None
     headers: Mapping[str, str]
-    """Where the call stands in a trace."""
+    """The position of the call in a trace."""
     has_told: bool = False
 
-    def tell(self, delta: ContentDelta | ReasoningDelta) -> None:
+    def on_delta(self, delta: ContentDelta | ReasoningDelta) -> None:
         self.has_told = True
         if self.listen is not None:
             self.listen(delta)
@@ -346,9 +348,9 @@ class RemoteModels(Mapping[str, RemoteModel]):
         if name not in self._models:
             guess = nearest(name, list(self._models))
             hint = f"did you mean {guess!r}? " if guess else ""
-            known = ", ".join(self._models) or "none: add the section remote_models"
+            known_names = ", ".join(self._models) or "none: add the section remote_models"
             raise UnknownNameError(
-                f"there is no remote model {name!r}: {hint}the recipe has {known}"
+                f"there is no remote model {name!r}: {hint}the recipe has {known_names}"
             )
 
         return self._models[name]
@@ -367,18 +369,18 @@ class RemoteModels(Mapping[str, RemoteModel]):
         return [row for model in self._models.values() for row in model.ledger.totals()]
 
     def summary(self) -> dict[str, Any]:
-        """Their entry in summary.json: `totals`, and what is left of the budgets; empty without
-        remote models."""
+        """Their entry in summary.json: `totals`, and the rest of the budgets; empty without remote
+        models."""
         if not self._models:
             return {}
-        left = {name: model.ledger.left() for name, model in self._models.items()}
+        limits_left = {name: model.ledger.remaining() for name, model in self._models.items()}
         return {
             "asked": self.totals(),
-            "budget_left": {name: limits for name, limits in left.items() if limits},
+            "budget_left": {name: limits for name, limits in limits_left.items() if limits},
         }
 
     def account(self) -> list[str]:
-        """`totals` for people, a line for each, and what is left of the budgets."""
+        """`totals` as readable text, a line for each, and the rest of the budgets."""
         lines = [
             f"remote model {row['model']}, asked by {row['role'] or 'nobody in particular'}: "
             f"{row['answers']} answers ({row['from_cache']} from the cache), "
@@ -387,8 +389,8 @@ class RemoteModels(Mapping[str, RemoteModel]):
             for row in self.totals()
         ]
         for name, model in self._models.items() if lines else ():
-            if left := model.ledger.left():
-                limits = ", ".join(f"{value:.4g} {what}" for what, value in left.items())
+            if budget_left := model.ledger.remaining():
+                limits = ", ".join(f"{value:.4g} {what}" for what, value in budget_left.items())
                 lines.append(f"remote model {name}: left of its budget: {limits}")
 
         return lines
@@ -409,8 +411,8 @@ def check_keys(sections: Mapping[str, RemoteModelSection]) -> None:
 
 
 def key_of_model(name: str, section: RemoteModelSection) -> str | None:
-    """The key that the environment holds for a remote model; None for one that has none. Raises
-    ConfigError where it is not there."""
+    """The environment's key for a remote model; None for a model without one. Raises ConfigError
+    where the key is missing."""
     if section.api_key is None:
         return None
 
@@ -483,7 +485,7 @@ class ModelWorkers:
             try:
                 if future.set_running_or_notify_cancel():
                     future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+            except BaseException as error:  # noqa: BLE001 (handed to the waiting caller)
                 future.set_exception(error)
             finally:
                 with self._lock:

@@ -25,13 +25,13 @@ LARGEST_SEED = 2**31 - 1
 """Some servers keep a seed in 32 bits."""
 
 
-def body_of(url: str, model: str, asked: WireRequest) -> dict[str, Any]:
+def body_of(url: str, model: str, request: WireRequest) -> dict[str, Any]:
     """See Wire.body. OpenAI's own servers know the limit of new tokens by another name than most
     others."""
     is_openai = (urlsplit(url).hostname or "").endswith("openai.com")
-    sampling = asked.sampling
+    sampling = request.sampling
     fields = {
-        "max_completion_tokens" if is_openai else "max_tokens": asked.max_new_tokens,
+        "max_completion_tokens" if is_openai else "max_tokens": request.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -41,15 +41,17 @@ def body_of(url: str, model: str, asked: WireRequest) -> dict[str, Any]:
     }
     body: dict[str, Any] = {
         "model": model,
-        "messages": [as_openai(message) for message in with_call_ids(asked.messages)],
+        "messages": [as_openai(message) for message in with_call_ids(request.messages)],
         **{name: value for name, value in fields.items() if value is not None},
     }
-    if asked.tools:
-        choice = asked.tool_choice
+    if request.tools:
+        choice = request.tool_choice
         named = {"type": "function", "function": {"name": choice}}
-        body |= {"tools": asked.tools, "tool_choice": choice if choice in _CHOICES else named}
+        body |= {"tools": request.tools, "tool_choice": choice if choice in _CHOICES else named}
 
-    return body if asked.form is None else body | _form(asked.form, has_tools=bool(asked.tools))
+    return (
+        body if request.form is None else body | _form(request.form, has_tools=bool(request.tools))
+    )
 
 
 def _form(form: AnswerForm, *, has_tools: bool) -> dict[str, Any]:
@@ -92,10 +94,10 @@ def reply_of(answer: Mapping[str, Any]) -> RemoteReply:
     """See Wire.reply."""
     try:
         choice = answer["choices"][0]
-        said = choice["message"]
-        kept = ("content", "tool_calls", *REASONING_KEYS)
-        fields = {key: said[key] for key in kept if said.get(key)}
-        fields.setdefault("content", said.get("refusal") or "")
+        answer_message = choice["message"]
+        kept_keys = ("content", "tool_calls", *REASONING_KEYS)
+        fields = {key: answer_message[key] for key in kept_keys if answer_message.get(key)}
+        fields.setdefault("content", answer_message.get("refusal") or "")
         (message,) = messages_of([{**fields, "role": "assistant"}])
         return RemoteReply(
             message=message,
@@ -120,8 +122,8 @@ class StreamedChat:
     def add(self, event: Any) -> Sequence[ContentDelta | ReasoningDelta]:
         if event.get("error"):
             error = event["error"]
-            said = error.get("message") if isinstance(error, Mapping) else error
-            raise BadAnswerError(f"it failed in the middle: {said}")
+            error_text = error.get("message") if isinstance(error, Mapping) else error
+            raise BadAnswerError(f"it failed in the middle: {error_text}")
 
         self._usage = event.get("usage") or self._usage
         if not event.get("choices"):
@@ -170,13 +172,16 @@ class StreamedChat:
             }
             for call in self._calls.values()
         ]
-        said = {
+        message = {
             "content": "".join(self._content),
             REASONING_KEYS[0]: "".join(self._reasoning),
             "refusal": "".join(self._refusal),
             "tool_calls": calls,
         }
-        return {"choices": [{"message": said, "finish_reason": self._finish}], "usage": self._usage}
+        return {
+            "choices": [{"message": message, "finish_reason": self._finish}],
+            "usage": self._usage,
+        }
 
 
 def _text(value: Any) -> str:

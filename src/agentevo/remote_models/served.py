@@ -1,5 +1,5 @@
-"""What a server of OpenAI's or Anthropic's API says that it serves (`GET .../models`), so that a
-name that it does not know is told before anything is asked."""
+"""The models that a server of OpenAI's or Anthropic's API lists (`GET .../models`), so that an
+unknown name is reported before anything is asked."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def _names(content: bytes) -> list[str] | None:
     import msgspec
 
     try:
-        found = msgspec.json.decode(content)
-        return [one["id"] for one in found["data"] if isinstance(one["id"], str)]
+        listing = msgspec.json.decode(content)
+        return [entry["id"] for entry in listing["data"] if isinstance(entry["id"], str)]
     except (msgspec.MsgspecError, UnicodeError, RecursionError, LookupError, TypeError):
         return None
 
@@ -74,15 +74,15 @@ def check_served(name: str, section: RemoteModelSection) -> None:
     if section.api == "engine":
         return
 
-    known = served_models(name, section)
-    if known is None or section.model in known or not known:
+    model_names = served_models(name, section)
+    if model_names is None or section.model in model_names or not model_names:
         return
 
-    guess = nearest(section.model, known)
+    guess = nearest(section.model, model_names)
     hint = f"did you mean {guess!r}? " if guess else ""
-    more = f" and {len(known) - MAX_LISTED} others" if len(known) > MAX_LISTED else ""
+    rest = f" and {len(model_names) - MAX_LISTED} others" if len(model_names) > MAX_LISTED else ""
     raise ConfigError(
         f"remote_models.{name}.model: {section.url} serves no {shown(section.model)}: {hint}it has "
-        f"{', '.join(map(shown, known[:MAX_LISTED]))}{more}; the name is what the server was "
+        f"{', '.join(map(shown, model_names[:MAX_LISTED]))}{rest}; the name is what the server was "
         "started with (vLLM's --served-model-name)"
     )

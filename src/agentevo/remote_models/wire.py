@@ -23,7 +23,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     cached_tokens: int = 0
-    """How many of those the server had already."""
+    """How many of those the server had in its cache."""
     completion_tokens: int
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class RemoteReply(msgspec.Struct, frozen=True, kw_only=True):
     """What a remote model said."""
 
     message: Message
-    """With tool calls and reasoning apart from the content."""
+    """Tool calls and reasoning are separate from the content."""
     finish_reason: FinishReason
     usage: Usage | None = None
     """None where the server does not say."""
@@ -57,7 +57,7 @@ class RemoteReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Listen = Callable[[ContentDelta | ReasoningDelta], None]
-"""Is told what a model says as it comes; a call of a tool is told by the reply alone."""
+"""Receives a model's answer as it comes; only the reply has a call of a tool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class WireRequest:
     tool_choice: str
     """auto, none, required, or the name of a function."""
     form: AnswerForm | None = None
-    """What the answer has to look like; its calls are those of tool_choice."""
+    """The form of the answer; tool_choice says which calls it may have."""
     sampling: SamplingOverrides
     """With all that the recipe says of the model; max_new_tokens is given."""
 
@@ -80,8 +80,8 @@ class WireRequest:
 
 
 class StreamedAnswer(Protocol):
-    """An answer that comes in events. What an event lacks raises LookupError, TypeError, ValueError
-    or AttributeError, what it says of a failure BadAnswerError."""
+    """An answer that comes in events. A missing part of an event raises LookupError, TypeError,
+    ValueError or AttributeError, a reported failure BadAnswerError."""
 
     def add(self, event: Any) -> Sequence[ContentDelta | ReasoningDelta]:
         """What an event says."""
@@ -106,17 +106,17 @@ class Wire:
     reply: Callable[[Mapping[str, Any]], RemoteReply]
     """Raises BadAnswerError for anything else."""
     stream: Mapping[str, Any]
-    """The fields of a request whose answer is to come in events."""
+    """The fields of a request for an answer in events."""
     streamed: Callable[[], StreamedAnswer]
 
 
 class BadAnswerError(AgentEvoError):
-    """What a server answered with status 200 is none of its API's answers."""
+    """A server's answer with status 200 is not an answer of its API."""
 
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
     """The messages, in which every tool call and every result has an id, as servers demand."""
-    whole: list[Message] = []
+    with_ids: list[Message] = []
     ids: list[str] = []
     for number, (message, place) in enumerate(zip(messages, places_of(messages), strict=True)):
         if not isinstance(message.content, str):
@@ -126,16 +126,16 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
             )
 
         if message.role == "tool":
-            known = message.tool_call_id or (ids[place] if place < len(ids) else f"call_{number}")
-            message = msgspec.structs.replace(message, tool_call_id=known)
+            call_id = message.tool_call_id or (ids[place] if place < len(ids) else f"call_{number}")
+            message = msgspec.structs.replace(message, tool_call_id=call_id)
         elif message.tool_calls:
             ids = [call.id or f"call_{number}_{n}" for n, call in enumerate(message.tool_calls)]
             calls = tuple(
-                msgspec.structs.replace(call, id=one)
-                for call, one in zip(message.tool_calls, ids, strict=True)
+                msgspec.structs.replace(call, id=id_)
+                for call, id_ in zip(message.tool_calls, ids, strict=True)
             )
             message = msgspec.structs.replace(message, tool_calls=calls)
 
-        whole.append(message)
+        with_ids.append(message)
 
-    return whole
+    return with_ids

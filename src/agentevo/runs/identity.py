@@ -225,7 +225,7 @@ async def _held(
                 lambda: content_of(store),
                 within_s=STORE_RETRY_S,
                 what="looking whether the store is empty",
-                tell=note,
+                notify=note,
             )
 
     looking = asyncio.create_task(look())
@@ -292,7 +292,10 @@ class SharedConfig:
                 raise StoreUnavailableError(f"{self.place}: {error}") from error
 
         return await with_retries(
-            attempt, within_s=within_s, what="looking for the run in its object store", tell=notify
+            attempt,
+            within_s=within_s,
+            what="looking for the run in its object store",
+            notify=notify,
         )
 
     def write(self, text: str) -> None:

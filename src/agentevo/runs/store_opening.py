@@ -49,6 +49,8 @@ async def open_run_store(
             ) from error
 
     try:
-        return await with_retries(attempt, within_s=within_s, what="opening the store", tell=notify)
+        return await with_retries(
+            attempt, within_s=within_s, what="opening the store", notify=notify
+        )
     except StoreUnavailableError as error:
         raise StoreUnavailableError(f"{error}; {remedy}") from error

@@ -1,5 +1,5 @@
-"""What a run with a curriculum has left of its tasks: those that it retired, and those at whose
-edge it stands. The next tasks begin there."""
+"""The remaining tasks of a run with a curriculum: those that it retired, and those at the edge of
+what it solves. The next tasks begin there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class QuestionsLeft(NamedTuple):
     solved: list[dict[str, Any]]
     """Rows that it retired."""
     unsolved: list[dict[str, Any]]
-    asked: set[str]
+    asked_questions: set[str]
     """All that it trained on or holds out."""
 
 
@@ -31,16 +31,16 @@ def questions_left(run: Path) -> QuestionsLeft:
     """Raises ConfigError as `left_by`."""
     solved, unsolved = left_by(run, (PASSAGE, CONTENT))
     held_out = made_rows(run_config(run).tasks.eval, (PASSAGE, CONTENT))
-    asked = {str(row["query"]) for row in [*solved, *unsolved, *held_out]}
-    return QuestionsLeft(solved, unsolved, asked)
+    asked_questions = {str(row["query"]) for row in [*solved, *unsolved, *held_out]}
+    return QuestionsLeft(solved, unsolved, asked_questions)
 
 
 def left_by(
     run: Path, keys: Iterable[str] = (SOLVED_BY_CALLS, CONTENT)
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of the tasks that the run retired, and of the others, which wait for nothing any more.
-    `keys`: what each has that was made. Raises ConfigError for a run without a curriculum, and for
-    tasks that nobody made."""
+    """Rows of the tasks that the run retired, and of the others, which no longer wait for a retired
+    parent. `keys`: what each generated row has. Raises ConfigError for a run without a curriculum,
+    and for tasks that were not generated."""
     config = run_config(check_run_folder(run))
     if config.tasks.curriculum is None:
         raise ConfigError(f"{run}: was trained without tasks.curriculum: nothing is known of tasks")

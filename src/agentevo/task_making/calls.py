@@ -20,7 +20,7 @@ _SAYS_ERROR = re.compile(r"\s*(?:[a-z]+ )?error\b\s*:", re.IGNORECASE)
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A call and what came of it."""
+    """A call and its result."""
 
     tool: str
     arguments: dict[str, Any]
@@ -29,7 +29,7 @@ class CallResult(msgspec.Struct, frozen=True, kw_only=True):
     is_refused: bool = False
     """The tool does not take these arguments."""
     is_lost: bool = False
-    """Nobody answered."""
+    """There was no answer."""
 
 
 class ToolWorld:
@@ -40,7 +40,7 @@ class ToolWorld:
         self._toolbox = Toolbox(sections)
 
     def open(self, world: int, seed: int = 0) -> AbstractAsyncContextManager[AttemptTools]:
-        """A session, as an attempt at a task of that world has it, with a seed of its own."""
+        """A session, as an attempt at a task of that world has it, with its own seed."""
         task = Task(id=f"making-{world}", metadata={"world": world})
         return self._toolbox.open(task, seed=seed)
 

@@ -2,8 +2,8 @@
 and values, from which questions are drawn (questions.py).
 
 Servers show rows in many forms (JSON, Python's, lines, Markdown), and some call an error a result.
-What is asked here is therefore marked, and in hexadecimal digits, so that it is read from any form
-alike. It is SQLite's SQL; other databases answer none of it and are left alone.
+The values that are asked for here are therefore marked, and in hexadecimal digits, so that they are
+read from any form alike. The SQL is SQLite's; other databases answer none of it and are ignored.
 """
 
 from __future__ import annotations
@@ -80,17 +80,19 @@ class SurveyedDatabase(NamedTuple):
     tables: tuple[DatabaseTable, ...]
 
     def draw(self, draw: random.Random, before: DatabaseQuestion | None = None) -> DatabaseQuestion:
-        """A question; `before`: one that it asks with further conditions."""
+        """A question; `before`: a question to extend with further conditions."""
         if before is not None:
-            table = next((one for one in self.tables if one.name == before.table), None)
+            table = next((each for each in self.tables if each.name == before.table), None)
             if table is None:  # it was asked of another database
                 return before
             return _with_conditions(self, table, before, len(before.conditions) + 1, draw)
 
         table = draw.choice(self.tables)
         number = draw.randint(0, MAX_CONDITIONS)
-        numbers = [one.name for one in table.columns if one.is_number and not one.is_key]
-        plain = [one.name for one in table.columns if not one.is_key]
+        numbers = [
+            column.name for column in table.columns if column.is_number and not column.is_key
+        ]
+        plain = [column.name for column in table.columns if not column.is_key]
         kinds: list[What] = ["count"]
         kinds += ["total", "average", "largest", "smallest"] if numbers else []
         kinds += ["value"] * 3 if plain else []
@@ -105,9 +107,9 @@ class SurveyedDatabase(NamedTuple):
             return _with_conditions(self, table, question, number, draw)
 
         column = draw.choice(plain)
-        others = [one for one in numbers if one != column]
-        if others and draw.random() < 0.5:
-            most = draw.choice(others)
+        other_numbers = [name for name in numbers if name != column]
+        if other_numbers and draw.random() < 0.5:
+            most = draw.choice(other_numbers)
             question = DatabaseQuestion(table=table.name, what=what, column=column, most=most)
             return _with_conditions(self, table, question, min(1, number), draw)
 
@@ -122,17 +124,17 @@ def _with_conditions(
     number: int,
     draw: random.Random,
 ) -> DatabaseQuestion:
-    """The question with so many conditions, or as many as the table has columns for."""
+    """The question with that many conditions, or as many as the table has columns for."""
     named = {
         question.column,
         question.most,
         *(condition.column for condition in question.conditions),
     }
     conditions = list(question.conditions)
-    tables = {one.name: one for one in database.tables}
-    links = [one for one in table.links if one.table in tables]
-    foreign = {one.column for one in table.links}
-    primary = {one.name for one in table.columns if one.is_key} - foreign
+    tables = {linked.name: linked for linked in database.tables}
+    links = [link for link in table.links if link.table in tables]
+    foreign = {link.column for link in table.links}
+    primary = {column.name for column in table.columns if column.is_key} - foreign
     for _ in range(number - len(conditions)):
         if any(condition.column in primary and condition.link is None for condition in conditions):
             break  # one row is named
@@ -141,11 +143,11 @@ def _with_conditions(
         # A key's own value is asked for single values alone: a row more or less has no sum.
         takes_key = question.what == "value" and not question.most and not conditions
         fit = [
-            one
-            for one in (table if link is None else tables[link.table]).columns
-            if one.values
-            and one.name not in named
-            and (not one.is_key or (link is None and takes_key and one.name in primary))
+            column
+            for column in (table if link is None else tables[link.table]).columns
+            if column.values
+            and column.name not in named
+            and (not column.is_key or (link is None and takes_key and column.name in primary))
         ]
         if not fit:
             break
@@ -169,8 +171,8 @@ async def find_database(
 ) -> tuple[SurveyedDatabase, CallResult] | None:
     """What a tool answers SQL of, with a call that it answered; None for a tool that does not."""
     needed = schema.get("required") or ()
-    parameters = [one for one in properties(schema) if _NAMES.search(one)]
-    parameter = next((one for one in parameters if set(needed) <= {one}), None)
+    parameters = [parameter for parameter in properties(schema) if _NAMES.search(parameter)]
+    parameter = next((candidate for candidate in parameters if set(needed) <= {candidate}), None)
     if parameter is None:
         return None
 
@@ -182,21 +184,21 @@ async def find_database(
 
     listed = "FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
     names = f"SELECT json_group_array(name) FROM (SELECT name {listed} LIMIT {MAX_TABLES})"
-    known = []
-    for each in filter(lambda one: isinstance(one, str), _read(await ask(names))):
+    tables = []
+    for each in filter(lambda value: isinstance(value, str), _read(await ask(names))):
         # One by one: a result is as long as a section's max_result_chars at most.
         table = _table(await ask(f"SELECT sql {listed} AND name = {literal(each)}"))
         if table is None:
             continue
         columns = await _with_values(ask, table.name, table.columns)
         if any(column.values for column in columns):
-            known.append(table._replace(columns=columns))
+            tables.append(table._replace(columns=columns))
 
-    if not known:
+    if not tables:
         return None
 
-    first = DatabaseQuestion(table=known[0].name).sql
-    return SurveyedDatabase(parameter, tuple(known)), await call_tool(
+    first = DatabaseQuestion(table=tables[0].name).sql
+    return SurveyedDatabase(parameter, tuple(tables)), await call_tool(
         tools, name, {parameter: first}
     )
 
@@ -204,9 +206,9 @@ async def find_database(
 async def _with_values(
     ask: Callable[[str], Awaitable[str | None]], table: str, columns: Sequence[TableColumn]
 ) -> tuple[TableColumn, ...]:
-    """Columns of a table with values of theirs, found out by one question; by two, each of half of
+    """Columns of a table with some of their values, read by one question; by two, each for half of
     the columns, where that has no answer: one that is too long for a result, or a column that can't
-    be asked for."""
+    be read."""
     drawn = []
     for column in columns:
         name = quote_identifier(column.name)
@@ -215,11 +217,13 @@ async def _with_values(
         values += f" ORDER BY 1 LIMIT {MAX_VALUES}"
         drawn.append(f"json((SELECT json_group_array(one) FROM ({values})))")
 
-    found = _read(await ask(f"json_array({', '.join(drawn)})"))
-    if len(found) == len(columns):
+    columns_values = _read(await ask(f"json_array({', '.join(drawn)})"))
+    if len(columns_values) == len(columns):
         return tuple(
-            column._replace(values=tuple(one for one in of if isinstance(one, (str, int, float))))
-            for column, of in zip(columns, found, strict=True)
+            column._replace(
+                values=tuple(value for value in of if isinstance(value, (str, int, float)))
+            )
+            for column, of in zip(columns, columns_values, strict=True)
         )
 
     if len(columns) < 2:
@@ -244,11 +248,11 @@ async def answer_of(
 
 
 async def _value(tools: AttemptTools, tool: str, parameter: str, sql: str) -> str | None:
-    """What an expression, or a statement that gives one value, comes to; empty for NULL, None where
-    that is no answer."""
+    """The value of an expression, or of a statement that gives one value; empty for NULL, None
+    where the result is no answer."""
     got = await call_tool(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
-    found = _MARKED.search(got.text)
-    return bytes.fromhex(found[1]).decode("utf-8", "replace") if found else None
+    match = _MARKED.search(got.text)
+    return bytes.fromhex(match[1]).decode("utf-8", "replace") if match else None
 
 
 def _mark(expression: str) -> str:
@@ -259,10 +263,10 @@ def _mark(expression: str) -> str:
 
 def _read(text: str | None) -> Sequence[Any]:
     try:
-        found = json.loads(text or "[]")
+        values = json.loads(text or "[]")
     except ValueError:
         return []
-    return found if isinstance(found, list) else []
+    return values if isinstance(values, list) else []
 
 
 def _table(sql: Any) -> DatabaseTable | None:
@@ -286,23 +290,23 @@ def _table(sql: Any) -> DatabaseTable | None:
             return None
 
     keys = [str(column[1]) for column in columns if column[5]]
-    known = tuple(
+    foreign_links = tuple(
         Link(str(link[3]), str(link[2]), str(link[4] or "rowid")) for link in links if link[1] == 0
     )
-    foreign = {one.column for one in known}
+    foreign = {link.column for link in foreign_links}
 
     return DatabaseTable(
         name=str(name),
         columns=tuple(
             TableColumn(
-                name=str(one[1]),
-                is_number=any(kind in str(one[2]).upper() for kind in _NUMBERS),
-                is_key=str(one[1]) in keys or str(one[1]) in foreign,
+                name=str(row[1]),
+                is_number=any(kind in str(row[2]).upper() for kind in _NUMBERS),
+                is_key=str(row[1]) in keys or str(row[1]) in foreign,
                 values=(),
             )
-            for one in itertools.islice(columns, MAX_COLUMNS)
+            for row in itertools.islice(columns, MAX_COLUMNS)
         ),
-        links=known,
+        links=foreign_links,
     )
 
 

@@ -1,9 +1,9 @@
-"""Conversations that solve made tasks, for `agentevo sft`: by the calls that were carried out when
-the task was made, with what they gave then; of tasks made of documents, whose passage is searched
+"""Conversations that solve generated tasks, for `agentevo sft`: by the calls that were carried out
+when the task was made, with their results then; for tasks from documents, whose passage is searched
 for by words of the question, with the tool and the corpus that the agent has.
 
-A task whose passage is not in what the search gives is not shown: nobody should learn to say what
-it has not read.
+A task whose passage is not in the results of the search is not shown: a model should not learn to
+say what it has not read.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def show_lookups(
 
     texts = {passage.id: " ".join(passage.text.split()) for passage in passages}
     world = ToolWorld(sections)
-    found = list[dict[str, Any]]()
+    findable = list[dict[str, Any]]()
     try:
         async with world.open(0) as tools:
             specs = list(tools.schemas)
@@ -75,10 +75,12 @@ async def show_lookups(
                     step = ScenarioStep(
                         tool=SEARCH, arguments={"query": query}, result=answered.text
                     )
-                    found.append({**row, SOLVED_BY_CALLS: msgspec.to_builtins([step])})
+                    findable.append({**row, SOLVED_BY_CALLS: msgspec.to_builtins([step])})
     finally:
         await world.close()
 
     draw = random.Random(f"demonstrations-{seed}")
-    shown = [demonstration(draw.choice(found), specs, system) for _ in range(count if found else 0)]
-    return shown, len(rows) - len(found)
+    shown = [
+        demonstration(draw.choice(findable), specs, system) for _ in range(count if findable else 0)
+    ]
+    return shown, len(rows) - len(findable)

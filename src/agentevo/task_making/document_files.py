@@ -1,9 +1,9 @@
 """Documents as passages: plain texts, corpora and folders of them.
 
 A plain text is cut at ends of paragraphs and sentences; a corpus (.jsonl) has passages of its own.
-A folder is read with all folders in it, but for what is hidden (.git) and linked folders. What ends
-otherwise than a text does is left out and told; a text that can't be read is refused, with all
-others of which that is true.
+A folder is read with all folders in it, except hidden ones (.git) and linked ones. Files without
+the ending of a text are left out and reported; a text that can't be read is refused, together with
+all others that can't.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Documents:
     """Why files of a folder were not read -> how many."""
 
     def note(self) -> str:
-        """What was left out, in words; empty where all was read."""
+        """A description of what was left out; empty where everything was read."""
         if not self.left_out:
             return ""
         why = ", ".join(f"{many} {what}" for what, many in list(self.left_out.items())[:SHOWN])
-        more = len(self.left_out) - SHOWN
-        return f"left out: {why}{f' and {more} further kinds' if more > 0 else ''}"
+        num_hidden = len(self.left_out) - SHOWN
+        return f"left out: {why}{f' and {num_hidden} further kinds' if num_hidden > 0 else ''}"
 
 
 def is_document(word: str) -> bool:
@@ -71,11 +71,11 @@ def is_document(word: str) -> bool:
     return is_text or path.is_dir() or (is_one_word and word.endswith("/"))
 
 
-def read_documents(given: Sequence[Path]) -> Documents:
+def read_documents(sources: Sequence[Path]) -> Documents:
     """The passages of files and folders. Raises ConfigError, a line for each file that can't be
     read, and where there is nothing to read."""
     left_out = Counter[str]()
-    files = _name_files(given, left_out)
+    files = _name_files(sources, left_out)
 
     passages = list[Passage]()
     digests = dict[str, str]()
@@ -85,7 +85,7 @@ def read_documents(given: Sequence[Path]) -> Documents:
             problems.append(f"{str(path)!a}: its name is no UTF-8: rename it")
 
     if not files:
-        problems.append(_nothing_in(given, left_out))
+        problems.append(_nothing_in(sources, left_out))
 
     _check_sizes(files, problems)
     for path, name in files.items() if not problems else ():
@@ -96,7 +96,7 @@ def read_documents(given: Sequence[Path]) -> Documents:
             problems.append(str(error))
             continue
 
-        if not found_passages and path in given:
+        if not found_passages and path in sources:
             problems.append(f"{path}: it is empty: give a text, or a corpus ({CORPUS_ENDING})")
         elif not found_passages:
             left_out["empty"] += 1
@@ -104,34 +104,34 @@ def read_documents(given: Sequence[Path]) -> Documents:
         passages += found_passages
 
     if not (passages or problems):
-        problems.append(_nothing_in(given, left_out))
+        problems.append(_nothing_in(sources, left_out))
 
     twice = [name for name, many in Counter(passage.id for passage in passages).items() if many > 1]
     if twice and not problems:
         problems.append(f"two passages have the id {twice[0]!r}: give each its own")
 
     if problems:
-        more = len(problems) - SHOWN
-        rest = [f"and {more} more that can't be read"] if more > 0 else []
+        num_hidden = len(problems) - SHOWN
+        rest = [f"and {num_hidden} more that can't be read"] if num_hidden > 0 else []
         raise ConfigError("\n".join([*problems[:SHOWN], *rest]))
 
     return Documents(passages, digests, dict(left_out.most_common()))
 
 
-def _name_files(given: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
+def _name_files(sources: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
     """The files with the names that passages have: within its folder, and after the folder's own
-    name where another one has the same. A file that is given twice, by whatever path, counts
+    name where another one has the same. A file that is given twice, also by another path, counts
     once."""
     files = dict[Path, str]()
-    seen = set[Path]()
-    for one in given:
-        found = _files_in(one, left_out) if one.is_dir() else {one: one.name}
+    seen_paths = set[Path]()
+    for source in sources:
+        names = _files_in(source, left_out) if source.is_dir() else {source: source.name}
         taken = set(files.values())
-        for path, name in found.items():
-            whole = path.resolve()
-            if whole not in seen:
-                seen.add(whole)
-                above = (one if one.is_dir() else one.parent).resolve().name
+        for path, name in names.items():
+            resolved = path.resolve()
+            if resolved not in seen_paths:
+                seen_paths.add(resolved)
+                above = (source if source.is_dir() else source.parent).resolve().name
                 files[path] = f"{above}/{name}" if name in taken else name
 
     return files
@@ -155,26 +155,26 @@ def digest_of(path: Path) -> str:
 
 
 def changed_files(digests: dict[str, str]) -> list[str]:
-    """Which files are not what they were when they were read, or are gone."""
-    found = []
+    """The files that have changed since they were read, or are gone."""
+    changed = []
     for path, digest in digests.items():
         try:
             is_same = digest_of(Path(path)) == digest
         except ConfigError:
             is_same = False
         if not is_same:
-            found.append(path)
+            changed.append(path)
 
-    return found
+    return changed
 
 
-def _nothing_in(given: Sequence[Path], left_out: Counter[str]) -> str:
-    where = ", ".join(map(str, given)) or "documents"
-    others = (
+def _nothing_in(sources: Sequence[Path], left_out: Counter[str]) -> str:
+    where = ", ".join(map(str, sources)) or "documents"
+    other_kinds = (
         f" (it has {', '.join(f'{many} {what}' for what, many in left_out.most_common(SHOWN))})"
     )
     return (
-        f"{where}: there is no text in it{others if left_out else ''}: give files that end in "
+        f"{where}: there is no text in it{other_kinds if left_out else ''}: give files that end in "
         f"{', '.join(ENDINGS)}; of a PDF or a web page its text alone, as pdftotext or pandoc "
         "write it"
     )
@@ -187,7 +187,7 @@ def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
     def unreadable(error: OSError) -> None:
         raise ConfigError(f"{error.filename}: can't be read: {error.strerror}") from error
 
-    found: dict[Path, str] = {}
+    texts: dict[Path, str] = {}
     for where, folders, names in os.walk(folder, onerror=unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
@@ -196,19 +196,19 @@ def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
                 left_out[path.suffix.lower()[:20] or "without an ending"] += 1
                 continue
 
-            found[path] = path.relative_to(folder).as_posix()
-            if len(found) > MOST_FILES:
+            texts[path] = path.relative_to(folder).as_posix()
+            if len(texts) > MOST_FILES:
                 raise ConfigError(
                     f"{folder}: has more than {MOST_FILES:,} texts: give a part of them, or one "
                     f"corpus ({CORPUS_ENDING}) with a line for each passage"
                 )
 
-    return found
+    return texts
 
 
 def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
     """Before any file is read: appends to `problems`."""
-    whole = 0
+    num_bytes = 0
     for path in files:
         try:
             size = check_file(path)
@@ -216,17 +216,17 @@ def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
             problems.append(str(error))
             continue
 
-        whole += size
+        num_bytes += size
         if path.suffix.lower() != CORPUS_ENDING and size > MAX_BYTES:
             problems.append(
                 f"{path}: has {size:,} bytes, and of one text at most {MAX_BYTES:,} are read: "
                 f"split it, or make a corpus ({CORPUS_ENDING}) of it, with a line for each passage"
             )
 
-    if whole > MOST_BYTES and not problems:
+    if num_bytes > MOST_BYTES and not problems:
         problems.append(
-            f"the documents have {whole:,} bytes together, and at most {MOST_BYTES:,} are read: "
-            "give a part of them"
+            f"the documents have {num_bytes:,} bytes together, and at most {MOST_BYTES:,} are "
+            "read: give a part of them"
         )
 
 
@@ -252,7 +252,7 @@ def _text_of(path: Path) -> str:
 def parts_of(text: str) -> Iterator[str]:
     """Passages of a text: paragraphs together, as long as they are short enough; longer ones are
     cut at ends of sentences, or where there is none, anywhere."""
-    paragraphs = filter(None, (one.strip() for one in re.split(r"\n\s*\n", text)))
+    paragraphs = filter(None, (paragraph.strip() for paragraph in re.split(r"\n\s*\n", text)))
     pieces = (
         piece
         for paragraph in paragraphs
@@ -273,12 +273,12 @@ def _sentences(paragraph: str) -> Iterator[str]:
 
 def _pack_neighbours(pieces: Iterable[str], joint: str) -> Iterator[str]:
     """Neighbours together, as long as they are short enough."""
-    held = ""
+    packed = ""
     for piece in pieces:
-        if held and len(held) + len(joint) + len(piece) > LONGEST_PASSAGE:
-            yield held
-            held = ""
-        held = f"{held}{joint}{piece}" if held else piece
+        if packed and len(packed) + len(joint) + len(piece) > LONGEST_PASSAGE:
+            yield packed
+            packed = ""
+        packed = f"{packed}{joint}{piece}" if packed else piece
 
-    if held:
-        yield held
+    if packed:
+        yield packed

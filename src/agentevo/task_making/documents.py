@@ -1,9 +1,10 @@
-"""Tasks from documents: what stands in a passage is asked for, and the answer stands there word for
-word, so it can be checked.
+"""Tasks from documents: a question asks for a part of a passage, and the answer is in the passage
+word for word, so it can be checked.
 
-Without a model a sentence is asked for with a gap in it: a number, a name of several words, or a
-title between 《》, that stands nowhere else in that sentence. A model asks questions of its own
-instead; one is taken where its answer stands in the passage, is short, and is not in the question.
+Without a model the question is a sentence with a gap in it: a number, a name of several words, or a
+title between 《》, that stands nowhere else in that sentence. A model asks its own questions
+instead; a question is accepted where its answer stands in the passage, is short, and is not in the
+question.
 
 All tasks of a passage are on one side of the split, which follows from the passage's text alone,
 and a sentence that stands in passages of both sides is not asked for: no sentence that was trained
@@ -75,7 +76,7 @@ class ReadDocuments(msgspec.Struct, kw_only=True):
     held_out: list[dict[str, Any]] = []
     reasons: dict[str, int] = {}
     """Why a model's questions were not taken -> how many."""
-    asked: set[str] = set()
+    asked_questions: set[str] = set()
     """Every question so far."""
 
 
@@ -86,30 +87,30 @@ def tasks_from(
     held_out: int,
     per_passage: int,
     seed: int,
-    asked: Iterable[str] = (),
+    earlier_questions: Iterable[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> ReadDocuments:
-    """Sentences with gaps. `asked`: questions that are not asked again."""
-    made = ReadDocuments(asked=set(asked))
+    """Sentences with gaps. `earlier_questions`: they are not asked again."""
+    tasks = ReadDocuments(asked_questions=set(earlier_questions))
     order = _shuffle(passages, seed)
     on_both = _on_both_sides(passages)
     for passage in order:
-        if not _is_wanted(made, passage, train, held_out):
+        if not _is_wanted(tasks, passage, train, held_out):
             continue
 
         draw = random.Random(f"gaps-{seed}-{passage.id}")
-        found = [
+        gaps = [
             (_GAPPED.format(sentence=gapped, gap=GAP), answer)
-            for whole, gapped, answer in _gaps(passage.text)
-            if asked_key(whole) not in on_both
+            for sentence, gapped, answer in _gaps(passage.text)
+            if asked_key(sentence) not in on_both
         ]
-        found = [one for one in found if one[0] not in made.asked]
-        for question, answer in draw.sample(found, min(per_passage, len(found))):
-            _keep(made, passage, question, answer, train, held_out)
+        gaps = [gap for gap in gaps if gap[0] not in tasks.asked_questions]
+        for question, answer in draw.sample(gaps, min(per_passage, len(gaps))):
+            _keep(tasks, passage, question, answer, train, held_out)
 
-        progress(len(made.train) + len(made.held_out))
+        progress(len(tasks.train) + len(tasks.held_out))
 
-    return made
+    return tasks
 
 
 async def asked_from(
@@ -121,18 +122,18 @@ async def asked_from(
     per_passage: int,
     seed: int,
     language: str = "en",
-    asked: Iterable[str] = (),
+    earlier_questions: Iterable[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> ReadDocuments:
-    """Questions of a model. Raises AgentEvoError where it answers nothing at all."""
-    made = ReadDocuments(asked=set(asked))
+    """Questions of a model. Raises AgentEvoError where it answers nothing."""
+    documents = ReadDocuments(asked_questions=set(earlier_questions))
     reasons = Counter[str]()
     on_both = _on_both_sides(passages)
     failures = list[AgentEvoError]()
     num_asked = 0
     order = _shuffle(passages, seed)
 
-    async def one(number: int, passage: Passage) -> list[dict[str, Any]]:
+    async def ask_about(number: int, passage: Passage) -> list[dict[str, Any]]:
         prompt = _messages(passage, per_passage, language)
         is_here = model.section.api == "engine"
         form = _form(passage, per_passage, language) if is_here else None
@@ -148,49 +149,54 @@ async def asked_from(
             reasons["the model did not answer"] += 1
             return []
 
-        objects = [given for given in jsons_in(reply.text or "") if isinstance(given, dict)]
+        objects = [parsed for parsed in jsons_in(reply.text or "") if isinstance(parsed, dict)]
         listed = objects[-1].get("questions") if objects else None
         if not isinstance(listed, list):
             reasons["no JSON object with a list under `questions`"] += 1
             return []
 
-        return [given for given in listed[:per_passage] if isinstance(given, dict)]
+        return [pair for pair in listed[:per_passage] if isinstance(pair, dict)]
 
     for first in range(0, len(order), AT_ONCE):
-        if len(made.train) >= train and len(made.held_out) >= held_out:
+        if len(documents.train) >= train and len(documents.held_out) >= held_out:
             break
 
         batch = [
             passage
             for passage in order[first : first + AT_ONCE]
-            if _is_wanted(made, passage, train, held_out)
+            if _is_wanted(documents, passage, train, held_out)
         ]
-        answers = await asyncio.gather(*(one(first + n, each) for n, each in enumerate(batch)))
+        answers = await asyncio.gather(
+            *(ask_about(first + n, each) for n, each in enumerate(batch))
+        )
 
         num_asked += len(batch)
         if failures and len(failures) == num_asked:
             raise AgentEvoError(f"the writer has answered nothing: {failures[0]}")
 
-        for passage, given in zip(batch, answers, strict=True):
-            for question, answer in _without_problems(given, passage, on_both, reasons):
-                _keep(made, passage, question, answer, train, held_out)
+        for passage, pairs_of_passage in zip(batch, answers, strict=True):
+            for question, answer in _without_problems(pairs_of_passage, passage, on_both, reasons):
+                _keep(documents, passage, question, answer, train, held_out)
 
-        progress(len(made.train) + len(made.held_out))
+        progress(len(documents.train) + len(documents.held_out))
 
-    made.reasons = dict(reasons.most_common())
-    return made
+    documents.reasons = dict(reasons.most_common())
+    return documents
 
 
 def _without_problems(
-    given: Sequence[Mapping[str, Any]],
+    question_pairs: Sequence[Mapping[str, Any]],
     passage: Passage,
     on_both: Container[bytes],
     reasons: Counter[str],
 ) -> Iterator[tuple[str, str]]:
     """Questions about a passage that can be taken, with their answers; counts why others can't."""
-    pairs = [(_text_of(pair, "question"), _text_of(pair, "answer")) for pair in given]
+    pairs = [(_text_of(pair, "question"), _text_of(pair, "answer")) for pair in question_pairs]
     for question, answer in pairs:
-        if any(one == question and other != answer for one, other in pairs):
+        if any(
+            earlier_question == question and earlier_answer != answer
+            for earlier_question, earlier_answer in pairs
+        ):
             reasons["a question has two answers"] += 1
         elif reason := _problem(question, answer, passage, on_both):
             reasons[reason] += 1
@@ -215,21 +221,28 @@ def _problem(question: str, answer: str, passage: Passage, on_both: Container[by
     if stands_in(answer, question):
         return "a question holds its answer"
 
-    told = [sentence for sentence in _sentences(passage) if stands_in(answer, sentence)]
-    if told and all(asked_key(one) in on_both for one in told):
+    matches = [sentence for sentence in _sentences(passage) if stands_in(answer, sentence)]
+    if matches and all(asked_key(sentence) in on_both for sentence in matches):
         return "its sentence stands on both sides of the split"
 
     return ""
 
 
 def _keep(
-    made: ReadDocuments, passage: Passage, question: str, answer: str, train: int, held_out: int
+    documents: ReadDocuments,
+    passage: Passage,
+    question: str,
+    answer: str,
+    train: int,
+    held_out: int,
 ) -> None:
     content = _content(passage)
-    rows, most = (made.held_out, held_out) if is_held_out(content) else (made.train, train)
+    rows, most = (
+        (documents.held_out, held_out) if is_held_out(content) else (documents.train, train)
+    )
     id_ = hashlib.sha256(f"{content}\0{question}".encode()).hexdigest()[:16]
-    if len(rows) < most and question not in made.asked:
-        made.asked.add(question)
+    if len(rows) < most and question not in documents.asked_questions:
+        documents.asked_questions.add(question)
         rows.append(
             {
                 "id": f"read-{id_}",
@@ -242,21 +255,21 @@ def _keep(
         )
 
 
-def _is_wanted(made: ReadDocuments, passage: Passage, train: int, held_out: int) -> bool:
+def _is_wanted(documents: ReadDocuments, passage: Passage, train: int, held_out: int) -> bool:
     if is_held_out(_content(passage)):
-        return len(made.held_out) < held_out
-    return len(made.train) < train
+        return len(documents.held_out) < held_out
+    return len(documents.train) < train
 
 
 def _content(passage: Passage) -> str:
     return hashlib.sha256(passage.text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
-def check_made(made: ReadDocuments, held_out: int) -> None:
+def check_made(documents: ReadDocuments, held_out: int) -> None:
     """Raises ConfigError where a side of the split has no task."""
-    if not made.train or (held_out and not made.held_out):
-        side = "to train on" if not made.train else "held out"
-        why = "; ".join(f"{reason}: {count}" for reason, count in made.reasons.items())
+    if not documents.train or (held_out and not documents.held_out):
+        side = "to train on" if not documents.train else "held out"
+        why = "; ".join(f"{reason}: {count}" for reason, count in documents.reasons.items())
         raise ConfigError(
             f"no task {side} could be made of these documents "
             f"({why or _TOO_FEW}): give more of them, or another writer"
@@ -274,7 +287,7 @@ def _on_both_sides(passages: Sequence[Passage]) -> set[bytes]:
 
 
 def _sentences(passage: Passage) -> list[str]:
-    """Those of its text, and the title as one of its own."""
+    """The sentences of its text, and the title as a separate one."""
     return [*filter(None, [passage.title]), *SENTENCE.split(passage.text)]
 
 
@@ -291,7 +304,7 @@ def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
         if not WORDS[0] <= num_words(sentence) <= WORDS[1] or GAP in sentence:
             continue
 
-        matches = (one.finditer(sentence) for one in (_NUMBER, _NAME, _TITLE))
+        matches = (pattern.finditer(sentence) for pattern in (_NUMBER, _NAME, _TITLE))
         for match in itertools.chain.from_iterable(matches):
             answer = match.group().rstrip(".,")
             before = sentence[: match.start()]

@@ -7,7 +7,7 @@
     documents.jsonl             the documents that these were read from, with their sha256
     made.json                   the account; written last
 
-The folder appears whole. One that is there already is added to by nobody: it is refused.
+The folder appears complete. An existing folder is never extended: it is refused.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def write_made(
 def made_rows(
     sources: Iterable[str], keys: Iterable[str] = (SOLVED_BY_CALLS, CONTENT)
 ) -> list[dict[str, Any]]:
-    """Rows of files that were made, with these keys. Raises ConfigError for what is no such row."""
-    found = []
+    """Rows of generated files, with these keys. Raises ConfigError for any other row."""
+    rows = []
     for source in sources:
         for row in read_rows(source):
             if not isinstance(row.value, dict) or {*keys} - row.value.keys():
                 raise ConfigError(f"{row.where}: this is no task of `agentevo tasks make`")
-            found.append(row.value)
-    return found
+            rows.append(row.value)
+    return rows

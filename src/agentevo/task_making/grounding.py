@@ -1,10 +1,11 @@
-"""What is true of a scenario, by carrying it out: the state that it leaves, or what it finds.
+"""The truth about a scenario, by carrying it out: the state that it leaves, or the value that it
+finds.
 
-Its calls are made in a new session, between two rounds of the same questions: what those tell
-otherwise afterwards is the state that an agent is to reach, and what they tell as before is to
-stay. A second session has to come to the same: a server whose results hold the time of day, say,
-gives no task by them. So nothing is asked for that doing nothing would reach, or that can't be
-reached again.
+The scenario's calls are made in a new session, between two rounds of the same questions: answers
+that differ afterwards are the state that an agent is to reach, and answers that are equal are to
+stay. A second session has to give the same: a server whose results hold the time of day, say, gives
+no task by them. So no task asks for what doing nothing would reach, or for what can't be reached
+again.
 """
 
 from __future__ import annotations
@@ -43,56 +44,66 @@ class UngroundedError(Exception):
 
 
 async def ground_scenario(
-    world: ToolWorld, known: Survey, steps: Sequence[ScenarioStep], number: int, draw: random.Random
+    world: ToolWorld,
+    survey: Survey,
+    steps: Sequence[ScenarioStep],
+    number: int,
+    draw: random.Random,
 ) -> Scenario:
     """The scenario of these calls in the world of that number. Raises UngroundedError."""
     has_state = any(step.changes for step in steps)
-    questions = _questions(known, steps, draw) if has_state else []
+    questions = _questions(survey, steps, draw) if has_state else []
     async with world.open(number) as tools:
         before = await _all(tools, questions)
-        made = await _carried_out(tools, known, steps)
+        grounded = await _carried_out(tools, survey, steps)
         after = await _all(tools, questions)
-        value = None if has_state else await _value(tools, known, made[-1])
+        value = None if has_state else await _value(tools, survey, grounded[-1])
 
     async with world.open(number, seed=1) as tools:  # as another attempt has it
-        again = await _carried_out(tools, known, steps)
-        if [one.result for one in again] != [one.result for one in made]:
+        repeated = await _carried_out(tools, survey, steps)
+        if [repeated_step.result for repeated_step in repeated] != [
+            grounded_step.result for grounded_step in grounded
+        ]:
             raise UngroundedError("its calls give something else the second time", varies=True)
-        if [one.text for one in await _all(tools, questions)] != [one.text for one in after]:
+        if [reply.text for reply in await _all(tools, questions)] != [
+            reply.text for reply in after
+        ]:
             raise UngroundedError("it leaves another state the second time", varies=True)
 
     if value is not None:
-        return Scenario(steps=made, world=number, answer=value)
+        return Scenario(steps=grounded, world=number, answer=value)
 
     if not has_state:
-        answer, place = _answer(made[-1].result, draw)
-        return Scenario(steps=made, world=number, answer=answer, place=place)
+        answer, place = _answer(grounded[-1].result, draw)
+        return Scenario(steps=grounded, world=number, answer=answer, place=place)
 
-    if any(one.is_lost for one in (*before, *after)):
+    if any(reply.is_lost for reply in (*before, *after)):
         raise UngroundedError("the state could not be asked")
 
-    told = list(zip(before, after, strict=True))
-    changed = [now for was, now in told if was.text != now.text]
+    pairs = list(zip(before, after, strict=True))
+    changed = [now for was, now in pairs if was.text != now.text]
     if not changed:
         raise UngroundedError("it changes nothing that another tool tells")
 
-    same = [now for was, now in told if was.text == now.text and not now.is_error]
+    same = [now for was, now in pairs if was.text == now.text and not now.is_error]
     checks = [
-        StateCheck(tool=one.tool, arguments=one.arguments, result=one.text)
-        for one in [*changed, *same][:MAX_CHECKS]
+        StateCheck(tool=reply.tool, arguments=reply.arguments, result=reply.text)
+        for reply in [*changed, *same][:MAX_CHECKS]
     ]
-    return Scenario(steps=made, world=number, checks=checks)
+    return Scenario(steps=grounded, world=number, checks=checks)
 
 
 async def _carried_out(
-    tools: AttemptTools, known: Survey, steps: Sequence[ScenarioStep]
+    tools: AttemptTools, survey: Survey, steps: Sequence[ScenarioStep]
 ) -> list[ScenarioStep]:
-    """The calls with what they give now, which has to hold the values that are to be found."""
-    made: list[ScenarioStep] = []
+    """The calls with their present results, which have to hold the values to find."""
+    carried_out: list[ScenarioStep] = []
     for step in steps:
-        schemas = properties(known.schemas[step.tool])
-        for name, found in step.found.items():
-            value = first_value(made[found.step].result, found.name, schemas[name])
+        schemas = properties(survey.schemas[step.tool])
+        for name, value_source in step.found.items():
+            value = first_value(
+                carried_out[value_source.step].result, value_source.name, schemas[name]
+            )
             if value != step.arguments[name]:
                 raise UngroundedError("what is to be found is not what is found first")
 
@@ -100,7 +111,7 @@ async def _carried_out(
         if got.is_error:
             raise UngroundedError("a call is refused without the calls that were left out")
 
-        made.append(
+        carried_out.append(
             ScenarioStep(
                 tool=step.tool,
                 arguments=step.arguments,
@@ -111,45 +122,48 @@ async def _carried_out(
             )
         )
 
-    return made
+    return carried_out
 
 
-async def _value(tools: AttemptTools, known: Survey, step: ScenarioStep) -> str | None:
+async def _value(tools: AttemptTools, survey: Survey, step: ScenarioStep) -> str | None:
     """The answer to a question of a database; None for other calls."""
     if step.question is None:
         return None
 
-    value = await answer_of(tools, step.tool, known.databases[step.tool].parameter, step.question)
+    value = await answer_of(tools, step.tool, survey.databases[step.tool].parameter, step.question)
     if value is None or len(value) > LONGEST_ANSWER or value not in step.result:
         raise UngroundedError("its question has not one answer")
-    if value in map(str, step.question.told.values()):
+    if value in map(str, step.question.told_values.values()):
         raise UngroundedError("its words would say what is to be found")
     return value
 
 
 def _questions(
-    known: Survey, steps: Sequence[ScenarioStep], draw: random.Random
+    survey: Survey, steps: Sequence[ScenarioStep], draw: random.Random
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Calls that tell of the state that these leave: of each tool that changes nothing, with the
-    arguments that the walk has for its parameters, else with some that are known."""
+    """Calls that show the state that these steps leave: of each tool that changes nothing, with the
+    arguments that the walk has for its parameters, else with known values."""
     by_name: dict[str, list[Any]] = {}
     for step in steps:
         for name, value in step.arguments.items():
             by_name.setdefault(name.lower(), []).append(value)
 
-    found = [(step.tool, step.arguments) for step in steps if not step.changes]
-    for tool in known.asking:
-        if (database := known.databases.get(tool)) is not None:
+    questions = [(step.tool, step.arguments) for step in steps if not step.changes]
+    for tool in survey.asking:
+        if (database := survey.databases.get(tool)) is not None:
             counts = [DatabaseQuestion(table=table.name).sql for table in database.tables[:GUESSES]]
-            found += [(tool, {database.parameter: sql}) for sql in counts]
+            questions += [(tool, {database.parameter: sql}) for sql in counts]
             continue
 
-        schema = known.schemas[tool]
+        schema = survey.schemas[tool]
         choices = []
-        for name, one in properties(schema).items():
+        for name, parameter_schema in properties(schema).items():
             if name in (schema.get("required") or ()):
-                values = by_name.get(name.lower()) or known.values.known(name, one)[-GUESSES:]
-                values = values or [known.values.draw(name, one, draw)]
+                values = (
+                    by_name.get(name.lower())
+                    or survey.values.known_values(name, parameter_schema)[-GUESSES:]
+                )
+                values = values or [survey.values.draw(name, parameter_schema, draw)]
                 choices.append([(name, _frozen(value)) for value in values])
 
         every = itertools.product(*map(dict.fromkeys, choices))
@@ -158,9 +172,9 @@ def _questions(
 
         for pairs in combined[:GUESSES]:
             question = (tool, {name: json.loads(value) for name, value in pairs})
-            found += [question] if question not in found else []
+            questions += [question] if question not in questions else []
 
-    return found[:MAX_QUESTIONS]
+    return questions[:MAX_QUESTIONS]
 
 
 def _frozen(value: Any) -> str:
@@ -189,15 +203,15 @@ def _answer(text: str, draw: random.Random) -> tuple[str, str]:
             for key, value in tree.items()
             if isinstance(value, (str, int, float)) and not isinstance(value, bool)
         ]
-        told = [one for one in plain if 0 < len(one[1]) <= LONGEST_ANSWER]
-        if told:
-            key, value = draw.choice(told)
+        candidates = [entry for entry in plain if 0 < len(entry[1]) <= LONGEST_ANSWER]
+        if candidates:
+            key, value = draw.choice(candidates)
             return value, key
 
         raise UngroundedError("its result has nothing short to ask for")
 
     line = text.strip().split("\n")[0].strip()
-    if not 0 < len(line) <= LONGEST_ANSWER or not any(one.isalnum() for one in line):
+    if not 0 < len(line) <= LONGEST_ANSWER or not any(character.isalnum() for character in line):
         raise UngroundedError("its result has nothing short to ask for")
 
     return line, ""

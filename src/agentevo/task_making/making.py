@@ -1,6 +1,7 @@
-"""Tasks for a server of tools, from nothing but the server: what its tools do is found out by real
-calls (survey.py), call sequences are drawn and carried out (walks.py), what they leave or find is
-recorded as the truth (grounding.py), and the agent is asked in words to reach it (wording.py).
+"""Tasks for a server of tools, from the server alone: real calls show what its tools do
+(survey.py), call sequences are drawn and carried out (walks.py), the state that they leave or the
+value that they find is recorded as the truth (grounding.py), and the agent is asked in words to
+reach it (wording.py).
 
 All draws are from the seed: the same server, seed and counts give the same tasks. Walks are made in
 rounds of AT_ONCE, each in a session of its own; which tools a round prefers follows from the rounds
@@ -41,8 +42,8 @@ LONGEST_QUERY = 4000
 """Characters of a task: descriptions may be of any length."""
 MOST_ALIKE = 0.4
 """Share of the tasks that have one difficulty, as long as others are found: beyond it one is taken
-after MAX_MISSES / 2 walks in vain, the next one after half as many, and so on, so that looking for
-others costs MAX_MISSES walks in all."""
+after MAX_MISSES / 2 unsuccessful walks, the next one after half as many, and so on, so that looking
+for others costs MAX_MISSES walks altogether."""
 SAME_ANSWER = 4
 SAME_SHARE = 0.03
 """Tasks at most whose last call and answer are the same, or that share of all that are wanted: an
@@ -56,16 +57,17 @@ class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
     held_out: int = 50
     seed: int = 0
     worlds: int = 1
-    """Of so many worlds, by number in each task's `world`; 1 for a server that has but one."""
+    """The number of worlds; each task's `world` has its world's number. 1 for a server with only
+    one."""
     max_calls: int = MAX_CALLS
     languages: tuple[str, ...] = ("en",)
     personas: tuple[str, ...] = ("",)
-    """Who asks; "" is nobody in particular."""
+    """The persona that asks; "" is no particular one."""
     kinds: tuple[str, ...] = ("state", "answer")
     min_difficulty: int = 1
     max_difficulty: int = HARDEST
     values: Mapping[str, Sequence[Any]] = {}
-    """Parameter -> values that somebody names."""
+    """Parameter -> values that the user names."""
 
 
 class MadeTasks(msgspec.Struct, kw_only=True):
@@ -74,7 +76,7 @@ class MadeTasks(msgspec.Struct, kw_only=True):
     train: list[dict[str, Any]] = []
     """Rows of files of tasks."""
     held_out: list[dict[str, Any]] = []
-    known: Survey
+    survey: Survey
     reasons: dict[str, int] = {}
     """Why walks gave no task -> how many."""
 
@@ -88,77 +90,78 @@ class MadeTasks(msgspec.Struct, kw_only=True):
             "train": len(self.train),
             "held_out": len(self.held_out),
             "difficulty": dict(sorted(Counter(row["difficulty"] for row in rows).items())),
-            "tools": {name: tools[name] for name in self.known.schemas},
+            "tools": {name: tools[name] for name in self.survey.schemas},
             "pairs": sorted(f"{first} -> {then}" for first, then in pairs),
-            "silent": self.known.silent,
-            "changing": sorted(self.known.changing),
+            "silent": self.survey.silent,
+            "changing": sorted(self.survey.changing),
             "reasons": self.reasons,
         }
 
 
-def check_wanted(wanted: WantedTasks) -> None:
-    """Raises ConfigError for what can't be made."""
-    for given, known, what in (
-        (wanted.languages, tuple(LANGUAGES), "--language"),
-        (wanted.personas, ("", *PERSONAS), "--persona"),
-        (wanted.kinds, ("state", "answer", "open"), "--kind"),
+def check_wanted(request: WantedTasks) -> None:
+    """Raises ConfigError for a request that can't be fulfilled."""
+    for chosen, allowed, what in (
+        (request.languages, tuple(LANGUAGES), "--language"),
+        (request.personas, ("", *PERSONAS), "--persona"),
+        (request.kinds, ("state", "answer", "open"), "--kind"),
     ):
-        unknown = next((one for one in given if one not in known), None)
-        if unknown is not None or not given:
-            names = ", ".join(filter(None, known))
+        unknown = next((value for value in chosen if value not in allowed), None)
+        if unknown is not None or not chosen:
+            names = ", ".join(filter(None, allowed))
             raise ConfigError(f"{what} {unknown or 'nothing'}: there are {names}")
 
-    if not 1 <= wanted.min_difficulty <= wanted.max_difficulty <= HARDEST:
+    if not 1 <= request.min_difficulty <= request.max_difficulty <= HARDEST:
         raise ConfigError(
-            f"--difficulty: {wanted.min_difficulty} to {wanted.max_difficulty}: give 1 to {HARDEST}"
+            f"--difficulty: {request.min_difficulty} to {request.max_difficulty}: give 1 to "
+            f"{HARDEST}"
         )
 
 
 async def make_tasks(
     sections: Sequence[ToolSection],
-    wanted: WantedTasks,
+    request: WantedTasks,
     *,
     taken: frozenset[str] = frozenset(),
     harder_than: Sequence[Mapping[str, Any]] = (),
-    tell: Callable[[str], None] = lambda line: None,
+    on_note: Callable[[str], None] = lambda line: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> MadeTasks:
-    """The tasks. `taken`: contents that are not made again; `harder_than`: rows of tasks that were
-    made, which every task goes on from, by further calls. Raises ToolUnavailableError where the
-    server can't be reached, ConfigError where it has no tool that answers, AgentEvoError where
-    nothing can be asked of it."""
-    check_wanted(wanted)
+    """The tasks. `taken`: contents that are not made again; `harder_than`: rows of generated tasks,
+    each of which every new task extends by further calls. Raises ToolUnavailableError where the
+    server can't be reached, ConfigError where it has no tool that answers, AgentEvoError where no
+    question can be asked of it."""
+    check_wanted(request)
     world = ToolWorld(sections)
     try:
-        known = await survey(world, wanted.values, seed=wanted.seed)
-        for name, why in known.silent.items():
-            tell(f"no task needs {name}: it refuses or fails what its schema allows ({why})")
-        return await _Maker(world, known, wanted, taken, harder_than, progress).make()
+        surveyed = await survey(world, request.values, seed=request.seed)
+        for name, why in surveyed.silent.items():
+            on_note(f"no task needs {name}: it refuses or fails what its schema allows ({why})")
+        return await _Maker(world, surveyed, request, taken, harder_than, progress).make()
     finally:
         await world.close()
 
 
 class _Maker:
-    """The rounds of one making."""
+    """The rounds in which one set of tasks is made."""
 
     def __init__(
         self,
         world: ToolWorld,
-        known: Survey,
-        wanted: WantedTasks,
+        surveyed: Survey,
+        request: WantedTasks,
         taken: frozenset[str],
         parents: Sequence[Mapping[str, Any]],
         progress: Callable[[int], None],
     ) -> None:
         self._world = world
-        self._known = known
-        self._wanted = wanted
+        self._known = surveyed
+        self._wanted = request
         self._progress = progress
         self._reasons = Counter[str]()
         self._used = Coverage()
         self._taken = set(taken)
         self._queries = set[str]()
-        self._made = MadeTasks(known=known)
+        self._made = MadeTasks(survey=surveyed)
         self._graded = Counter[int]()
         self._misses = 0
         self._patience = MAX_MISSES // 2
@@ -166,47 +169,47 @@ class _Maker:
 
     async def make(self) -> MadeTasks:
         """See make_tasks."""
-        made = self._made
-        wanted = self._wanted
+        tasks = self._made
+        request = self._wanted
         number = 0
         while self._misses < MAX_MISSES and (
-            len(made.train) < wanted.train or len(made.held_out) < wanted.held_out
+            len(tasks.train) < request.train or len(tasks.held_out) < request.held_out
         ):
             numbers = range(number, number + AT_ONCE)
             number += AT_ONCE
 
             walked = await asyncio.gather(*map(self._walk, numbers))
-            for (scenario, heard), draw in zip(walked, map(self._draw, numbers), strict=True):
-                for got in heard:
+            for (scenario, results), draw in zip(walked, map(self._draw, numbers), strict=True):
+                for got in results:
                     self._known.learn(got)
                 is_kept = scenario is not None and self._keep(scenario, draw)
-                if heard and not is_kept:
-                    self._used.fruitless[heard[-1].tool] += 1
+                if results and not is_kept:
+                    self._used.fruitless[results[-1].tool] += 1
                 self._misses = 0 if is_kept else self._misses + 1
 
-            self._progress(len(made.train) + len(made.held_out))
+            self._progress(len(tasks.train) + len(tasks.held_out))
 
-        made.reasons = dict(self._reasons.most_common())
-        if not made.train or (wanted.held_out and not made.held_out):
+        tasks.reasons = dict(self._reasons.most_common())
+        if not tasks.train or (request.held_out and not tasks.held_out):
             why = "; ".join(f"{reason}: {count}" for reason, count in self._reasons.most_common(5))
             raise AgentEvoError(
                 f"nothing that the server can be asked could be made a task ({why or 'no walk'}): "
                 "give values of its parameters by --value, or other tools by --include"
             )
 
-        return made
+        return tasks
 
     def _draw(self, number: int, purpose: str = "words") -> random.Random:
         return random.Random(f"{purpose}-{self._wanted.seed}-{number}")
 
     async def _walk(self, number: int) -> tuple[Scenario | None, list[CallResult]]:
-        """One walk of a round: what it became, and what was heard in it. Only what earlier rounds
-        have learnt counts in it, so that walks beside it change nothing."""
+        """One walk of a round: the scenario that it gave, and the results of its calls. Only what
+        earlier rounds have learnt counts in it, so that concurrent walks change nothing."""
         draw = self._draw(number, "walk")
-        wanted = self._wanted
+        request = self._wanted
 
         parent = ""
-        world = draw.randrange(wanted.worlds)
+        world = draw.randrange(request.worlds)
         start = list[ScenarioStep]()
         if self._parents:
             row = draw.choice(self._parents)
@@ -215,23 +218,23 @@ class _Maker:
             parent = str(row["id"])
 
         fewest = 2 if self._has_enough(1) else 1
-        most = max(fewest, wanted.max_calls)
+        most = max(fewest, request.max_calls)
         num_calls = max(1, draw.randint(fewest, most) - len(start))
         async with self._world.open(world) as tools:
             for step in start:
                 await call_tool(tools, step.tool, step.arguments)
             is_question = bool(start) and start[-1].question is not None
             if is_question:
-                walked, heard = await asked_further(tools, self._known, start, draw)
+                walked, results = await asked_further(tools, self._known, start, draw)
             else:
-                walked, heard = await walk(tools, self._known, self._used, draw, num_calls, start)
+                walked, results = await walk(tools, self._known, self._used, draw, num_calls, start)
 
         steps = prune_steps(walked) if walked else []
         if not steps or (len(steps) <= len(start) and not is_question):
             self._reasons["a call was refused, or gave too much"] += 1
-            return None, heard
+            return None, results
 
-        return await self._scenario(steps, world, parent, draw), heard
+        return await self._scenario(steps, world, parent, draw), results
 
     async def _scenario(
         self, steps: list[ScenarioStep], world: int, parent: str, draw: random.Random
@@ -255,11 +258,11 @@ class _Maker:
             return None
 
         try:
-            found = await ground_scenario(self._world, self._known, steps, world, draw)
-            if found.kind not in self._wanted.kinds:
+            grounded = await ground_scenario(self._world, self._known, steps, world, draw)
+            if grounded.kind not in self._wanted.kinds:
                 self._reasons["of a kind that is not wanted"] += 1
                 return None
-            return msgspec.structs.replace(found, parent=parent)
+            return msgspec.structs.replace(grounded, parent=parent)
         except UngroundedError as error:
             if error.varies and takes_open:
                 return msgspec.structs.replace(planned, is_open=True, parent=parent)
@@ -268,9 +271,9 @@ class _Maker:
 
     def _keep(self, scenario: Scenario, draw: random.Random) -> bool:
         """Whether it becomes a task."""
-        wanted = self._wanted
-        language = draw.choice(wanted.languages)
-        persona = draw.choice(wanted.personas)
+        request = self._wanted
+        language = draw.choice(request.languages)
+        persona = draw.choice(request.personas)
         query = word_scenario(
             scenario, self._known.descriptions, language=language, persona=persona
         )
@@ -288,21 +291,21 @@ class _Maker:
 
         self._graded[scenario.difficulty] += 1
         rows = self._made.held_out if is_held_out(scenario.content) else self._made.train
-        rows.append(scenario.row(query, language=language, persona=persona, worlds=wanted.worlds))
+        rows.append(scenario.row(query, language=language, persona=persona, worlds=request.worlds))
         return True
 
     def _superfluous(self, scenario: Scenario) -> str:
-        """Why nobody needs it, whatever it comes to; empty if somebody does."""
-        made = self._made
-        wanted = self._wanted
+        """Why the scenario is not needed, whatever it gives; empty if it is."""
+        tasks = self._made
+        request = self._wanted
 
         content = scenario.content
         if content in self._taken:
             return "there already"
 
         is_apart = is_held_out(content)
-        if len(made.held_out if is_apart else made.train) >= (
-            wanted.held_out if is_apart else wanted.train
+        if len(tasks.held_out if is_apart else tasks.train) >= (
+            request.held_out if is_apart else request.train
         ):
             return "enough of its side of the split"
 
@@ -324,8 +327,8 @@ class _Maker:
             return "its words say what is to be found"
 
         last = scenario.steps[-1].tool
-        wanted = self._wanted.train + self._wanted.held_out
-        most = max(SAME_ANSWER, SAME_SHARE * wanted)
+        num_wanted = self._wanted.train + self._wanted.held_out
+        most = max(SAME_ANSWER, SAME_SHARE * num_wanted)
         if scenario.answer is not None and self._used.answers[last, scenario.answer] >= most:
             return "too many have the same answer"
 

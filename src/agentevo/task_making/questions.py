@@ -28,7 +28,7 @@ class Link(msgspec.Struct, frozen=True):
 
     column: str
     table: str
-    """The one that it names a row of."""
+    """The table with the row that it refers to."""
     key: str
     """That one's column."""
 
@@ -40,24 +40,24 @@ class QueryCondition(msgspec.Struct, frozen=True, kw_only=True):
     sign: Sign = "="
     value: str | int | float
     link: Link | None = None
-    """The column is that of the row which this foreign key names."""
+    """The column belongs to the row that this foreign key refers to."""
 
     @property
     def sql(self) -> str:
         """For WHERE."""
-        own = f"{quote_identifier(self.column)} {self.sign} {literal(self.value)}"
+        condition = f"{quote_identifier(self.column)} {self.sign} {literal(self.value)}"
         if self.link is None:
-            return own
+            return condition
         key = quote_identifier(self.link.key)
         table = quote_identifier(self.link.table)
-        other = f"SELECT {key} FROM {table} WHERE {own}"
-        return f"{quote_identifier(self.link.column)} IN ({other})"
+        subquery = f"SELECT {key} FROM {table} WHERE {condition}"
+        return f"{quote_identifier(self.link.column)} IN ({subquery})"
 
     @property
     def words(self) -> str:
         """After "with": "city Oslo", "amount over 5", "customers of city Oslo"."""
-        own = f"{plain(self.column)} {_SIGNS[self.sign]}{self.value}"
-        return own if self.link is None else f"{plain(self.link.table)} of {own}"
+        text = f"{plain(self.column)} {_SIGNS[self.sign]}{self.value}"
+        return text if self.link is None else f"{plain(self.link.table)} of {text}"
 
 
 class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,9 +74,9 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sql(self) -> str:
         """One SELECT statement that gives one value."""
-        asked = _FUNCTIONS.get(self.what, "count(*)").format(quote_identifier(self.column))
+        selection = _FUNCTIONS.get(self.what, "count(*)").format(quote_identifier(self.column))
         last = f" ORDER BY {quote_identifier(self.most)} DESC LIMIT 1" if self.most else ""
-        return f"SELECT {asked} {self._rows}{last}"
+        return f"SELECT {selection} {self._rows}{last}"
 
     @property
     def meant_sql(self) -> str | None:
@@ -97,7 +97,7 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """As what is to be done."""
+        """As an instruction."""
         table = plain(self.table)
         kind = "" if self.what == "value" else f"{self.what} "
         doing = (
@@ -105,12 +105,12 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
             if self.what == "count"
             else f"finding the {kind}{plain(self.column)} of the {table}"
         )
-        met = [condition.words for condition in self.conditions]
-        met += [f"the largest {plain(self.most)}"] if self.most else []
-        return f"{doing} with {' and '.join(met)}" if met else doing
+        condition_words = [condition.words for condition in self.conditions]
+        condition_words += [f"the largest {plain(self.most)}"] if self.most else []
+        return f"{doing} with {' and '.join(condition_words)}" if condition_words else doing
 
     @property
-    def told(self) -> dict[str, Any]:
+    def told_values(self) -> dict[str, Any]:
         """The values that the words have to name."""
         return {
             f"{condition.column} {condition.sign}": condition.value for condition in self.conditions

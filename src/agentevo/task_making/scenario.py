@@ -1,5 +1,6 @@
-"""A scenario: calls that solve it, which of their arguments the agent is told, and what says that
-it was solved. What its content is decides whether it is held out, whoever asks and in which words.
+"""A scenario: calls that solve it, which of their arguments the agent is given, and how to check
+that it was solved. Its content decides whether it is held out, whatever the persona and the
+wording.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ PARENT = "variant_of"
 
 
 class ValueSource(msgspec.Struct, frozen=True, kw_only=True):
-    """An argument that the agent is not told: it is the first such value that an earlier call
-    gives."""
+    """An argument that the agent is not given: it is the first such value in the result of an
+    earlier call."""
 
     step: int
     """The number of that call, from 0."""
@@ -47,13 +48,14 @@ class ScenarioStep(msgspec.Struct, frozen=True, kw_only=True):
     changes: bool = False
     """The call changes the state of the server."""
     question: DatabaseQuestion | None = None
-    """What the call asks a database: the agent is told its words, and has to write the SQL."""
+    """The question that the call asks a database: the agent is given its words, and has to write
+    the SQL."""
 
     @property
-    def told(self) -> dict[str, Any]:
-        """The arguments that the agent is told; of a question the values that it names."""
+    def told_values(self) -> dict[str, Any]:
+        """The arguments that the agent is given; of a question the values that it names."""
         if self.question is not None:
-            return self.question.told
+            return self.question.told_values
         return {
             name: argument for name, argument in self.arguments.items() if name not in self.found
         }
@@ -70,7 +72,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """What of the last result the answer is: the key of its JSON, or empty for its first line."""
     checks: list[StateCheck] = []
     is_open: bool = False
-    """Neither: its calls give something else each time, so somebody has to judge what was done."""
+    """Neither: its calls give other results each time, so a judge has to score what was done."""
     parent: str = ""
     """The id of the task that it is a harder variant of."""
 
@@ -83,23 +85,24 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def content(self) -> str:
-        """A name of all that the agent is told and has to do, in whichever world and words."""
-        whole = [
+        """A name of everything that the agent is given and has to do, in any world and any
+        words."""
+        calls = [
             [
                 step.tool,
-                step.told,
-                {name: [found.step, found.name] for name, found in step.found.items()},
+                step.told_values,
+                {name: [source.step, source.name] for name, source in step.found.items()},
                 *([step.question.sql] if step.question is not None else []),
             ]
             for step in self.steps
         ]
-        text = json.dumps([whole, self.kind, self.place], sort_keys=True, ensure_ascii=True)
+        text = json.dumps([calls, self.kind, self.place], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def difficulty(self) -> int:
-        """From 1 to HARDEST: a point for each call, for each value that has to be found and for
-        each further clause of a question, less the first."""
+        """From 1 to HARDEST: a point for each call, for each value to find and for each further
+        clause of a question, less the first."""
         clauses = sum(step.question.clauses for step in self.steps if step.question is not None)
         return min(HARDEST, len(self.steps) + sum(len(step.found) for step in self.steps) + clauses)
 
@@ -110,7 +113,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pairs(self) -> set[tuple[str, str]]:
-        """Tools one of which is called after the other."""
+        """Pairs of tools that are called one after the other."""
         return pairs_of([step.tool for step in self.steps])
 
     def row(self, query: str, *, language: str, persona: str, worlds: int) -> dict[str, Any]:
@@ -139,7 +142,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pairs_of(tools: Sequence[str]) -> set[tuple[str, str]]:
-    """Each tool with the one that is called next."""
+    """Pairs of each tool with the next one."""
     return set(pairwise(tools))
 
 

@@ -1,8 +1,8 @@
 """How hard made tasks are for an agent, by real attempts at them.
 
 A task that all or none of its attempts solve teaches nothing now: it goes to the reserve, from
-which a later grading takes it again. An attempt that failed says nothing of its task; a task of
-which every attempt has failed is in the reserve as well, without a rate.
+which a later grading takes it again. A failed attempt says nothing about its task; a task whose
+attempts have all failed is in the reserve as well, without a rate.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def grade_tasks(
     rows: Sequence[Mapping[str, Any]], solved: Mapping[str, Sequence[bool]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The tasks at the edge of what the agent can do, and those in reserve. `solved`: task id ->
-    what came of each attempt that did not fail."""
+    the result of each attempt that did not fail."""
     edge: list[dict[str, Any]] = []
     reserve: list[dict[str, Any]] = []
     for row in rows:
         outcomes = solved.get(row["id"], ())
         plain = {key: value for key, value in row.items() if key != RATE}
         rate = sum(outcomes) / len(outcomes) if outcomes else None
-        told = plain if rate is None else {**plain, RATE: rate}
-        (reserve if rate in (None, 0.0, 1.0) else edge).append(told)
+        graded = plain if rate is None else {**plain, RATE: rate}
+        (reserve if rate in (None, 0.0, 1.0) else edge).append(graded)
 
     return edge, reserve
 
@@ -59,16 +59,16 @@ def graded_folder(
     attempts: int,
     note: Callable[[str], None],
 ) -> list[str]:
-    """Plays, writes the folder `out`, and says what came of it. Raises ConfigError for what is no
-    folder of made tasks, and AttemptsFailedError where every attempt has failed."""
+    """Plays, writes the folder `out`, and returns a report. Raises ConfigError for a folder without
+    generated tasks, and AttemptsFailedError where every attempt has failed."""
     sources = [str(folder / name) for name in (TRAIN, RESERVE) if (folder / name).is_file()]
     if not sources or not (folder / ACCOUNT).is_file():
         raise ConfigError(f"{folder}: holds no tasks of `agentevo tasks make`")
 
     rows = made_rows(sources, [CONTENT])
     held_file = folder / HELD_OUT
-    held = made_rows([str(held_file)], [CONTENT]) if held_file.is_file() else []
-    contents = {row[CONTENT] for row in held}
+    held_out_rows = made_rows([str(held_file)], [CONTENT]) if held_file.is_file() else []
+    contents = {row[CONTENT] for row in held_out_rows}
     leaked = next((row["id"] for row in rows if row[CONTENT] in contents), None)
     if leaked is not None:
         raise ConfigError(f"{folder}: {leaked} is both trained on and held out: make them again")
@@ -87,7 +87,7 @@ def graded_folder(
     write_made(
         out,
         train=edge,
-        held_out=held,
+        held_out=held_out_rows,
         reserve=reserve,
         demonstrations=_lines(folder / DEMONSTRATIONS),
         corpus=_lines(folder / CORPUS),
@@ -117,19 +117,19 @@ def _measure_solved(
     attempts: int,
     note: Callable[[str], None],
 ) -> dict[str, list[bool]]:
-    """Task id -> what came of each attempt that did not fail."""
+    """Task id -> the result of each attempt that did not fail."""
     with tempfile.TemporaryDirectory(prefix="agentevo-grade-") as scratch:
         played = Path(scratch) / "tasks.jsonl"
         results = Path(scratch) / "results"
         write_rows(rows, played)
-        asked = EvaluationRun(
+        evaluation = EvaluationRun(
             target=target,
             overrides=overrides,
             tasks=[str(played)],
             attempts=attempts,
             out=results,
         )
-        summary = evaluate(asked, note)
+        summary = evaluate(evaluation, note)
         check_attempts(summary)
 
         solved: dict[str, list[bool]] = defaultdict(list)

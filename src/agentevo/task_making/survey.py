@@ -1,10 +1,10 @@
-"""What a server's tools do, found out by real calls: which of them answer what, which change the
-state that others tell of, and which refuse what their own schema allows.
+"""A survey of a server's tools by real calls: which of them answer what, which change the state
+that others show, and which refuse what their own schema allows.
 
 Calls are made in sessions of their own, as attempts have them. A tool is called with arguments of
-its schema, then with what others gave; one that answers none of these calls is said to the user
-with its last words, and no task needs it. Whether a tool changes something is seen by the others:
-all that are known are asked twice, the tool is called, and they are asked again. A tool that
+its schema, then with values from other results; a tool that answers none of these calls is reported
+to the user with its last answer, and no task needs it. Other tools show whether a tool changes
+something: all known ones are asked twice, the tool is called, and they are asked again. A tool that
 answers SQL is asked for its tables (databases.py).
 """
 
@@ -42,11 +42,11 @@ class Survey(msgspec.Struct, kw_only=True):
     answered: dict[str, CallResult] = {}
     """Tool -> a call that it answered."""
     changing: set[str] = set()
-    """Tools that change what others tell."""
+    """Tools that change the answers of others."""
     databases: dict[str, SurveyedDatabase] = {}
     """Tools that answer SQL -> of what."""
     silent: dict[str, str] = {}
-    """Tools that answered no call -> what the last one came to."""
+    """Tools that answered no call -> the result of the last one."""
 
     @property
     def usable(self) -> list[str]:
@@ -58,9 +58,13 @@ class Survey(msgspec.Struct, kw_only=True):
         """Names of tools that no text of a task may hold: all but plain words, such as `weather`,
         that the tools' own descriptions and parameters say as words."""
         parameters = [name for schema in self.schemas.values() for name in properties(schema)]
-        said = " ".join([*self.descriptions.values(), *parameters])
-        words = set(re.findall(r"[a-z]+", said.lower()))
-        return [one for one in self.schemas if not (one.isalpha() and one in words)]
+        all_words = " ".join([*self.descriptions.values(), *parameters])
+        words = set(re.findall(r"[a-z]+", all_words.lower()))
+        return [
+            tool_name
+            for tool_name in self.schemas
+            if not (tool_name.isalpha() and tool_name in words)
+        ]
 
     @property
     def asking(self) -> list[str]:
@@ -80,90 +84,98 @@ class Survey(msgspec.Struct, kw_only=True):
     def draw_arguments(
         self, name: str, draw: random.Random, fixed: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Arguments of a call: those that are needed, and some of the others. `fixed`: those that
-        are decided already."""
+        """Arguments of a call: the required ones, and some of the others. `fixed`: arguments with a
+        decided value."""
         schema = self.schemas[name]
         needed = schema.get("required") or ()
         arguments = dict(fixed or {})
-        for parameter, one in properties(schema).items():
-            is_known = bool(self.values.known(parameter, one))
+        for parameter, parameter_schema in properties(schema).items():
+            is_known = bool(self.values.known_values(parameter, parameter_schema))
             if parameter not in arguments and (
                 parameter in needed or (is_known and draw.random() < OPTIONAL)
             ):
-                arguments[parameter] = self.values.draw(parameter, one, draw)
+                arguments[parameter] = self.values.draw(parameter, parameter_schema, draw)
 
         return arguments
 
 
 async def survey(
-    world: ToolWorld, given: Mapping[str, Sequence[Any]] | None = None, *, seed: int
+    world: ToolWorld, named_values: Mapping[str, Sequence[Any]] | None = None, *, seed: int
 ) -> Survey:
-    """Finds it out. `given`: values that somebody names, by parameter. Raises
+    """The survey of a server. `named_values`: values that the user names, by parameter. Raises
     ToolUnavailableError where the server can't be reached, ConfigError where it has no tools, or
     answers no call of any."""
     draw = random.Random(f"survey-{seed}")
     async with world.open(0) as tools:
-        specs = [one["function"] for one in tools.schemas]
+        specs = [tool_schema["function"] for tool_schema in tools.schemas]
         if len(specs) > MAX_TOOLS:
             raise ConfigError(
                 f"the server has {len(specs)} tools, and tasks are made of {MAX_TOOLS} at most: "
                 "choose some by --include"
             )
 
-        known = Survey(
+        surveyed = Survey(
             schemas={spec["name"]: spec["parameters"] for spec in specs},
             descriptions={spec["name"]: spec["description"] for spec in specs},
             specs=list(tools.schemas),
-            values=Values(given),
+            values=Values(named_values),
         )
-        for name, schema in known.schemas.items():
-            if found := await find_database(tools, name, schema):
-                known.databases[name], known.answered[name] = found
+        for name, schema in surveyed.schemas.items():
+            if database_and_call := await find_database(tools, name, schema):
+                surveyed.databases[name], surveyed.answered[name] = database_and_call
 
         for _ in range(TRIES):
-            for name in known.schemas:
-                if name not in known.answered:
-                    await _try_tool(tools, known, name, draw)
+            for name in surveyed.schemas:
+                if name not in surveyed.answered:
+                    await _try_tool(tools, surveyed, name, draw)
 
-    if not known.answered:
-        lines = "\n".join(f"{name}: {why}" for name, why in known.silent.items())
+    if not surveyed.answered:
+        lines = "\n".join(f"{name}: {why}" for name, why in surveyed.silent.items())
         raise ConfigError(
             "no tool of the server answers calls that its schema allows, so no task can be made: "
             f"correct its schemas, or give values by --value\n{lines}"
         )
 
-    for name in known.usable:
-        if await _changes(world, known, name):
-            known.changing.add(name)
+    for name in surveyed.usable:
+        if await _changes(world, surveyed, name):
+            surveyed.changing.add(name)
 
-    return known
+    return surveyed
 
 
-async def _try_tool(tools: AttemptTools, known: Survey, name: str, draw: random.Random) -> None:
-    arguments = known.draw_arguments(name, draw)
+async def _try_tool(tools: AttemptTools, surveyed: Survey, name: str, draw: random.Random) -> None:
+    arguments = surveyed.draw_arguments(name, draw)
     got = await call_tool(tools, name, arguments)
-    known.learn(got)
+    surveyed.learn(got)
 
     if got.is_error:
-        known.silent[name] = f"{_told(arguments)} -> {' '.join(got.text.split())[:200]}"
+        surveyed.silent[name] = f"{_told(arguments)} -> {' '.join(got.text.split())[:200]}"
         return
 
-    known.answered[name] = got
-    known.silent.pop(name, None)
+    surveyed.answered[name] = got
+    surveyed.silent.pop(name, None)
 
 
-async def _changes(world: ToolWorld, known: Survey, name: str) -> bool:
+async def _changes(world: ToolWorld, surveyed: Survey, name: str) -> bool:
     """Whether a call of the tool changes what itself or another one says."""
-    call = known.answered[name]
-    others = [one for tool, one in known.answered.items() if tool != name]
+    call = surveyed.answered[name]
+    other_calls = [answer for tool, answer in surveyed.answered.items() if tool != name]
     async with world.open(0) as tools:
         for _ in range(2):  # what these change themselves has happened after that
-            before = [await call_tool(tools, one.tool, one.arguments) for one in others]
+            before = [
+                await call_tool(tools, other_call.tool, other_call.arguments)
+                for other_call in other_calls
+            ]
         first = await call_tool(tools, name, call.arguments)
-        after = [await call_tool(tools, one.tool, one.arguments) for one in others]
-        again = await call_tool(tools, name, call.arguments)
+        after = [
+            await call_tool(tools, other_call.tool, other_call.arguments)
+            for other_call in other_calls
+        ]
+        repeated = await call_tool(tools, name, call.arguments)
 
-    return first.text != again.text or [one.text for one in before] != [one.text for one in after]
+    return first.text != repeated.text or [result.text for result in before] != [
+        result.text for result in after
+    ]
 
 
 def _told(arguments: Mapping[str, Any]) -> str:

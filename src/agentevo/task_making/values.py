@@ -2,8 +2,8 @@
 defaults, examples, bounds), the words of its descriptions ("single, double or family", "such as
 Rome"), and what its calls gave (keys of JSON, "room 12", "city: Oslo or Rome" in a refusal).
 
-A parameter for which there is nothing of that kind gets a name of a person, a word or a small
-number. No value is trusted: whether a tool takes it is seen when it is called.
+A parameter without such a value gets a name of a person, a word or a small number. No value is
+trusted: a call shows whether a tool accepts it.
 """
 
 from __future__ import annotations
@@ -74,44 +74,48 @@ _STOP = frozenset(["the", "a", "an", "it", "is", "of", "to", "in", "on", "be", "
 
 
 class Values:
-    """What is known so far of each parameter, by its name."""
+    """The known values of each parameter so far, by its name."""
 
-    def __init__(self, given: Mapping[str, Sequence[Any]] | None = None) -> None:
-        """`given`: parameter -> values that somebody names, before all others."""
+    def __init__(self, named_values: Mapping[str, Sequence[Any]] | None = None) -> None:
+        """`named_values`: parameter -> values that the user names, which come before all others."""
         self._found: dict[str, list[Any]] = {}
-        for name, values in (given or {}).items():
+        for name, values in (named_values or {}).items():
             self.add(name, values)
 
     def add(self, name: str, values: Sequence[Any]) -> None:
         """Further ones of a parameter."""
-        known = self._found.setdefault(name.lower(), [])
+        values_so_far = self._found.setdefault(name.lower(), [])
         for value in values:
-            if value not in known and len(known) < MAX_VALUES and len(str(value)) <= LONGEST:
-                known.append(value)
+            if (
+                value not in values_so_far
+                and len(values_so_far) < MAX_VALUES
+                and len(str(value)) <= LONGEST
+            ):
+                values_so_far.append(value)
 
     def learn(self, schema: Mapping[str, Any], *texts: str) -> None:
         """What results of calls name of a tool's parameters."""
-        for name, one in properties(schema).items():
+        for name, property_schema in properties(schema).items():
             for text in texts:
-                self.add(name, list(mine_values(text, name, one)))
+                self.add(name, list(mine_values(text, name, property_schema)))
 
-    def known(self, name: str, schema: Mapping[str, Any]) -> list[Any]:
+    def known_values(self, name: str, schema: Mapping[str, Any]) -> list[Any]:
         """Values that the server has shown for a parameter."""
         stated = [
             stated_value
             for stated_value in stated_values(schema)
             if len(str(stated_value)) <= LONGEST
         ]
-        stated += [one for one in self._found.get(name.lower(), []) if one not in stated]
-        return [one for one in stated if _fits(one, schema)]
+        stated += [value for value in self._found.get(name.lower(), []) if value not in stated]
+        return [value for value in stated if _fits(value, schema)]
 
     def draw(self, name: str, schema: Mapping[str, Any], draw: random.Random) -> Any:
-        """One of those, or where there is none one that is made up."""
-        known = self.known(name, schema)
+        """One of the known values, or a made-up one where there is none."""
+        known_values = self.known_values(name, schema)
         kind = _kind(schema)
         is_free = kind == "string" and not stated_values(schema)
-        if known and not (is_free and draw.random() < MADE_UP):
-            return draw.choice(known)
+        if known_values and not (is_free and draw.random() < MADE_UP):
+            return draw.choice(known_values)
         if kind in ("integer", "number"):
             return _number(schema, draw)
         if kind == "boolean":
@@ -123,42 +127,46 @@ class Values:
 
 
 def properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """A tool's parameters, those that a reference leads to included."""
-    found = {}
-    for name, one in (schema.get("properties") or {}).items():
+    """A tool's parameters, also those behind a reference."""
+    schemas = {}
+    for name, property_schema in (schema.get("properties") or {}).items():
         for _ in range(6):
-            reference = one.get("$ref") if isinstance(one, Mapping) else None
+            reference = (
+                property_schema.get("$ref") if isinstance(property_schema, Mapping) else None
+            )
             if not isinstance(reference, str):
                 break
-            one = referred_schema(schema, reference)
+            property_schema = referred_schema(schema, reference)
 
-        found[str(name)] = one if isinstance(one, Mapping) else {}
+        schemas[str(name)] = property_schema if isinstance(property_schema, Mapping) else {}
 
-    return found
+    return schemas
 
 
 def stated_values(schema: Mapping[str, Any]) -> list[Any]:
     """Those that a parameter's own schema names."""
-    found: list[Any] = []
+    values: list[Any] = []
     if "const" in schema:
         return [schema["const"]]
 
     for key in ("enum", "examples"):
         listed = schema.get(key)
-        found += listed if isinstance(listed, list) else []
+        values += listed if isinstance(listed, list) else []
 
     if "default" in schema and schema["default"] is not None:
-        found.append(schema["default"])
+        values.append(schema["default"])
 
     for key in ("anyOf", "oneOf"):
         choices = schema.get(key)
-        for one in choices if isinstance(choices, list) else []:
-            found += stated_values(one) if isinstance(one, Mapping) else []
+        for choice in choices if isinstance(choices, list) else []:
+            values += stated_values(choice) if isinstance(choice, Mapping) else []
 
-    if not found and _kind(schema) == "string":
-        found = described_values(str(schema.get("description", "")))
+    if not values and _kind(schema) == "string":
+        values = described_values(str(schema.get("description", "")))
 
-    return list(dict.fromkeys(one for one in found if isinstance(one, (str, int, float, bool))))
+    return list(
+        dict.fromkeys(value for value in values if isinstance(value, (str, int, float, bool)))
+    )
 
 
 def described_values(text: str) -> list[str]:
@@ -184,22 +192,22 @@ def mine_values(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any
 
     word = re.escape(name.replace("_", " ")).replace(r"\ ", "[ _]")
     if kind in ("integer", "number"):
-        for found in re.finditer(rf"\b{word}\b\W{{0,3}}(-?\d{{1,15}}(?:\.\d+)?)", text, re.I):
-            yield int(found[1]) if "." not in found[1] else float(found[1])
+        for match in re.finditer(rf"\b{word}\b\W{{0,3}}(-?\d{{1,15}}(?:\.\d+)?)", text, re.I):
+            yield int(match[1]) if "." not in match[1] else float(match[1])
         return
 
     if kind != "string":
         return
 
-    for found in re.finditer(rf"\b{word}\b\s?[:=]\s?([^\n;]{{1,400}})", text, re.I):
-        choice = _CHOICE.match(found[1])
-        single = re.match(_WORD, found[1])
+    for match in re.finditer(rf"\b{word}\b\s?[:=]\s?([^\n;]{{1,400}})", text, re.I):
+        choice = _CHOICE.match(match[1])
+        single = re.match(_WORD, match[1])
         if choice is not None:
             yield from _list_words(choice[1])
         elif single is not None:
             yield single[0].strip("'\"")
 
-    if text.strip() and all(re.fullmatch(r"[\w./:@-]+", one) for one in text.split("\n")):
+    if text.strip() and all(re.fullmatch(r"[\w./:@-]+", line) for line in text.split("\n")):
         yield from text.split("\n")  # a list of names, such as files
 
 
@@ -208,8 +216,8 @@ def _leaves(tree: Any, name: str, kind: str, depth: int = 0) -> Iterator[Any]:
         return
 
     if isinstance(tree, list):
-        for one in tree[:MAX_VALUES]:
-            yield from _leaves(one, name, kind, depth + 1)
+        for item in tree[:MAX_VALUES]:
+            yield from _leaves(item, name, kind, depth + 1)
     elif isinstance(tree, dict):
         for key, value in tree.items():
             if isinstance(value, (dict, list)):
@@ -224,19 +232,19 @@ def _same(key: str, name: str) -> bool:
 
 
 def _list_words(text: str) -> list[str]:
-    words = [one.strip("'\" .") for one in re.split(r",? (?:or|and) |, ", text)]
+    words = [word.strip("'\" .") for word in re.split(r",? (?:or|and) |, ", text)]
     return [word for word in words if word and word.lower() not in _STOP]
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
     kind = schema.get("type")
     if isinstance(kind, list):
-        kind = next((one for one in kind if one != "null"), None)
+        kind = next((kind_name for kind_name in kind if kind_name != "null"), None)
 
     for key in ("anyOf", "oneOf"):
         if kind is None and isinstance(schema.get(key), list):
-            kinds = [_kind(one) for one in schema[key] if isinstance(one, Mapping)]
-            kind = next((one for one in kinds if one != "null"), None)
+            kinds = [_kind(branch) for branch in schema[key] if isinstance(branch, Mapping)]
+            kind = next((kind_name for kind_name in kinds if kind_name != "null"), None)
 
     return str(kind or "string")
 

@@ -1,8 +1,8 @@
-"""Call sequences, drawn and carried out on the server at once: each tool is chosen by how seldom
-it, and the pair that it makes with the one before, has been used, and its arguments are told to the
-agent or found in what earlier calls of the walk gave.
+"""Call sequences, drawn and carried out on the server at once. A tool is chosen the more often, the
+less often it was used, and the pair that it makes with the tool before. Its arguments are given to
+the agent, or found in results of earlier calls of the walk.
 
-What a call gave and nobody uses is left out of the walk, unless it is what the agent is asked for.
+A result that no later call uses is left out of the walk, unless the agent is asked for it.
 """
 
 from __future__ import annotations
@@ -60,48 +60,49 @@ class Coverage:
 
 async def walk(
     tools: AttemptTools,
-    known: Survey,
+    survey: Survey,
     used: Coverage,
     draw: random.Random,
     num_calls: int,
     start: Sequence[ScenarioStep] = (),
 ) -> tuple[list[ScenarioStep], list[CallResult]]:
     """One walk of at most so many calls in a session of its own, after those of `start`, which have
-    been made in it; also every call with what came of it, of which `known` learns nothing here. A
+    been made in it; also every call with its result, from which `survey` learns nothing here. A
     call that is refused may name values, which are taken in this world before all others; after
-    REFUSALS it ends."""
-    heard: list[CallResult] = []
+    REFUSALS the walk ends."""
+    results: list[CallResult] = []
     steps = list(start)
     named = dict[str, list[Any]]()
     refusals = 0
     while len(steps) < len(start) + num_calls and refusals < REFUSALS:
-        names = known.usable
+        names = survey.usable
         before = steps[-1].tool if steps else None
         weights = [
-            used.weight(one, before, one in known.databases) * _chains(known, steps, one)
-            for one in names
+            used.weight(candidate, before, candidate in survey.databases)
+            * _chains(survey, steps, candidate)
+            for candidate in names
         ]
         (name,) = draw.choices(names, weights)
-        if name in known.databases:
-            step, got = await _ask_database(tools, known, name, known.databases[name].draw(draw))
-            heard.append(got)
+        if name in survey.databases:
+            step, got = await _ask_database(tools, survey, name, survey.databases[name].draw(draw))
+            results.append(got)
             steps += [step] if step is not None else []
             refusals += step is None
             continue
 
-        found = _found(known, steps, name, draw)
-        fixed = {parameter: value for parameter, (_, value) in found.items()}
-        for parameter in properties(known.schemas[name]):
+        sources = _found(survey, steps, name, draw)
+        fixed = {parameter: value for parameter, (_, value) in sources.items()}
+        for parameter in properties(survey.schemas[name]):
             if parameter not in fixed and named.get(parameter):
                 fixed[parameter] = draw.choice(named[parameter])
 
-        arguments = known.draw_arguments(name, draw, fixed)
+        arguments = survey.draw_arguments(name, draw, fixed)
         got = await call_tool(tools, name, arguments)
-        heard.append(got)
+        results.append(got)
 
         if got.is_error or len(got.text) > LONGEST_RESULT:
             refusals += 1
-            for parameter, schema in properties(known.schemas[name]).items():
+            for parameter, schema in properties(survey.schemas[name]).items():
                 if values := list(mine_values(got.text, parameter, schema)):
                     named[parameter] = values
             continue
@@ -110,22 +111,22 @@ async def walk(
             ScenarioStep(
                 tool=name,
                 arguments=arguments,
-                found={parameter: one for parameter, (one, _) in found.items()},
+                found={parameter: source for parameter, (source, _) in sources.items()},
                 result=got.text,
-                changes=name in known.changing,
+                changes=name in survey.changing,
             )
         )
 
-    return steps, heard
+    return steps, results
 
 
 async def asked_further(
-    tools: AttemptTools, known: Survey, start: Sequence[ScenarioStep], draw: random.Random
+    tools: AttemptTools, survey: Survey, start: Sequence[ScenarioStep], draw: random.Random
 ) -> tuple[list[ScenarioStep], list[CallResult]]:
-    """Those calls with a further condition in the question that the last one asks; none of them
-    where it has no harder one, or is asked of a tool that is there no more."""
+    """The same calls with a further condition in the question that the last one asks; no calls
+    where it has no harder question, or its tool does not exist any more."""
     last = start[-1]
-    database = known.databases.get(last.tool)
+    database = survey.databases.get(last.tool)
     if database is None or last.question is None:
         return [], []
 
@@ -133,15 +134,15 @@ async def asked_further(
     if question.clauses <= last.question.clauses:
         return [], []
 
-    step, got = await _ask_database(tools, known, last.tool, question)
+    step, got = await _ask_database(tools, survey, last.tool, question)
     return ([*start[:-1], step] if step is not None else []), [got]
 
 
 async def _ask_database(
-    tools: AttemptTools, known: Survey, tool: str, question: DatabaseQuestion
+    tools: AttemptTools, survey: Survey, tool: str, question: DatabaseQuestion
 ) -> tuple[ScenarioStep | None, CallResult]:
-    """A question to a database, and what came of it; no step where that is no answer."""
-    arguments = {known.databases[tool].parameter: question.sql}
+    """A question to a database, and its result; no step where the result is no answer."""
+    arguments = {survey.databases[tool].parameter: question.sql}
     got = await call_tool(tools, tool, arguments)
     if got.is_error or len(got.text) > LONGEST_RESULT:
         return None, got
@@ -149,58 +150,58 @@ async def _ask_database(
 
 
 def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
-    """Without calls that change nothing and whose result nobody uses; where nothing is changed at
-    all, the last call and what it needs."""
+    """The steps without calls that change nothing and whose result no other step uses; where
+    nothing is changed at all, the last call and what it needs."""
     has_state = any(step.changes for step in steps)
-    kept: set[int] = set()
+    kept_steps: set[int] = set()
     for number in reversed(range(len(steps))):
         is_goal = steps[number].changes if has_state else number == len(steps) - 1
-        if is_goal or number in kept:
-            kept.add(number)
-            kept |= {found.step for found in steps[number].found.values()}
+        if is_goal or number in kept_steps:
+            kept_steps.add(number)
+            kept_steps |= {source.step for source in steps[number].found.values()}
 
-    places = {number: place for place, number in enumerate(sorted(kept))}
+    places = {number: place for place, number in enumerate(sorted(kept_steps))}
     return [
         msgspec.structs.replace(
             steps[number],
             found={
-                name: ValueSource(step=places[one.step], name=one.name)
-                for name, one in steps[number].found.items()
+                name: ValueSource(step=places[source.step], name=source.name)
+                for name, source in steps[number].found.items()
             },
         )
-        for number in sorted(kept)
+        for number in sorted(kept_steps)
     ]
 
 
-def _chains(known: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
-    gives = any(_first(known, steps, tool, name) for name in properties(known.schemas[tool]))
+def _chains(survey: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
+    gives = any(_first(survey, steps, tool, name) for name in properties(survey.schemas[tool]))
     return CHAINS if gives else 1.0
 
 
 def _found(
-    known: Survey, steps: Sequence[ScenarioStep], tool: str, draw: random.Random
+    survey: Survey, steps: Sequence[ScenarioStep], tool: str, draw: random.Random
 ) -> dict[str, tuple[ValueSource, Any]]:
     """Arguments that earlier calls give, each with its value."""
     taken = {}
-    for name in properties(known.schemas[tool]):
-        first = _first(known, steps, tool, name)
+    for name in properties(survey.schemas[tool]):
+        first = _first(survey, steps, tool, name)
         if first is not None and draw.random() < USES_FOUND:
             taken[name] = first
     return taken
 
 
 def _first(
-    known: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
+    survey: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
 ) -> tuple[ValueSource, Any] | None:
     """The newest call that changes nothing and names the parameter, with the first value that it
-    gives and that the agent is not told."""
-    schema = properties(known.schemas[tool])[name]
-    told = [value for step in steps for value in step.arguments.values()]
+    gives and that the agent is not given."""
+    schema = properties(survey.schemas[tool])[name]
+    past_values = [value for step in steps for value in step.arguments.values()]
     for number in reversed(range(len(steps))):
         if steps[number].changes:
-            return None  # what was found before may hold no more
+            return None  # an earlier result may not hold any more
         value = first_value(steps[number].result, name, schema)
-        if value is not None and value not in told:
+        if value is not None and value not in past_values:
             return ValueSource(step=number, name=name), value
 
     return None

@@ -1,5 +1,5 @@
-"""A scenario in words, without a model: the first sentence of each tool's description, as what is
-to be done, with the arguments that the agent is told. Names of tools are never in it.
+"""A scenario in words, without a model: the first sentence of each tool's description says what is
+to be done, with the arguments that the agent is given. The text never has names of tools.
 
 "Books a free room for a guest." becomes "booking a free room for a guest": a name such as `book`
 would be said by any other form of that verb.
@@ -23,7 +23,7 @@ class Phrases(NamedTuple):
 
     task: str
     then: str
-    found: str
+    found_value: str
     """With {name} and {source}."""
     say_first: str
     say_value: str
@@ -31,14 +31,14 @@ class Phrases(NamedTuple):
     say_key: str
     """With {key}."""
     personas: Mapping[str, str]
-    """Who asks -> what comes before the task."""
+    """Persona -> the text before the task."""
 
 
 LANGUAGES: Mapping[str, Phrases] = {
     "en": Phrases(
         task="Your task: ",
         then="; then ",
-        found="{name}: the first that comes of {source}",
+        found_value="{name}: the first that comes of {source}",
         say_first="Say the first line of what you find.",
         say_value="Say the value that you find.",
         say_open="Say in a few words what came of it.",
@@ -52,7 +52,7 @@ LANGUAGES: Mapping[str, Phrases] = {
     "de": Phrases(
         task="Deine Aufgabe: ",
         then="; danach ",
-        found="{name}: das Erste, was sich hieraus ergibt: {source}",
+        found_value="{name}: das Erste, was sich hieraus ergibt: {source}",
         say_first="Nenne die erste Zeile dessen, was du findest.",
         say_value="Nenne den Wert, den du findest.",
         say_open="Sage in wenigen Worten, was daraus geworden ist.",
@@ -66,7 +66,7 @@ LANGUAGES: Mapping[str, Phrases] = {
     "zh": Phrases(
         task="任务：",
         then="；然后 ",
-        found="{name}：由此得到的第一个：{source}",
+        found_value="{name}：由此得到的第一个：{source}",
         say_first="请说出你找到的内容的第一行。",
         say_value="请说出你找到的值。",
         say_open="请简短说明结果。",
@@ -86,14 +86,14 @@ def word_scenario(
 ) -> str:
     """The scenario as the agent is asked."""
     phrases = LANGUAGES[language]
-    sources = {found.step for step in scenario.steps for found in step.found.values()}
-    said = [
+    sources = {source.step for step in scenario.steps for source in step.found.values()}
+    call_texts = [
         _said(scenario.steps, number, descriptions, phrases)
         for number in range(len(scenario.steps))
         if number not in sources
     ]
     parts = [phrases.personas[persona]] if persona else []
-    parts.append(f"{phrases.task}{phrases.then.join(said)}.")
+    parts.append(f"{phrases.task}{phrases.then.join(call_texts)}.")
     if scenario.is_open:
         parts.append(phrases.say_open)
     elif scenario.steps[-1].question is not None:
@@ -113,17 +113,17 @@ def _said(
     if step.question is not None:
         return step.question.words
 
-    told = [f"{_plain(name)}: {shown(value)}" for name, value in step.told.items()]
-    for name, found in step.found.items():
-        source = _said(steps, found.step, descriptions, phrases)
-        told.append(phrases.found.format(name=_plain(name), source=source))
+    arguments = [f"{_plain(name)}: {shown(value)}" for name, value in step.told_values.items()]
+    for name, origin in step.found.items():
+        source = _said(steps, origin.step, descriptions, phrases)
+        arguments.append(phrases.found_value.format(name=_plain(name), source=source))
 
     doing = deed(descriptions[step.tool])
-    return f"{doing} ({', '.join(told)})" if told else doing
+    return f"{doing} ({', '.join(arguments)})" if arguments else doing
 
 
 def deed(description: str) -> str:
-    """The first sentence of a description as what is done: "Lists free rooms, the cheapest first."
+    """The first sentence of a description as an activity: "Lists free rooms, the cheapest first."
     gives "listing free rooms, the cheapest first"."""
     first = _FIRST.match(" ".join(description.split()))
     words = first[1].rstrip(" .:;").split(" ") if first is not None else []
@@ -157,7 +157,7 @@ def gerund(verb: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as the agent is told it."""
+    """A value in the form that the agent sees."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -166,7 +166,7 @@ def _plain(name: str) -> str:
 
 
 def named_tools(text: str, tools: Sequence[str]) -> list[str]:
-    """Names of tools that stand in a text, whole and in any case."""
+    """Names of tools that a text contains as whole words, in any case."""
     return [
         tool
         for tool in tools
@@ -175,22 +175,22 @@ def named_tools(text: str, tools: Sequence[str]) -> list[str]:
 
 
 def values_left_out(text: str, scenario: Scenario) -> list[str]:
-    """Values that the agent has to be told and that are not in the text."""
-    told = [shown(value) for step in scenario.steps for value in step.told.values()]
-    return [one for one in told if not _is_in(one, text)]
+    """Values that the agent needs and that are not in the text."""
+    values = [shown(value) for step in scenario.steps for value in step.told_values.values()]
+    return [value for value in values if not _is_in(value, text)]
 
 
 def gives_away(text: str, scenario: Scenario) -> bool:
     """Whether the text says what the agent has to find."""
     hidden = [] if scenario.answer is None else [scenario.answer]
-    told = {shown(value) for step in scenario.steps for value in step.told.values()}
+    told_values = {shown(value) for step in scenario.steps for value in step.told_values.values()}
     hidden += [
         shown(step.arguments[name])
         for step in scenario.steps
         for name in step.found
         if len(shown(step.arguments[name])) > 2
     ]
-    return any(one not in told and _is_in(one, text) for one in hidden)
+    return any(value not in told_values and _is_in(value, text) for value in hidden)
 
 
 def _is_in(value: str, text: str) -> bool:

@@ -1,10 +1,10 @@
 """A model as the writer: it says a scenario in its own words, for a person, in a language.
 
-What is true of the scenario stays what the server said: the model is given what is to be done and
-the values that have to be told, and its text is taken only where it names each of them, no tool,
-and nothing that is to be found. Otherwise it is asked once more with what was wrong, and then the
-words of the grammar stand (`wording.py`). The answer is read as JSON wherever it stands in the
-reply, so the model needs no `response_format`.
+The facts of the scenario stay the server's: the model gets what is to be done and the values that
+its text needs, and the text is accepted only if it names each of them, no tool, and nothing that
+the agent has to find. Otherwise the model is asked once more with what was wrong, and then the
+words of the grammar are kept (`wording.py`). The answer is read as JSON anywhere in the reply, so
+the model needs no `response_format`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Answer with one JSON object and nothing else: {{"task": "..."}}"""
 async def reword_tasks(
     rows: Sequence[Mapping[str, Any]], model: RemoteModel, tools: Sequence[str], *, seed: int
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The tasks in the model's words, and why texts of it were not taken -> how many. Raises
-    AgentEvoError where the model answers nothing at all."""
+    """The tasks in the model's words, and the reasons for rejected texts -> how many. Raises
+    AgentEvoError where the model answers nothing."""
     room = asyncio.Semaphore(AT_ONCE)
     reasons = Counter[str]()
     failures: list[AgentEvoError] = []
 
-    async def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    async def reword(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
         wrong = ""
         for attempt in range(2):
             prompt = _prompt(row, wrong)
@@ -72,15 +72,15 @@ async def reword_tasks(
 
         return dict(row)
 
-    found = list(await asyncio.gather(*(one(number, row) for number, row in enumerate(rows))))
+    reworded = list(await asyncio.gather(*(reword(number, row) for number, row in enumerate(rows))))
     if rows and len(failures) == len(rows):
         raise AgentEvoError(f"the writer has answered nothing: {failures[0]}")
 
-    return found, dict(reasons.most_common())
+    return reworded, dict(reasons.most_common())
 
 
 def _prompt(row: Mapping[str, Any], wrong: str) -> str:
-    values = [one for step in steps_of(row) for one in step.told.values()]
+    values = [value for step in steps_of(row) for value in step.told_values.values()]
     persona = f", as somebody would who is {row['persona']}" if row.get("persona") else ""
     return _ASKED.format(
         language=row.get("language", "en"),

@@ -1,4 +1,4 @@
-"""The model that writes tasks: one behind an API, or one that is computed here."""
+"""The model that writes tasks: behind an API, or computed here."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def writer_section(
     *,
     name: str = "default",
     key: str | None = None,
-    known: Mapping[str, RemoteModelSection] | None = None,
+    known_models: Mapping[str, RemoteModelSection] | None = None,
 ) -> RemoteModelSection:
-    """`word`: a name of `known`; a URL, which is OpenAI's API of the model `name`, or URL#MODEL;
-    or as in model.name a folder, a run or a known model, which is computed here. `key`:
+    """`word`: a name of `known_models`; a URL, which is OpenAI's API of the model `name`, or
+    URL#MODEL; or as in model.name a folder, a run or a known model, which is computed here. `key`:
     ${env:NAME}, for a URL. Raises ConfigError."""
-    if known and word in known:
-        return known[word]
+    if known_models and word in known_models:
+        return known_models[word]
 
     try:
         if "://" in word:

@@ -1,5 +1,5 @@
 """A booking office: rooms of hotels, bookings that are made and cancelled, and whether the guests
-got what they asked for.
+got the rooms that they asked for.
 
     metadata: {
       "rooms": [{"room": 12, "city": "Rome", "kind": "double", "price": 90}, ...],
@@ -11,9 +11,9 @@ got what they asked for.
 its end, else 0: each where it stood before, or in the cheapest room of that kind and city that was
 free then and that no other booking has. A task without `wanted` says nothing of its worth.
 
-With the option `rooms` a task that names no rooms finds an office with so many of them, of which
-some are taken. They are drawn from `world` of its metadata (0 where it has none): a server that
-anybody can ask, whether or not a task is made for it. A city without a hotel is an error there.
+With the option `rooms` a task that names no rooms finds an office with so many of them, some of
+which are taken. They are drawn from `world` of its metadata (0 where it has none), so any client
+can ask the server, whether or not a task is made for it. A city without a hotel is an error there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BookableRoom(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Booking(msgspec.Struct, frozen=True, kw_only=True):
-    """A room that somebody has."""
+    """A room with a guest."""
 
     room: int
     guest: str
@@ -55,7 +55,7 @@ class Booking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WantedStay(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody asked for."""
+    """A stay that a guest asked for."""
 
     guest: str
     city: str
@@ -80,13 +80,13 @@ class BookingOffice:
             raise ConfigError(f"booking: rooms={rooms}: give 0 to {MAX_ROOMS}")
 
         names = _BookingWorld.__struct_fields__
-        given = {name: task.metadata[name] for name in names if name in task.metadata}
-        self._names_cities = bool(rooms) and "rooms" not in given
+        facts = {name: task.metadata[name] for name in names if name in task.metadata}
+        self._names_cities = bool(rooms) and "rooms" not in facts
         if self._names_cities:
-            given |= _drawn_world(rooms, task.metadata.get("world", 0))
+            facts |= _drawn_world(rooms, task.metadata.get("world", 0))
 
         try:
-            world = msgspec.convert(given, _BookingWorld)
+            world = msgspec.convert(facts, _BookingWorld)
         except msgspec.ValidationError as error:
             raise EnvironmentFailure(f"the task {task.id!r}: metadata: {error}") from error
 
@@ -110,8 +110,8 @@ class BookingOffice:
         """
         cities = sorted({room.city for room in self._rooms.values()})
         if self._names_cities and city.strip().lower() not in map(str.lower, cities):
-            there = f"{', '.join(cities[:-1])} or {cities[-1]}" if cities[1:] else cities[0]
-            raise ToolError(f"no hotel is in {city[:MAX_NAME]}; city: {there}")
+            city_list = f"{', '.join(cities[:-1])} or {cities[-1]}" if cities[1:] else cities[0]
+            raise ToolError(f"no hotel is in {city[:MAX_NAME]}; city: {city_list}")
 
         free = [
             room
@@ -120,7 +120,9 @@ class BookingOffice:
             and room.kind.lower() == kind.strip().lower()
             and room.room not in self._bookings
         ]
-        lines = [f"room {one.room} for {one.price} a night" for one in sorted(free, key=_cheapest)]
+        lines = [
+            f"room {room.room} for {room.price} a night" for room in sorted(free, key=_cheapest)
+        ]
         return "\n".join(lines[:20]) or "No such room is free."
 
     def find_bookings(self, guest: str) -> str:
@@ -172,36 +174,36 @@ class BookingOffice:
         """1 where exactly the wanted bookings stand, each in its cheapest room, else 0."""
         if self._wanted is None:
             return None
-        left = dict(self._bookings)
-        return float(all(self._takes(one, left) for one in self._wanted) and not left)
+        remaining = dict(self._bookings)
+        return float(all(self._takes(stay, remaining) for stay in self._wanted) and not remaining)
 
-    def _takes(self, wanted: WantedStay, left: dict[int, Booking]) -> bool:
-        """Whether a booking is what was asked for; it is taken out of `left` then."""
+    def _takes(self, stay: WantedStay, remaining: dict[int, Booking]) -> bool:
+        """Whether a booking is the one asked for; it is removed from `remaining` then."""
         mine = [
-            one
-            for one in left.values()
-            if (one.guest.lower(), one.nights) == (wanted.guest.lower(), wanted.nights)
-            and self._is_asked_for(self._rooms[one.room], wanted)
+            booking
+            for booking in remaining.values()
+            if (booking.guest.lower(), booking.nights) == (stay.guest.lower(), stay.nights)
+            and self._is_asked_for(self._rooms[booking.room], stay)
         ]
         if not mine:
             return False
 
-        has = left.pop(mine[0].room)
+        has = remaining.pop(mine[0].room)
         if self._first.get(has.room) == has:
             return True
 
         prices = [
             room.price
             for number, room in self._rooms.items()
-            if self._is_asked_for(room, wanted)
+            if self._is_asked_for(room, stay)
             and number not in self._first
             and (number == has.room or number not in self._bookings)
         ]
         return has.room not in self._first and self._rooms[has.room].price == min(prices)
 
     @staticmethod
-    def _is_asked_for(room: BookableRoom, wanted: WantedStay) -> bool:
-        return (room.city.lower(), room.kind.lower()) == (wanted.city.lower(), wanted.kind.lower())
+    def _is_asked_for(room: BookableRoom, stay: WantedStay) -> bool:
+        return (room.city.lower(), room.kind.lower()) == (stay.city.lower(), stay.kind.lower())
 
 
 def _cheapest(room: BookableRoom) -> Any:

@@ -1,7 +1,7 @@
 """A calculator: arithmetic as Python writes it, and nothing else of Python.
 
-Whatever is asked is answered in bounded time and memory: no whole number has more than MAX_BITS
-bits, and no expression more than MAX_CHARS characters.
+Every answer takes bounded time and memory: no whole number has more than MAX_BITS bits, and no
+expression more than MAX_CHARS characters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.Pow: lambda left, right: _power(left, right),
+    ast.Pow: lambda base, exponent: _power(base, exponent),
 }
 _SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.UAdd: operator.pos,
@@ -69,7 +69,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Any:
-    """Raises ToolError for what is no arithmetic."""
+    """Raises ToolError for anything but arithmetic."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return _check_bounds(number)
@@ -79,22 +79,22 @@ def _value(node: ast.expr) -> Any:
             return _SIGNS[type(sign)](_value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return _check_bounds(_BINARY[type(op)](_value(left), _value(right)))
-        case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in _FUNCTIONS:
-            return _check_bounds(_FUNCTIONS[name](*map(_value, given)))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            return _check_bounds(_FUNCTIONS[name](*map(_value, arguments)))
 
     raise ToolError(f"{ast.unparse(node)[:60]!r} is no arithmetic that the calculator knows")
 
 
-def _power(left: Any, right: Any) -> Any:
+def _power(base: Any, exponent: Any) -> Any:
     """Raises ToolError before a number is made that is too large."""
-    whole = isinstance(left, int) and isinstance(right, int)
-    if whole and abs(left) > 1 and abs(right) * left.bit_length() > MAX_BITS:
+    is_integer = isinstance(base, int) and isinstance(exponent, int)
+    if is_integer and abs(base) > 1 and abs(exponent) * base.bit_length() > MAX_BITS:
         raise ToolError(f"a power is larger than {MAX_BITS} bits")
-    return left**right
+    return base**exponent
 
 
 def _check_bounds(value: Any) -> Any:
-    """The number itself. Raises ToolError for one that is no real number, or too large."""
+    """The number itself. Raises ToolError for a number that is not real, or is too large."""
     if isinstance(value, complex):
         raise ToolError("the result is no real number")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:

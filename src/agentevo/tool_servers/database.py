@@ -180,7 +180,7 @@ class DatabaseTools:
         connection = sqlite3.connect(
             ":memory:", isolation_level=None, cached_statements=0, check_same_thread=False
         )
-        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # whoever asks a server sends `setup`
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # a client of a server sends `setup`
         connection.execute(f"PRAGMA max_page_count={MAX_MIB * 2**20 // 4096}")
         if self._file is not None:
             path = Path(self._file).expanduser().resolve()
@@ -262,14 +262,14 @@ class DatabaseTools:
             size = 0
             for row in islice(cursor, self._max_rows + 1):
                 rows.append(row)
-                size += sum(len(one) for one in row if isinstance(one, (str, bytes)))
+                size += sum(len(cell) for cell in row if isinstance(cell, (str, bytes)))
                 if size > MAX_READ:
                     raise ToolError(
                         f"the rows have more than {MAX_READ:,} characters: ask for fewer of them, "
                         "or for parts of their texts by substr()"
                     )
 
-            return [one[0] for one in cursor.description or ()], rows, cursor.rowcount
+            return [column[0] for column in cursor.description or ()], rows, cursor.rowcount
         except sqlite3.OperationalError as error:
             late = time.monotonic() > self._until
             why = f"it took longer than {self._timeout_s:g} s" if late else str(error)
@@ -288,13 +288,13 @@ def _tables(connection: sqlite3.Connection) -> Tables:
     names = connection.execute(
         "SELECT name FROM sqlite_schema WHERE type = 'table' AND substr(name, 1, 7) <> 'sqlite_'"
     )
-    found: Tables = {}
+    tables: Tables = {}
     for (name,) in names.fetchall():
         rows = connection.execute(f'SELECT * FROM "{name.replace(chr(34), chr(34) * 2)}"')
-        columns = tuple(one[0] for one in rows.description)
-        found[name] = (columns, sorted(rows.fetchall(), key=repr))
+        columns = tuple(column[0] for column in rows.description)
+        tables[name] = (columns, sorted(rows.fetchall(), key=repr))
 
-    return found
+    return tables
 
 
 def _shown(value: Any) -> str:
@@ -310,8 +310,8 @@ def _like(
     patterns of many per cent signs. Raises TimeoutError when `is_late` says so."""
     if pattern is None or text is None:
         return None
-    wanted = _pieces(str(pattern).lower(), escape.lower())
-    return _matches(wanted, str(text).lower(), is_late)
+    pieces = _pieces(str(pattern).lower(), escape.lower())
+    return _matches(pieces, str(text).lower(), is_late)
 
 
 def _pieces(pattern: str, escape: str) -> Sequence[str | None]:

@@ -1,11 +1,11 @@
-"""What stands before the SDK's MCP server over HTTP: the key, which revisions of the protocol are
+"""The layer before the SDK's MCP server over HTTP: the key, the revisions of the protocol that are
 spoken, and whose session makes room for another one.
 
-A client that ends its session gives its place back at once, one that has vanished does not. Where
-no place is left, a session ends that nobody waits in: one whose stream of the server's messages has
+A client that ends its session frees its place at once; a client that has vanished does not. Where
+no place is free, a session without a waiting client ends: one whose stream of the server's messages
 ended GONE_S ago, as it does with its client; else one that has asked nothing for SILENT_S, the most
-silent first. A session that makes room is told to its client, should it be there, as the protocol
-tells of an unknown one (404).
+silent first. The client of an ended session, if it still exists, gets the protocol's answer for an
+unknown session (404).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SESSION = "mcp-session-id"
 
 @dataclass
 class _ToolServerSession:
-    """What is known of one."""
+    """The known facts about one session."""
 
     used: float
     """When its last request or stream ended."""
@@ -62,7 +62,8 @@ class ToolServerDoor:
         await self._pass_on(scope, receive, send, name)
 
     async def _pass_on(self, scope: Any, receive: Any, send: Any, name: str) -> None:
-        """To the application, and what that says of the session."""
+        """Passes a request to the application, and reads from the response what it says of the
+        session."""
         is_stream = scope["method"] == "GET"
         session = self._sessions.get(name)
         if session is not None:
@@ -71,17 +72,17 @@ class ToolServerDoor:
 
         status = 0
 
-        async def heard(message: Any) -> None:
+        async def send_and_note(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                told = dict(message.get("headers", ()))
-                if not name and status < 400 and (new := told.get(SESSION.encode())):
+                response_headers = dict(message.get("headers", ()))
+                if not name and status < 400 and (new := response_headers.get(SESSION.encode())):
                     self._sessions[new.decode("latin-1")] = _ToolServerSession(time.monotonic())
             await send(message)
 
         try:
-            await self._app(scope, receive, heard)
+            await self._app(scope, receive, send_and_note)
         finally:
             if session is not None:
                 session.running -= 1
@@ -91,7 +92,7 @@ class ToolServerDoor:
                 self._sessions.pop(name, None)
 
     async def _make_room(self, scope: Any) -> None:
-        """Ends a session that nobody waits in, if there is one."""
+        """Ends a session without a waiting client, if there is one."""
         while len(self._sessions) >= self._most:
             now = time.monotonic()
             idle = {
@@ -103,14 +104,23 @@ class ToolServerDoor:
             if not idle:
                 return
 
-            name = max(idle, key=lambda one: idle[one])
+            name = max(idle, key=lambda session_name: idle[session_name])
             del self._sessions[name]
             await self._end(name, scope)
 
     async def _end(self, name: str, scope: Any) -> None:
-        """As its client would. `scope`: that of whoever needs the place."""
-        kept = [one for one in scope["headers"] if one[0] in (b"host", b"origin", b"authorization")]
-        ended = {**scope, "method": "DELETE", "headers": [*kept, (SESSION.encode(), name.encode())]}
+        """Ends the session as its client would. `scope`: that of the request that needs the
+        place."""
+        kept_headers = [
+            header
+            for header in scope["headers"]
+            if header[0] in (b"host", b"origin", b"authorization")
+        ]
+        delete_scope = {
+            **scope,
+            "method": "DELETE",
+            "headers": [*kept_headers, (SESSION.encode(), name.encode())],
+        }
 
         async def receive() -> Any:
             return {"type": "http.request", "body": b"", "more_body": False}
@@ -118,7 +128,7 @@ class ToolServerDoor:
         async def send(message: Any) -> None:
             return
 
-        await self._app(ended, receive, send)
+        await self._app(delete_scope, receive, send)
 
     def _refusal(self, headers: Mapping[str, bytes]) -> tuple[int, dict[str, Any]] | None:
         from mcp_types import UNSUPPORTED_PROTOCOL_VERSION

@@ -57,7 +57,7 @@ class FileTools:
             self._own = tempfile.mkdtemp(prefix="agentevo-files-")
         elif not os.path.isdir(root):
             raise ConfigError(f"the tool files: root: {root!r} is no folder")
-        elif read_only and task.metadata.get("files"):  # whoever asks a server sends the task
+        elif read_only and task.metadata.get("files"):  # a client of a server sends the task
             raise EnvironmentFailure(
                 f"the task {task.id!r}: metadata.files can't be written: root is read_only"
             )
@@ -82,9 +82,9 @@ class FileTools:
             folder: Where to look; empty for the whole folder.
         """
         with self._folder(_parts(folder)) as at:
-            found = sorted(self._list(at))
-        more = "" if len(found) <= MAX_LISTED else f"\n(and {len(found) - MAX_LISTED} more)"
-        return ("\n".join(found[:MAX_LISTED]) or "There are no files.") + more
+            paths = sorted(self._list(at))
+        more_text = "" if len(paths) <= MAX_LISTED else f"\n(and {len(paths) - MAX_LISTED} more)"
+        return ("\n".join(paths[:MAX_LISTED]) or "There are no files.") + more_text
 
     def read_file(self, path: str) -> str:
         """Reads a file.
@@ -151,7 +151,7 @@ class FileTools:
         if not text:
             raise ToolError("an empty text is in every line: give some words")
 
-        found: list[str] = []
+        matches: list[str] = []
         read = 0
         for path in sorted(self._walk()):
             if path.endswith("/"):
@@ -166,22 +166,22 @@ class FileTools:
 
             read += len(content)
             lines = _text(content).splitlines() if len(content) <= MAX_FILE else []
-            found += [
+            matches += [
                 f"{path}:{number}: {line[:500]}"
                 for number, line in enumerate(lines, start=1)
                 if text in line
             ]
-            if len(found) > MAX_LISTED or read > MAX_SEARCHED:
-                return "\n".join([*found[:MAX_LISTED], "(the search ended here)"])
+            if len(matches) > MAX_LISTED or read > MAX_SEARCHED:
+                return "\n".join([*matches[:MAX_LISTED], "(the search ended here)"])
 
-        return "\n".join(found) or "Nothing was found."
+        return "\n".join(matches) or "Nothing was found."
 
     def outcome(self) -> float | None:
         """1 where the files are as the task expects them, else 0."""
         if "expected" not in self._task.metadata:
             return None
-        wanted = self._texts("files") | self._texts("expected")
-        return float(all(self._now(path) == text for path, text in wanted.items()))
+        expected = self._texts("files") | self._texts("expected")
+        return float(all(self._now(path) == text for path, text in expected.items()))
 
     def close(self) -> None:
         """Deletes a folder that was the attempt's own."""
@@ -190,15 +190,15 @@ class FileTools:
             shutil.rmtree(self._own, ignore_errors=True)
 
     def _texts(self, key: str) -> dict[str, str | None]:
-        given = self._task.metadata.get(key, {})
-        if not isinstance(given, Mapping) or not all(
-            isinstance(one, str) or (one is None and key == "expected") for one in given.values()
+        texts = self._task.metadata.get(key, {})
+        if not isinstance(texts, Mapping) or not all(
+            isinstance(text, str) or (text is None and key == "expected") for text in texts.values()
         ):
             raise EnvironmentFailure(
                 f"the task {self._task.id!r}: metadata.{key} should be a mapping of paths to texts"
             )
 
-        return dict(given)
+        return dict(texts)
 
     def _now(self, path: str) -> str | None:
         try:
@@ -210,7 +210,7 @@ class FileTools:
         if self._read_only:
             raise ToolError("these files can only be read")
 
-    def _check_room(self, more: int) -> None:
+    def _check_room(self, num_bytes: int) -> None:
         if self._own is None:
             return
 
@@ -218,7 +218,7 @@ class FileTools:
             0 if path.endswith("/") else (Path(self._own) / path).lstat().st_size
             for path in self._walk()
         ]
-        if len(sizes) >= MAX_FILES or sum(sizes) + more > MAX_TOTAL:
+        if len(sizes) >= MAX_FILES or sum(sizes) + num_bytes > MAX_TOTAL:
             raise ToolError(
                 f"there is room for {MAX_FILES} files and folders and {MAX_TOTAL:,} bytes, no more"
             )
@@ -259,11 +259,11 @@ class FileTools:
         yield from _below(at, "", [MAX_LOOKED_AT])
 
 
-def _below(at: int, prefix: str, left: list[int], depth: int = 0) -> Iterator[str]:
+def _below(at: int, prefix: str, remaining: list[int], depth: int = 0) -> Iterator[str]:
     with os.scandir(at) as entries:
         for entry in entries:
-            left[0] -= 1
-            if left[0] < 0:
+            remaining[0] -= 1
+            if remaining[0] < 0:
                 return
 
             if entry.is_file(follow_symlinks=False):
@@ -276,7 +276,7 @@ def _below(at: int, prefix: str, left: list[int], depth: int = 0) -> Iterator[st
                     continue  # it went, or became a link
 
                 try:
-                    yield from _below(folder, f"{prefix}{entry.name}/", left, depth + 1)
+                    yield from _below(folder, f"{prefix}{entry.name}/", remaining, depth + 1)
                 finally:
                     os.close(folder)
 
@@ -305,7 +305,7 @@ def _file_parts(path: str) -> list[str]:
 
 
 def _check_plain(at: int, name: str, path: str) -> None:
-    """Raises ToolError for what is there and is no file."""
+    """Raises ToolError for a path that exists and is no file."""
     try:
         what = os.stat(name, dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:

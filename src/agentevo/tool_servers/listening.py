@@ -1,10 +1,10 @@
 """Serving an application over HTTP until the process is asked to stop.
 
-Connections are admitted as the engine's are (inference/admission.py): whoever has not shown the
-key, or, without one, has not sent the headers of a request, is cut off after a few seconds. Without
-a key the `Host` header has to name this machine, so that no web page asks. The body of a request
-has BODY_S, each piece of an answer TAKEN_S until it is taken, and a connection between two requests
-IDLE_S; how many there may be is bounded.
+Connections are admitted as the engine's are (inference/admission.py): a client that has not shown
+the key, or, without a key, has not sent the headers of a request, is cut off after a few seconds.
+Without a key the `Host` header has to name this machine, so that no web page asks. The body of a
+request has BODY_S, each piece of an answer TAKEN_S until it is taken, and a connection between two
+requests IDLE_S; the number of connections is bounded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_CONNECTIONS = 1024
 IDLE_S = 120.0
 """How long a connection is kept that asks nothing more."""
 BODY_S = 30.0
-"""How long the body of a request may take to come."""
+"""Longest time for the body of a request to arrive."""
 TAKEN_S = 60.0
 """How long a piece of an answer, which may be all of it, waits to be taken."""
 BODY_BYTES = 8 * 2**20
@@ -49,14 +49,14 @@ def read_key(reference: str | None, host: str) -> str | None:
             f"--host {host}: others could ask as well: give a key, --api-key '${{env:NAME}}'"
         )
 
-    found = REFERENCE.fullmatch(reference)
-    if found is None:
+    match = REFERENCE.fullmatch(reference)
+    if match is None:
         raise ConfigError("--api-key: write ${env:NAME}, not the key itself")
 
-    key = os.environ.get(found[1])
+    key = os.environ.get(match[1])
     if not key or not key.isascii():
         raise ConfigError(
-            f"--api-key: the environment variable {found[1]} should hold a key of ASCII characters"
+            f"--api-key: the environment variable {match[1]} should hold a key of ASCII characters"
         )
 
     return key
@@ -105,7 +105,7 @@ class _Guarded:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
         if scope["type"] != "http" or not self._shows_key(scope):
-            await self._app(scope, receive, send)  # which refuses whoever has no key
+            await self._app(scope, receive, send)  # which refuses a client without the key
             return
 
         if self._key is None and not is_own_host(_header(scope, b"host").decode("latin-1")):

@@ -3,8 +3,8 @@
     POST /retrieve   {"queries": ["..."], "topk": 3, "return_scores": true}
     200              {"result": [[{"document": {"id", "title", "text", "contents"}, "score": 1.5}]]}
 
-Without `return_scores` the documents come by themselves. What can't be answered is refused with the
-reason, {"error": {"message": ...}}; sizes are bounded.
+Without `return_scores` the documents come without scores. A request that can't be answered is
+refused with the reason, {"error": {"message": ...}}; sizes are bounded.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class Retriever:
     def _found(self, request: _RetrievalRequest) -> dict[str, Any]:
         lists = []
         for query in request.queries:
-            found = self._index.find(query, request.topk or self._top_k)
+            matches = self._index.find(query, request.topk or self._top_k)
             lists.append(
                 [
-                    {"document": _document(one), "score": score}
+                    {"document": _document(passage), "score": score}
                     if request.return_scores
-                    else _document(one)
-                    for one, score in found
+                    else _document(passage)
+                    for passage, score in matches
                 ]
             )
 
@@ -124,7 +124,7 @@ def _document(passage: Passage) -> dict[str, str]:
 
 
 async def _body(receive: Any) -> bytes:
-    """Raises _Refusal for one that is too long, or does not come whole."""
+    """Raises _Refusal for a body that is too long, or incomplete."""
     content = b""
     while True:
         message = await receive()

@@ -1,11 +1,10 @@
 """Any registered tools as an MCP server: over stdin and stdout, or streamable HTTP.
 
 Over stdin and stdout the process is one session. Over HTTP every session of the protocol has a
-state of its own, made for the task that its headers tell of (`send_task` of an entry of
-`agent.tools`) and closed with the session, at the latest IDLE_S after its last request, and sooner
-where it is in the way of another (door.py). Only
-revisions of the protocol that have sessions are spoken there: a client that asks for a later one is
-told so, and falls back.
+state of its own, made for the task in its headers (`send_task` of an entry of `agent.tools`) and
+closed with the session, at the latest IDLE_S after its last request, and sooner where another
+session needs its place (door.py). The server speaks only revisions of the protocol that have
+sessions: a client that asks for a later one is refused, and falls back.
 
 What `outcome()` of a class says is a tool of that name, to be named under `outcome` in a recipe.
 What a ToolResult pays has no place in the protocol and is left out.
@@ -56,7 +55,7 @@ NO_TASK = (
 
 
 class ToolServer:
-    """Serves the tools of one entry. `task`: that of sessions which tell of none."""
+    """Serves the tools of one entry. `task`: that of sessions whose headers have none."""
 
     def __init__(self, section: FunctionToolSection, task: Task, seed: int) -> None:
         """Raises MissingExtraError without the SDK, ConfigError for tools that can't be made."""
@@ -69,8 +68,8 @@ class ToolServer:
         self._told = set[str]()
 
     async def check(self) -> None:
-        """Raises ConfigError for options that no session could begin with. What a task lacks is
-        told to whoever asks with it."""
+        """Raises ConfigError for options that no session could begin with. A client that asks with
+        a task learns what the task lacks."""
         try:
             async with self._tools.session(self._task, self._seed):
                 pass
@@ -138,10 +137,10 @@ class ToolServer:
         from mcp_types import INVALID_PARAMS, CallToolResult, TextContent
 
         is_outcome = name == OUTCOME and self._tools.has_outcome
-        known = [spec.name for spec in session.specs]
-        if not is_outcome and name not in known:
-            there = ", ".join(known)
-            raise MCPError(INVALID_PARAMS, f"there is no tool {name[:60]!r}: tools: {there}")
+        tool_names = [spec.name for spec in session.specs]
+        if not is_outcome and name not in tool_names:
+            names_text = ", ".join(tool_names)
+            raise MCPError(INVALID_PARAMS, f"there is no tool {name[:60]!r}: tools: {names_text}")
 
         limit = asyncio.timeout(self._section.timeout_s)
         is_error = True
@@ -159,8 +158,12 @@ class ToolServer:
         except ToolError as error:
             text = str(error)
         except TimeoutError:
-            ours = limit.expired()
-            text = f"no answer within {self._section.timeout_s:g} s" if ours else "it timed out"
+            is_our_limit = limit.expired()
+            text = (
+                f"no answer within {self._section.timeout_s:g} s"
+                if is_our_limit
+                else "it timed out"
+            )
         except Exception as error:  # noqa: BLE001 (what a tool's code raises costs its call alone)
             text = f"the tool failed: {describe_error(error)}"
             kind = f"{name} {type(error).__name__}"
@@ -174,7 +177,7 @@ class ToolServer:
         return CallToolResult(content=[TextContent(text=text)], is_error=is_error)
 
     async def _session(self, context: Any) -> ToolSession:
-        """The one of whoever asks, opened with its first request. Raises MCPError where it can't
+        """The session of the client, opened with its first request. Raises MCPError where it can't
         be."""
         from mcp import MCPError
         from mcp_types import INTERNAL_ERROR
@@ -186,21 +189,21 @@ class ToolServer:
             task, seed = (_told_task(headers), _told_seed(headers)) if name else (None, self._seed)
             opened = self._open[name] = _OpenedToolset()
             if name:
-                # The SDK has no other way to hear of a session's end (mcp 2.3).
+                # The SDK has no other notice of a session's end (mcp 2.3).
                 connection = context.session._connection
                 connection.exit_stack.push_async_callback(self._end, name)
 
-            told = task or self._task
-            opened.advice = "" if told.query or told.metadata else NO_TASK
-            made = self._tools.session(told, seed)
-            opened.ready = asyncio.ensure_future(opened.stack.enter_async_context(made))
+            session_task = task or self._task
+            opened.advice = "" if session_task.query or session_task.metadata else NO_TASK
+            session_context = self._tools.session(session_task, seed)
+            opened.ready = asyncio.ensure_future(opened.stack.enter_async_context(session_context))
 
         assert opened.ready is not None
         try:
             return await asyncio.shield(opened.ready)
         except Exception as error:  # of a task that is none, or a user's constructor
-            ours = isinstance(error, AgentEvoError)
-            why = str(error) if ours else f"{describe_error(error)}{opened.advice}"
+            is_our_error = isinstance(error, AgentEvoError)
+            why = str(error) if is_our_error else f"{describe_error(error)}{opened.advice}"
             raise MCPError(INTERNAL_ERROR, f"{self._section.name}: {why}") from error
 
     async def _end(self, name: str) -> None:
@@ -221,16 +224,16 @@ class _OpenedToolset:
 
 
 def _told_task(headers: Mapping[str, str]) -> Task | None:
-    """The task that a session's headers tell of. Raises MCPError for one that can't be read."""
+    """The task in a session's headers. Raises MCPError for one that can't be read."""
     from mcp import MCPError
     from mcp_types import INVALID_REQUEST
 
-    told = headers.get(TASK_HEADER)
-    if not told:
+    header = headers.get(TASK_HEADER)
+    if not header:
         return None
 
     try:
-        return msgspec.json.decode(base64.b64decode(told, validate=True), type=Task)
+        return msgspec.json.decode(base64.b64decode(header, validate=True), type=Task)
     except (ValueError, msgspec.DecodeError) as error:
         raise MCPError(INVALID_REQUEST, f"the header {TASK_HEADER}: {error}") from None
 
@@ -248,9 +251,9 @@ def _told_seed(headers: Mapping[str, str]) -> int:
 
 def own_task() -> tuple[Task, int]:
     """The task that this process was started for, and its seed. Raises ConfigError."""
-    told = os.environ.get("AGENTEVO_TASK")
+    variable = os.environ.get("AGENTEVO_TASK")
     try:
         seed = int(os.environ.get("AGENTEVO_SEED") or 0)
-        return (msgspec.json.decode(told, type=Task) if told else Task(id="none")), seed
+        return (msgspec.json.decode(variable, type=Task) if variable else Task(id="none")), seed
     except (ValueError, msgspec.DecodeError) as error:
         raise ConfigError(f"AGENTEVO_TASK and AGENTEVO_SEED are no task: {error}") from error

@@ -1,4 +1,4 @@
-"""Calls of models that somebody has recorded -> conversations for `agentevo sft`."""
+"""Recorded calls of models -> conversations for `agentevo sft`."""
 
 from agentevo.data.traces.rows import FORMS, Imported, import_traces
 

@@ -4,7 +4,7 @@
 {"system": ..., "messages": [...], "content": [...], "stop_reason": ...}    both in one
 {"system": ..., "messages": [...], "tools": [...]}                          a conversation
 
-A result of a tool, which is part of the user's message there, is a message of its own.
+A result of a tool, which is part of the user's message there, becomes a separate message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 def is_anthropic(row: Mapping[str, Any]) -> bool:
-    """Whether a row is a record of this API, and not one of OpenAI's, or nothing tells which."""
+    """Whether a row is a record of this API, and not one of OpenAI's, or nothing shows which."""
     request, answer = halves(row)
     if answer is not request and isinstance(answer.get("content"), list):
         return "choices" not in answer and "output" not in answer
@@ -42,9 +42,9 @@ def is_anthropic(row: Mapping[str, Any]) -> bool:
 
     kinds = {
         block.get("type")
-        for one in messages
-        if isinstance(one, Mapping) and isinstance(one.get("content"), list)
-        for block in one["content"]
+        for entry in messages
+        if isinstance(entry, Mapping) and isinstance(entry.get("content"), list)
+        for block in entry["content"]
         if isinstance(block, Mapping)
     }
     return "system" in request or any(kind in kinds for kind in _BLOCKS)
@@ -57,56 +57,58 @@ def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
     if request.get("system"):
         messages.append({"role": "system", "content": text_of(request["system"])})
 
-    for one in objects(request, "messages"):
-        messages += _of_blocks(one)
+    for sent_message in objects(request, "messages"):
+        messages += _of_blocks(sent_message)
 
     is_given = "content" not in answer
     if not is_given:
-        (said,) = _of_blocks({"role": "assistant", "content": answer["content"]}) or [{}]
-        if not said:
+        (reply,) = _of_blocks({"role": "assistant", "content": answer["content"]}) or [{}]
+        if not reply:
             raise RowError("empty", "its answer is empty")
         if answer.get("stop_reason") in CUT_OFF:
-            said["weight"] = 0
-        messages.append(said)
+            reply["weight"] = 0
+        messages.append(reply)
 
     model = str(answer.get("model", request.get("model", "")))
     return [RecordedCall(where, messages, _tools(request), is_given, model)]
 
 
-def _of_blocks(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _of_blocks(blocks_message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A message of blocks in OpenAI's form; results of tools are messages of their own."""
-    content = given.get("content")
+    content = blocks_message.get("content")
     if not isinstance(content, list):
-        return [message(given)]
+        return [message(blocks_message)]
 
-    said = message({"role": given.get("role")})
+    converted = message({"role": blocks_message.get("role")})
     results: list[dict[str, Any]] = []
     for block in content:
         kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
         if kind == "text":
-            said["content"] += text_of(block.get("text"))
+            converted["content"] += text_of(block.get("text"))
         elif kind == "thinking":
-            thought = said.get("reasoning_content", "") + text_of(block.get("thinking"))
-            said["reasoning_content"] = thought
+            thought = converted.get("reasoning_content", "") + text_of(block.get("thinking"))
+            converted["reasoning_content"] = thought
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             function = {"name": block.get("name"), "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
-            said.setdefault("tool_calls", []).append(call)
+            converted.setdefault("tool_calls", []).append(call)
         elif kind == "tool_result":
             result = {"role": "tool", "content": text_of(block.get("content"))}
             results.append(result | {"tool_call_id": block.get("tool_use_id")})
         elif kind != "redacted_thinking":
             raise RowError("unknown_form", f"a message has a block {kind!r}, which is no text")
 
-    is_said = said["content"] or said.get("tool_calls") or said.get("reasoning_content")
-    return [*results, *([said] if is_said else [])]
+    is_said = (
+        converted["content"] or converted.get("tool_calls") or converted.get("reasoning_content")
+    )
+    return [*results, *([converted] if is_said else [])]
 
 
 def _tools(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Those of the client: the server's own, such as web_search, have no schema."""
-    given = request.get("tools")
-    if not isinstance(given, Sequence):
-        return tools_of(given)
-    is_server = [isinstance(one, Mapping) and "input_schema" not in one for one in given]
-    return tools_of([one for one, own in zip(given, is_server, strict=True) if not own])
+    tools = request.get("tools")
+    if not isinstance(tools, Sequence):
+        return tools_of(tools)
+    is_server = [isinstance(tool, Mapping) and "input_schema" not in tool for tool in tools]
+    return tools_of([tool for tool, is_own in zip(tools, is_server, strict=True) if not is_own])

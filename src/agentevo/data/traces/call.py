@@ -1,4 +1,4 @@
-"""One recorded call of a model, whoever recorded it, and what all readers of records need."""
+"""One recorded call of a model, from any recorder, and what all readers of records need."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RecordedCall:
     """In OpenAI's form."""
     tools: list[dict[str, Any]] | None = None
     is_given: bool = False
-    """It is no record of one call but a conversation to learn, of which every answer is taught."""
+    """Not a record of one call but a conversation to learn, every answer of which is taught."""
     model: str = ""
 
 
@@ -49,12 +49,12 @@ def message(value: Any) -> dict[str, Any]:
     if role is None:
         raise RowError("wrong_roles", f"a message has the role {value.get('role')!r}")
 
-    said: dict[str, Any] = {"role": role, "content": text_of(value.get("content"))}
+    converted: dict[str, Any] = {"role": role, "content": text_of(value.get("content"))}
     calls = value.get("tool_calls")
     if not calls and value.get("function_call"):
         calls = [value["function_call"]]
     if calls:
-        said["tool_calls"] = calls
+        converted["tool_calls"] = calls
 
     thought = next((value[key] for key in REASONING_KEYS if value.get(key)), None)
     for key, item in (
@@ -67,13 +67,13 @@ def message(value: Any) -> dict[str, Any]:
         ("weight", _weight(value) if role == "assistant" else None),
     ):
         if item is not None:
-            said[key] = item
+            converted[key] = item
 
-    return said
+    return converted
 
 
 def _weight(message: Mapping[str, Any]) -> int | None:
-    """0 for an answer that is marked as one that is not trained. Raises RowError."""
+    """0 for an answer that is marked as untrained. Raises RowError."""
     try:
         return 0 if is_trained(message, "an answer") is False else None
     except BadRequestError as error:
@@ -104,8 +104,8 @@ def text_of(content: Any) -> str:
 
 
 def tools_of(values: Any) -> list[dict[str, Any]] | None:
-    """Tools in OpenAI's nesting, whichever of the usual forms they have; those that are no
-    functions are left out. Raises RowError."""
+    """Tools in OpenAI's nesting, from any of the usual forms; entries that are no functions are
+    left out. Raises RowError."""
     values = parse_value(values, "tools")
     if not values:
         return None
@@ -123,16 +123,19 @@ def tools_of(values: Any) -> list[dict[str, Any]] | None:
 
         schema = function.get("parameters", function.get("input_schema"))
         described = {key: function[key] for key in ("description",) if function.get(key)}
-        kept = {"name": function["name"], **described}
+        kept_fields = {"name": function["name"], **described}
         tools.append(
-            {"type": "function", "function": kept | ({"parameters": schema} if schema else {})}
+            {
+                "type": "function",
+                "function": kept_fields | ({"parameters": schema} if schema else {}),
+            }
         )
 
     return tools or None
 
 
 def parse_value(value: Any, what: str) -> Any:
-    """The value; where it is a text, what that says as JSON. Raises RowError."""
+    """The value; a text is parsed as JSON. Raises RowError."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -145,8 +148,8 @@ def parse_value(value: Any, what: str) -> Any:
 
 
 def halves(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What was asked, and what was answered: the same where the row is both, or a conversation.
-    Raises RowError."""
+    """The question and the answer: the same where the row is both, or a conversation. Raises
+    RowError."""
     request = row.get("request", row.get("body", row))
     answer = row.get("response", row)
     for _ in range(2):  # a batch wraps both

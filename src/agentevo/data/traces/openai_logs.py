@@ -42,7 +42,7 @@ def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
         )
 
     if "messages" in request:
-        messages = [message(one) for one in objects(request, "messages")]
+        messages = [message(entry) for entry in objects(request, "messages")]
         return [RecordedCall(where, messages, _tools(request), is_given=True)]
 
     keys = ", ".join(list(row)[:6]) or "no key"
@@ -56,16 +56,16 @@ def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
 def _of_chat(
     where: str, request: Mapping[str, Any], answer: Mapping[str, Any]
 ) -> list[RecordedCall]:
-    history = [message(one) for one in objects(request, "messages")]
+    history = [message(entry) for entry in objects(request, "messages")]
     choices = objects(answer, "choices")
     calls = []
     for number, choice in enumerate(choices):
-        said = message({"role": "assistant", **choice.get("message", {})})
+        reply = message({"role": "assistant", **choice.get("message", {})})
         if choice.get("finish_reason") in CUT_OFF:
-            said["weight"] = 0
+            reply["weight"] = 0
         place = where if len(choices) == 1 else f"{where}, choice {number}"
         model = str(answer.get("model", request.get("model", "")))
-        calls.append(RecordedCall(place, [*history, said], _tools(request), model=model))
+        calls.append(RecordedCall(place, [*history, reply], _tools(request), model=model))
 
     return calls
 
@@ -86,21 +86,21 @@ def _of_responses(
         messages.append({"role": "system", "content": text_of(instructions)})
 
     is_given = "items" in answer
-    given = answer["items"] if is_given else request.get("input", answer.get("input"))
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
-    elif isinstance(given, Sequence):
-        messages += _of_items(given)
+    history = answer["items"] if is_given else request.get("input", answer.get("input"))
+    if isinstance(history, str):
+        messages.append({"role": "user", "content": history})
+    elif isinstance(history, Sequence):
+        messages += _of_items(history)
     else:
         raise RowError("empty", "its input is not in it")
 
     if not is_given:
-        said = _of_items(objects(answer, "output"))
-        if len(said) != 1:
-            raise RowError("empty", f"its output is {len(said)} messages and not one")
+        replies = _of_items(objects(answer, "output"))
+        if len(replies) != 1:
+            raise RowError("empty", f"its output is {len(replies)} messages and not one")
         if answer.get("status") in CUT_OFF:
-            said[0]["weight"] = 0
-        messages += said
+            replies[0]["weight"] = 0
+        messages += replies
 
     tools = _tools(request) or _tools(answer)
     return RecordedCall(where, messages, tools, is_given, str(answer.get("model", "")))
@@ -127,9 +127,9 @@ def _of_items(items: Sequence[Any]) -> list[dict[str, Any]]:
                 "unknown_form", f"an item is of type {kind!r}, which no chat template has"
             )
 
-    for one in messages:
-        if one["role"] == "assistant" and not one.get("reasoning_content"):
-            one.pop("reasoning_content", None)
+    for converted in messages:
+        if converted["role"] == "assistant" and not converted.get("reasoning_content"):
+            converted.pop("reasoning_content", None)
 
     return messages
 

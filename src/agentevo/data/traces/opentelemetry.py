@@ -8,8 +8,8 @@
                                              gen_ai.choice
     numbered attributes                      gen_ai.prompt.0.role, gen_ai.completion.0.content
 
-A row is what an exporter has written: OTLP as JSON (resourceSpans, resourceLogs) or a span as the
-SDKs print it. The records of one span belong together, in whichever rows they are.
+A row is an exporter's output: OTLP as JSON (resourceSpans, resourceLogs) or a span as the SDKs
+print it. The records of one span belong together, in whichever rows they are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_telemetry(row: Mapping[str, Any]) -> bool:
 
 @dataclass
 class ImportedSpan:
-    """What is known of one span."""
+    """The known facts about one span."""
 
     where: str
     name: str = ""
@@ -159,20 +159,20 @@ def _of_parts(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, Mapping) or "parts" not in value:
         return [message(value)]
 
-    said = message({"role": value.get("role")})
+    answer = message({"role": value.get("role")})
     results: list[dict[str, Any]] = []
     for part in value["parts"]:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text":
-            said["content"] += text_of(part.get("content"))
+            answer["content"] += text_of(part.get("content"))
         elif kind in ("reasoning", "thinking"):
-            thought = said.get("reasoning_content", "") + text_of(part.get("content"))
-            said["reasoning_content"] = thought
+            thought = answer.get("reasoning_content", "") + text_of(part.get("content"))
+            answer["reasoning_content"] = thought
         elif kind == "tool_call":
             function = {"name": part.get("name"), "arguments": part.get("arguments") or {}}
             call = {"type": "function", "function": function}
-            given = {"id": part["id"]} if part.get("id") else {}
-            said.setdefault("tool_calls", []).append({**given, **call})
+            id_field = {"id": part["id"]} if part.get("id") else {}
+            answer.setdefault("tool_calls", []).append({**id_field, **call})
         elif kind == "tool_call_response":
             output = part.get("response", part.get("result"))
             content = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
@@ -182,31 +182,35 @@ def _of_parts(value: Any) -> list[dict[str, Any]]:
             raise RowError("unknown_form", f"a message has a part {kind!r}, which is no text")
 
     if value.get("finish_reason") in CUT_OFF:
-        said["weight"] = 0
+        answer["weight"] = 0
 
-    is_said = said["content"] or said.get("tool_calls") or said.get("reasoning_content")
-    return [*results, *([said] if is_said or not results else [])]
+    is_said = answer["content"] or answer.get("tool_calls") or answer.get("reasoning_content")
+    return [*results, *([answer] if is_said or not results else [])]
 
 
 def _of_events(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dict[str, Any]]:
     """gen_ai.user.message and its like; of several choices the first one counts."""
     messages: list[dict[str, Any]] = []
     answer: dict[str, Any] | None = None
-    for name, given in events:
-        fields = {k.removeprefix("gen_ai.event."): parsed_or_text_of(v) for k, v in given.items()}
+    for name, event_attributes in events:
+        fields = {
+            k.removeprefix("gen_ai.event."): parsed_or_text_of(v)
+            for k, v in event_attributes.items()
+        }
         if (kind := _EVENT.fullmatch(name)) is not None:
             content = parsed_or_text_of(fields.get("content"))
             messages.append(message({"role": kind[1], **fields, "content": content}))
         elif name == "gen_ai.choice" and answer is None:
-            said = fields.get("message", fields)
-            said = said if isinstance(said, Mapping) else {"content": said}
-            calls = said.get("tool_calls") or fields.get("tool_calls")
-            answer = message({**said, "role": "assistant", "tool_calls": calls})
+            reply = fields.get("message", fields)
+            reply = reply if isinstance(reply, Mapping) else {"content": reply}
+            calls = reply.get("tool_calls") or fields.get("tool_calls")
+            answer = message({**reply, "role": "assistant", "tool_calls": calls})
             if fields.get("finish_reason") in CUT_OFF:
                 answer["weight"] = 0
 
     if not any(
-        one["content"] or one.get("tool_calls") for one in [*messages, *filter(None, [answer])]
+        entry["content"] or entry.get("tool_calls")
+        for entry in [*messages, *filter(None, [answer])]
     ):
         return []
 
@@ -214,7 +218,7 @@ def _of_events(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dic
 
 
 def parsed_or_text_of(value: Any) -> Any:
-    """An attribute of an event: lists and objects come as JSON, whatever else stays a text."""
+    """An attribute of an event: lists and objects come as JSON, any other value stays a text."""
     if isinstance(value, str) and value[:1] in "[{":
         inner = parsed_or_text(value)
         is_structure = isinstance(inner, list) and inner and isinstance(inner[0], Mapping)
@@ -242,9 +246,9 @@ def _of_numbered(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[d
 
             role = fields.get("role", "assistant" if half == "completion" else None)
             content = parsed_or_text_of(fields.get("content"))
-            said = {**fields, "role": role, "content": content}
-            said["tool_calls"] = [calls[n] for n in sorted(calls)]
-            messages.append(message(said))
+            numbered_message = {**fields, "role": role, "content": content}
+            numbered_message["tool_calls"] = [calls[n] for n in sorted(calls)]
+            messages.append(message(numbered_message))
             if fields.get("finish_reason") in CUT_OFF:
                 messages[-1]["weight"] = 0
 
@@ -296,16 +300,18 @@ def _id(record: Mapping[str, Any], kind: str) -> str:
     return str(record.get(f"{kind}Id", record.get(f"{kind}_id", "")) or "")
 
 
-def _attributes(given: Any) -> dict[str, Any]:
+def _attributes(attributes: Any) -> dict[str, Any]:
     """Attributes as a mapping, whether they are one or OTLP's list of keys and values."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    if given is None:
+    if isinstance(attributes, Mapping):
+        return dict(attributes)
+    if attributes is None:
         return {}
-    if not isinstance(given, Sequence):
+    if not isinstance(attributes, Sequence):
         raise RowError("unknown_form", "attributes is no list")
     return {
-        str(one.get("key")): _value(one.get("value")) for one in given if isinstance(one, Mapping)
+        str(attribute.get("key")): _value(attribute.get("value"))
+        for attribute in attributes
+        if isinstance(attribute, Mapping)
     }
 
 

@@ -1,10 +1,10 @@
 """Recorded calls -> rows, each said once.
 
-An agent's calls repeat its history: each holds all that was said before. So a call whose whole
-conversation another one goes on from is part of that one (`continued`), and an equal one is a
-duplicate. In what is left, an answer is taught if some record has it as the answer of a call; what
-somebody else put into a history (examples, for instance) is context. A row that `agentevo sft`
-would refuse is left out here already.
+An agent's calls repeat its history: each holds everything said before. So a call whose whole
+conversation another call continues is part of that one (`continued`), and an equal call is a
+duplicate. Of the remaining calls, an answer is taught if some record has it as the answer of a
+call; what another author put into a history (examples, for instance) is context. A row that
+`agentevo sft` would refuse is left out here already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMS = ("auto", "openai", "anthropic", "opentelemetry")
 
 @dataclass(frozen=True)
 class Imported:
-    """What came of the sources."""
+    """The conversations of the sources, and the report."""
 
     rows: list[dict[str, Any]]
     """In the form `messages`."""
@@ -39,24 +39,24 @@ class Imported:
 
 
 def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
-    """The conversations in records of any of the known forms; `auto` goes by each row."""
+    """The conversations in records of any of the known forms; `auto` decides for each row."""
     report = RowReport("import")
     calls = list[RecordedCall]()
     spans: dict[str, opentelemetry.ImportedSpan] = {}
     for row in (row for source in sources for row in _rows(source)):
         try:
             with _of_no_form():
-                found = _read(row, form, spans)
-            report.rows += len(found)
-            calls += found
+                row_calls = _read(row, form, spans)
+            report.rows += len(row_calls)
+            calls += row_calls
         except RowError as error:
             report.rows += 1
             report.add(row.where, error)
 
-    others = 0
+    num_others = 0
     for span in spans.values():
         if not span.is_model_call:
-            others += 1
+            num_others += 1
             continue
 
         report.rows += 1
@@ -66,13 +66,13 @@ def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
         except RowError as error:
             report.add(span.where, error)
 
-    return Imported(list(_merge_calls(calls, report)), report, others)
+    return Imported(list(_merge_calls(calls, report)), report, num_others)
 
 
 def _read(
     row: SourceRow, form: str, spans: dict[str, opentelemetry.ImportedSpan]
 ) -> list[RecordedCall]:
-    """The calls in a row. What it says of spans is added to those."""
+    """The calls in a row. Its spans are added to `spans`."""
     if isinstance(row.value, RowError):
         raise row.value
     if not isinstance(row.value, dict):
@@ -91,8 +91,8 @@ def _read(
 
 @contextmanager
 def _of_no_form() -> Iterator[None]:
-    """Somebody else's record may have anything anywhere: what is not where it belongs makes it a
-    record of no known form."""
+    """A foreign record may have any value anywhere: an unexpected value makes it a record of no
+    known form."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:
@@ -103,20 +103,20 @@ def _of_no_form() -> Iterator[None]:
 
 def _merge_calls(calls: Sequence[RecordedCall], report: RowReport) -> Iterator[dict[str, Any]]:
     digests = [_digests(call) for call in calls]
-    answered = {own[-1] for call, own in zip(calls, digests, strict=True) if own}
-    gone_on = {digest for own in digests for digest in own[:-1]}
-    known: set[bytes] = set()
-    for call, own in zip(calls, digests, strict=True):
+    answered = {prefixes[-1] for call, prefixes in zip(calls, digests, strict=True) if prefixes}
+    gone_on = {digest for prefixes in digests for digest in prefixes[:-1]}
+    known_ends: set[bytes] = set()
+    for call, message_digests in zip(calls, digests, strict=True):
         try:
-            if not own:
+            if not message_digests:
                 raise RowError("empty", "no messages")
-            if own[-1] in gone_on:
+            if message_digests[-1] in gone_on:
                 raise RowError("continued", "another record goes on from it, and has all of it")
-            if own[-1] in known:
+            if message_digests[-1] in known_ends:
                 raise RowError("duplicate", "a record before it says the same")
 
-            row = _row(call, own, answered)
-            known.add(own[-1])
+            row = _row(call, message_digests, answered)
+            known_ends.add(message_digests[-1])
             yield row
         except RowError as error:
             report.add(call.where, error)
@@ -140,14 +140,14 @@ def _row(call: RecordedCall, digests: list[bytes], answered: set[bytes]) -> dict
 
 
 def _digests(call: RecordedCall) -> list[bytes]:
-    """For each message, what stands for the conversation up to it: ids of tool calls, which
-    recorders make anew, the spelling of arguments and thoughts, which clients leave out, are no
-    part of it."""
+    """For each message, a digest of the conversation up to it. It leaves out ids of tool calls,
+    which recorders create again, the spelling of arguments, and thoughts, which clients leave
+    out."""
     digest = sha256(json.dumps(call.tools, sort_keys=True).encode())
     digests = []
     for message in call.messages:
-        said = [message["role"], message["content"].strip(), *map(_said, _calls(message))]
-        digest.update(json.dumps(said, sort_keys=True, default=str).encode())
+        content = [message["role"], message["content"].strip(), *map(_said, _calls(message))]
+        digest.update(json.dumps(content, sort_keys=True, default=str).encode())
         digests.append(digest.digest())
     return digests
 
@@ -189,10 +189,10 @@ def _rows(source: str) -> Iterator[SourceRow]:
 
     place = skip_blank(text, 0)
     line = 1
-    counted = 0
+    counted_to = 0
     while place < len(text):
-        line += text.count("\n", counted, place)
-        counted = place
+        line += text.count("\n", counted_to, place)
+        counted_to = place
         value, place = json_value(
             text, place, f"{path}:{line}", "write one object a line into a file named .jsonl"
         )

@@ -4,10 +4,10 @@
     agentevo.train(world(environment), model=...)                       # an object at hand
 
 In a recipe: `import: [agentevo.integrations.verifiers]`, `agent: {type: verifiers, id: gsm8k}`. The
-environment asks the policy through the gateway, by its own client, on an event loop of its own:
-what blocks there holds up no other attempt's tokens. Both generations are played: environments
-with `load_environment` (verifiers 0.1.14 to 0.3, classic.py), and tasksets with an `Env` (0.4,
-tasksets.py). Only an environment that is played imports the package.
+environment asks the policy through the gateway, by its own client, on its own event loop: blocking
+code there delays no other attempt's tokens. Both generations are supported: environments with
+`load_environment` (verifiers 0.1.14 to 0.3, classic.py), and tasksets with an `Env` (0.4,
+tasksets.py). The package is imported only when an environment is played.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class VerifiersSection(AgentSection):
 
 
 _loaded: dict[str, VerifiersWorld] = {}
-"""Environments of this process by their options: one that is loaded is asked for its tasks and
-plays."""
+"""Environments of this process by their options: a loaded one both gives its tasks and plays."""
 
 
 @agent("verifiers")
@@ -73,21 +72,21 @@ def world(
     """An agent for `agentevo.train`, which brings its tasks: an environment by its name, with the
     options `args`, or an object, which is registered under `name` (default: its own).
 
-    Raises ConfigError for what is no environment."""
+    Raises ConfigError for an object that is no environment."""
     if isinstance(environment, str):
-        made = load(environment, args, max_tasks)
+        loaded = load(environment, args, max_tasks)
     elif args:
         raise ConfigError(
             f"world: {', '.join(args)}: options are for an environment by its name; this one is "
             "made already"
         )
     else:
-        made = wrap(environment, max_tasks)
+        loaded = wrap(environment, max_tasks)
 
-    return _register_agent(made, name or re.sub(r"[^\w.-]+", "_", made.name))
+    return _register_agent(loaded, name or re.sub(r"[^\w.-]+", "_", loaded.name))
 
 
-def _register_agent(made: VerifiersWorld, name: str) -> type:
+def _register_agent(verifiers_world: VerifiersWorld, name: str) -> type:
     class PlayedWorld:
         """One environment at hand."""
 
@@ -97,9 +96,9 @@ def _register_agent(made: VerifiersWorld, name: str) -> type:
             pass
 
         def tasks(self) -> tuple[list[Task], list[Task]]:
-            return made.tasks()
+            return verifiers_world.tasks()
 
         async def run(self, task: Task, policy: Policy) -> Outcome:
-            return await made.play(task, policy)
+            return await verifiers_world.play(task, policy)
 
     return agent(name)(PlayedWorld)

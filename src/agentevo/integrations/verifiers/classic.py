@@ -1,9 +1,9 @@
-"""Environments with `load_environment`: SingleTurnEnv, MultiTurnEnv, ToolEnv and whatever else is a
+"""Environments with `load_environment`: SingleTurnEnv, MultiTurnEnv, ToolEnv and every other
 `verifiers.Environment` (verifiers 0.1.14 to 0.3).
 
 An attempt is the environment's `run_rollout`, with a client of the gateway: it asks, calls its
 tools and is scored by its rubric, whose weighted sum is the reward; the score of each function is a
-metric. verifiers counts a function that raises as 0 and goes on; here its attempt fails.
+metric. verifiers counts a function that raises as 0 and continues; here its attempt fails.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ClassicWorld:
 
 
 def _task(name: str, row: Mapping[str, Any]) -> Task:
-    """The row as the store keeps it: what is asked, the answer, and a digest of the rest."""
+    """The row in the store's form: the question, the answer, and a digest of the rest."""
     plain = json.dumps(row, sort_keys=True, default=str)
     return Task(
         id=name,
@@ -145,12 +145,12 @@ def _last_text(prompt: Any) -> str:
     """What the user says last."""
     if isinstance(prompt, str):
         return prompt
-    said = [m.get("content") for m in prompt or [] if m.get("role") == "user"]
-    return said[-1] if said and isinstance(said[-1], str) else ""
+    user_texts = [m.get("content") for m in prompt or [] if m.get("role") == "user"]
+    return user_texts[-1] if user_texts and isinstance(user_texts[-1], str) else ""
 
 
 def _words(error: Any) -> str:
-    """An error of a rollout as verifiers tells it; empty where there is none."""
+    """An error of a rollout in the words of verifiers; empty where there is none."""
     if not error:
         return ""
     if isinstance(error, Mapping):
@@ -165,8 +165,8 @@ def _rubrics(environment: Any) -> Iterator[Any]:
         rubric = waiting.pop()
         yield rubric
         waiting.extend(getattr(rubric, "rubrics", ()))
-    for one in getattr(environment, "envs", ()):
-        yield from _rubrics(one)
+    for sub_environment in getattr(environment, "envs", ()):
+        yield from _rubrics(sub_environment)
 
 
 def _watch(function: Callable[..., Any]) -> Callable[..., Any]:

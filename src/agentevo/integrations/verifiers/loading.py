@@ -107,7 +107,7 @@ def _has_classic() -> bool:
 
 
 def _module(name: str) -> ModuleType:
-    """Where an environment lies: `owner/my-env@1.0` in the module my_env."""
+    """The module of an environment: my_env for `owner/my-env@1.0`."""
     module = name.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_")
     bundled = f"verifiers.v1.tasksets.{module}"
     for place in (bundled, module, module.lower()):
@@ -130,8 +130,8 @@ def _found(module: str) -> object | None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Environments before 0.4 put handlers of their own for SIGINT and SIGTERM, which end the
-    process at once: those of the run stay."""
+    """Environments before 0.4 install handlers of their own for SIGINT and SIGTERM, which end the
+    process at once: this block keeps those of the run."""
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.getsignal(kind) for kind in kinds}
     try:

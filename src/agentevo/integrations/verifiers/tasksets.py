@@ -1,10 +1,9 @@
 """Tasksets with an `Env`: verifiers 0.4, `verifiers.v1`.
 
-An attempt is one episode of the environment: its agent's harness runs as it is configured (`args`
-of the recipe is verifiers' own section `env`, with harness and runtime), and the package's
-interception passes what it asks on to the gateway. The reward is that of the trace; its named
-rewards are parts of it, weighted, and its metrics are metrics. What failed in an episode fails the
-attempt.
+An attempt is one episode of the environment: its agent's harness runs as configured (`args` of the
+recipe is verifiers' own section `env`, with harness and runtime), and the package's interception
+forwards its requests to the gateway. The trace's reward is the reward; its named rewards are parts
+of it, weighted, and its metrics are metrics. An error in an episode fails the attempt.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class TasksetWorld:
         self._servers: set[asyncio.Task[None]] = set()
 
     def tasks(self) -> tuple[list[Task], list[Task]]:
-        """See World.tasks. A taskset has no held-out tasks of its own."""
+        """See World.tasks. A taskset has no held-out tasks."""
         if not self._rows:
             for number, row in enumerate(islice(self._environment.taskset, self._max_tasks)):
                 self._rows[f"train-{number}"] = row
@@ -83,8 +82,8 @@ class TasksetWorld:
         return self._outcome(await self._loop.run(episode))
 
     async def _serve_shared(self) -> None:
-        """Brings up what all episodes share, once for each loop: a task of its own keeps it, since
-        who opened it has to close it."""
+        """Starts what all episodes share, once for each loop: a task of its own keeps it open,
+        since the task that opened it has to close it."""
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
             up = self._serving[loop] = loop.create_future()
@@ -94,7 +93,7 @@ class TasksetWorld:
                     async with self._environment.serving():
                         up.set_result(None)
                         await asyncio.Event().wait()
-                except Exception as error:  # noqa: BLE001 (handed to whoever waits)
+                except Exception as error:  # noqa: BLE001 (handed to the waiting caller)
                     if not up.done():
                         up.set_exception(error)
                     self._serving.pop(loop, None)
@@ -130,7 +129,7 @@ class TasksetWorld:
             )
 
         (trace,) = traces
-        parts = {name: one.value for name, one in trace.rewards.items() if one is not None}
+        parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         parts = named_parts(parts, f"the rewards of {self.name}")
         if not parts:
             raise EnvironmentFailure(f"the episode of {self.name} has no reward")
@@ -146,5 +145,5 @@ class TasksetWorld:
 
 
 def _words(errors: Iterable[Any]) -> list[str]:
-    said = (storable(f"{error.type}: {error.message}", 1000) for error in errors)
-    return list(dict.fromkeys(said))
+    error_texts = (storable(f"{error.type}: {error.message}", 1000) for error in errors)
+    return list(dict.fromkeys(error_texts))

@@ -1,6 +1,6 @@
 """Tasks for each of the tools that ship, with the calls that solve them.
 
-lesson    what a lesson is; tasks that are held out apart, and demonstrations of a solver
+lesson    the definition of a lesson; separate held-out tasks, and a solver's demonstrations
 facts     people and cities of an invented world, for `search`
 others    one file for each tool
 """
@@ -13,6 +13,6 @@ from agentevo.tool_servers.lessons.lesson import Lesson
 from agentevo.tool_servers.lessons.shop import Shop
 
 LESSONS: dict[str, Lesson] = {
-    one.tool: one for one in (Hotel(), Arithmetic(), Shop(), Copying(), Facts())
+    lesson.tool: lesson for lesson in (Hotel(), Arithmetic(), Shop(), Copying(), Facts())
 }
 """By the name of the tool."""

@@ -22,10 +22,10 @@ class Arithmetic:
     def draw(self, draw: random.Random) -> dict[str, Any]:
         """See Lesson.draw."""
         first, second, third = (draw.randint(2, 9) for _ in range(3))
-        one = draw.choice("*+-")
-        other = draw.choice("+-")
-        expression = f"{first} {one} {second} {other} {third}"
-        query = f"What is {first} {_WORDS[one]} {second} {_WORDS[other]} {third}?"
+        first_sign = draw.choice("*+-")
+        second_sign = draw.choice("+-")
+        expression = f"{first} {first_sign} {second} {second_sign} {third}"
+        query = f"What is {first} {_WORDS[first_sign]} {second} {_WORDS[second_sign]} {third}?"
         return {"query": query, "answer": calculator(expression), "expression": expression}
 
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:

@@ -50,12 +50,12 @@ class Copying:
 
     def draw(self, draw: random.Random) -> dict[str, Any]:
         """See Lesson.draw."""
-        note, other, target = (f"{name}.txt" for name in draw.sample(FILES, 3))
+        note, second_note, target = (f"{name}.txt" for name in draw.sample(FILES, 3))
         words = draw.sample(WORDS, 2)
-        files = {note: f"The word is {words[0]}.", other: f"The word is {words[1]}."}
+        files = {note: f"The word is {words[0]}.", second_note: f"The word is {words[1]}."}
         word = words[0]
         if draw.random() < 0.5:
-            files[note] = f"Look into {other}."
+            files[note] = f"Look into {second_note}."
             word = words[1]
 
         query = f"Write the word that {note} leads to into {target}."

@@ -1,4 +1,4 @@
-"""Questions about an invented world, for `search`: where somebody lives, and what the city is known
+"""Questions about an invented world, for `search`: where a person lives, and what the city is known
 for, which takes a second search. The answer is a word."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 from agentevo.tool_servers.lessons.lesson import LessonCall
 
 _ENDS = ("dra", "lin", "mo", "nar", "ris")
-FIRST = [one + two for one in ("A", "Be", "Co", "Do") for two in _ENDS]
-LAST = [one + two for one in ("Pe", "Qui", "Ro", "Sa") for two in _ENDS]
+FIRST = [start + ending for start in ("A", "Be", "Co", "Do") for ending in _ENDS]
+LAST = [start + ending for start in ("Pe", "Qui", "Ro", "Sa") for ending in _ENDS]
 CITIES = [
     "Arlon",
     "Bremo",
@@ -56,7 +56,11 @@ class Facts:
 
     def __init__(self) -> None:
         draw = random.Random(WORLD)
-        self._homes = {f"{one} {two}": draw.choice(CITIES) for one in FIRST for two in LAST}
+        self._homes = {
+            f"{first_name} {last_name}": draw.choice(CITIES)
+            for first_name in FIRST
+            for last_name in LAST
+        }
         self._goods = dict(zip(CITIES, draw.sample(GOODS, len(CITIES)), strict=True))
 
     def draw(self, draw: random.Random) -> dict[str, Any]:
@@ -77,12 +81,12 @@ class Facts:
         if not results:
             return LessonCall("search", {"query": task["person"]})
 
-        found = _KNOWN.search(results[-1]) or _LIVES.search(results[-1])
-        if found is None:
+        match = _KNOWN.search(results[-1]) or _LIVES.search(results[-1])
+        if match is None:
             return "nothing"
         if len(results) == 1 and task["query"].startswith("What"):
-            return LessonCall("search", {"query": f"{found[1]} known"})
-        return found[1]
+            return LessonCall("search", {"query": f"{match[1]} known"})
+        return match[1]
 
     def corpus(self) -> list[dict[str, str]]:
         """See Lesson.corpus."""

@@ -25,7 +25,7 @@ class Hotel:
 
     def draw(self, draw: random.Random) -> dict[str, Any]:
         """See Lesson.draw."""
-        guest, other = draw.sample(GUESTS, 2)
+        guest, second_guest = draw.sample(GUESTS, 2)
         city = draw.choice(CITIES)
         kind = draw.choice(KINDS)
         nights = draw.randint(1, 9)
@@ -35,21 +35,21 @@ class Hotel:
             for number, price in zip(numbers[:4], draw.sample(range(20, 100), 4), strict=True)
         ]
 
-        elsewhere = {"city": draw.choice(CITIES), "kind": draw.choice(KINDS), "price": 15}
-        rooms += [{"room": number, **elsewhere} for number in numbers[4:]]
+        elsewhere_room = {"city": draw.choice(CITIES), "kind": draw.choice(KINDS), "price": 15}
+        rooms += [{"room": number, **elsewhere_room} for number in numbers[4:]]
         rooms = draw.sample(rooms, len(rooms))
 
-        taken = {"room": numbers[0], "guest": other, "nights": draw.randint(1, 9)}
-        stays = {"guest": other, "city": city, "kind": kind, "nights": taken["nights"]}
+        taken = {"room": numbers[0], "guest": second_guest, "nights": draw.randint(1, 9)}
+        stays = {"guest": second_guest, "city": city, "kind": kind, "nights": taken["nights"]}
         new = {"guest": guest, "city": city, "kind": kind, "nights": nights}
         if draw.random() < 0.5:
             query = f"Book a {kind} room in {city} for {guest}, {nights} nights."
-            wanted = [stays, new]
+            expected = [stays, new]
         else:
-            query = f"Cancel the {kind} room in {city} of {other}, {taken['nights']} nights."
-            wanted = []
+            query = f"Cancel the {kind} room in {city} of {second_guest}, {taken['nights']} nights."
+            expected = []
 
-        return {"query": query, "rooms": rooms, "bookings": [taken], "wanted": wanted}
+        return {"query": query, "rooms": rooms, "bookings": [taken], "wanted": expected}
 
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """See Lesson.step."""

@@ -1,7 +1,7 @@
 """A lesson: tasks for one tool, and what solves them.
 
-Tasks are drawn with a seed. Which are held out is said by each query itself (HELD_OUT of them, by a
-hash), so no query is both trained on and held out, whatever seeds and counts are used.
+Tasks are drawn with a seed. A hash of each query decides whether it is held out (a share of
+HELD_OUT), so no query is both trained on and held out, whatever seeds and counts are used.
 
 Demonstrations are played with the real tools: a solver makes its calls, reads their results, and
 says its answer. `quits` is the share of its steps at which it gives up instead, which leaves a
@@ -73,19 +73,19 @@ class Lesson(Protocol):
 def lesson_tasks(
     lesson: Lesson, count: int, seed: int, *, held_out: bool = False
 ) -> list[dict[str, Any]]:
-    """So many different tasks, as rows of a file of tasks. Raises AgentEvoError where there are not
-    so many."""
+    """So many different tasks, as rows of a file of tasks. Raises AgentEvoError where the lesson
+    has fewer."""
     draw = random.Random(f"{lesson.tool}-{seed}-{held_out}")
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     num_misses = 0
-    while len(found) < count and num_misses < _TRIES:
+    while len(rows) < count and num_misses < _TRIES:
         row = lesson.draw(draw)
         num_misses += 1
-        if is_held_out(row["query"]) == held_out and json.dumps(row) not in found:
-            found[json.dumps(row)] = row
+        if is_held_out(row["query"]) == held_out and json.dumps(row) not in rows:
+            rows[json.dumps(row)] = row
             num_misses = 0
 
-    if len(found) < count:
+    if len(rows) < count:
         raise AgentEvoError(
             f"the lesson {lesson.tool} has not {count:,} tasks that differ: ask for fewer"
         )
@@ -93,7 +93,7 @@ def lesson_tasks(
     part = "eval" if held_out else "train"
     return [
         {"id": f"{lesson.tool}-{part}-{seed}-{number}", **row}
-        for number, row in enumerate(found.values())
+        for number, row in enumerate(rows.values())
     ]
 
 
@@ -111,7 +111,7 @@ def demonstrations(
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """One conversation for each task, as rows for `agentevo sft`. `options`: those of the tool.
-    Raises AgentEvoError for one that was played to its end and is not worth 1."""
+    Raises AgentEvoError for a completed one that is not worth 1."""
     yield from run_coroutine(_demonstrate(lesson, tasks, seed, quits, dict(options or {})))
 
 
@@ -125,13 +125,13 @@ async def _demonstrate(
     toolbox = Toolbox([FunctionToolSection(name=lesson.tool, options=options)])
     room = asyncio.Semaphore(AT_ONCE)
 
-    async def one(row: Mapping[str, Any]) -> dict[str, Any]:
+    async def demonstrate(row: Mapping[str, Any]) -> dict[str, Any]:
         draw = random.Random(f"{seed}-{row['id']}")
         async with room, asyncio.timeout(60), toolbox.open(task_of_row(row), seed) as tools:
             return await _play(lesson, row, tools, draw, quits)
 
     try:
-        return list(await asyncio.gather(*map(one, tasks)))
+        return list(await asyncio.gather(*map(demonstrate, tasks)))
     finally:
         await toolbox.close()
 
@@ -172,7 +172,7 @@ async def _play(
 
 
 def task_of_row(row: Mapping[str, Any]) -> Task:
-    """As a file of tasks would have it: what is no field is metadata."""
+    """As a file of tasks would have it: other keys are metadata."""
     fields = ("id", "query", "answer")
     metadata = {key: value for key, value in row.items() if key not in fields}
     return Task(id=row["id"], query=row["query"], answer=row.get("answer"), metadata=metadata)

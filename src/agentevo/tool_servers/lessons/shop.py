@@ -44,16 +44,16 @@ class Shop:
         rows = ", ".join(f"('{name}', {price})" for name, price in zip(names, prices, strict=True))
         setup = f"CREATE TABLE goods (name TEXT, price INT); INSERT INTO goods VALUES {rows};"
 
-        name, other = names[:2]
+        name, other_item = names[:2]
         if draw.random() < 0.5:
-            price = draw.choice([one for one in range(1, 10) if one != prices[0]])
+            price = draw.choice([number for number in range(1, 10) if number != prices[0]])
             query = f"Set the price of {name} to {price}."
         else:
             price = prices[1]
-            query = f"Give {name} the price of {other}."
+            query = f"Give {name} the price of {other_item}."
 
         solution = f"UPDATE goods SET price = {price} WHERE name = '{name}'"
-        return {"query": query, "setup": setup, "solved_by": solution, "other": other}
+        return {"query": query, "setup": setup, "solved_by": solution, "other": other_item}
 
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """See Lesson.step."""

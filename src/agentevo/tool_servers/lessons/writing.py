@@ -27,9 +27,9 @@ def write_lesson(
     seed: int,
     quits: float = 0.0,
 ) -> dict[str, Any]:
-    """Writes the files into the folder, demonstrations last; those are of other tasks than are
-    trained on, and none of them is held out. Returns the tool's options. Raises AgentEvoError
-    before anything is written where there are not so many tasks."""
+    """Writes the files into the folder, demonstrations last; those have other tasks than the
+    training file, and no held-out ones. Returns the tool's options. Raises AgentEvoError before
+    anything is written where the lesson has fewer tasks."""
     lesson = LESSONS[tool]
     train = lesson_tasks(lesson, count, seed)
     evaluated = lesson_tasks(lesson, held_out, seed, held_out=True)

@@ -143,7 +143,7 @@ class _FusedLogprobs(NamedTuple):
             return self
         masks = vocabulary_slice.masks(self.masks)
         penalties = vocabulary_slice.penalties(self.penalties)
-        return self._replace(own=vocabulary_slice, masks=masks, penalties=penalties)
+        return self._replace(vocabulary_slice=vocabulary_slice, masks=masks, penalties=penalties)
 
     @property
     def first(self) -> int:
