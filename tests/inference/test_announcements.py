@@ -109,7 +109,9 @@ def test_a_store_that_is_away_costs_no_engine(board, monkeypatch):
 def test_an_engine_is_announced_while_it_serves(board, tmp_path):
     async def work():
         versions = iter(range(100))
-        async with board().keep_announced(engine("one"), serves=lambda: next(versions), every_s=0.01):
+        async with board().keep_announced(
+            engine("one"), serves=lambda: next(versions), every_s=0.01
+        ):
             deadline = time.monotonic() + 300
             while not (found := board().living()) or found[0].version < 2:
                 assert time.monotonic() < deadline

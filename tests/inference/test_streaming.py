@@ -265,7 +265,11 @@ def test_no_tokens_come_after_the_answer_which_has_them_all(tmp_path):
 
                 await websocket.send(msgspec.msgpack.encode([WatchRequest(id=3, every_s=60)]))
                 came += read_answers(await websocket.recv(decode=False))
-                assert [type(one).__name__ for one in came] == ["Completed", "FailedRequest", "StateReport"]
+                assert [type(one).__name__ for one in came] == [
+                    "Completed",
+                    "FailedRequest",
+                    "StateReport",
+                ]
 
     asyncio.run(work())
 
