@@ -162,7 +162,8 @@ def test_two_nodes_do_one_run_and_end_together(tmp_path):
 def test_ranks_on_two_nodes_end_by_the_code_of_the_first(asked, tmp_path):
     """The trainer samples by itself, and ends after its step, whichever node is asked to end; the
     other rank is sent home, and its node says how the first one ended."""
-    folder = written(tmp_path, "trainer.steps=400", "rollout.staleness=0", trainer_nodes=2)
+    recipe = ("trainer.steps=400", "rollout.staleness=0", "evaluation.every=0")
+    folder = written(tmp_path, *recipe, trainer_nodes=2)
     nodes = [start(folder, rank) for rank in (0, 1)]
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 300

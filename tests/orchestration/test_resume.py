@@ -362,10 +362,10 @@ import torch
 from agentevo.config import load_config
 from agentevo.observability import LiveView
 from agentevo.api.run import train
-from agentevo.rollout.group import Attempt
+from agentevo.rollout.group import GroupAttempt
 
 where = sys.argv[2]
-attempt, save = Attempt.run, torch.save
+attempt, save = GroupAttempt.run, torch.save
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -388,7 +388,7 @@ def half_a_file(state, file):
         die()
     save(state, file)
 
-Attempt.run, torch.save = one_attempt, half_a_file
+GroupAttempt.run, torch.save = one_attempt, half_a_file
 view = View("killed", plain=True, stream=open(os.devnull, "w"))
 train(load_config(sys.argv[1]), resume="resume" in sys.argv, view=view)
 """

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentevo.trackers import Begun, Tracker
+from agentevo.trackers import TrackingBegun, Tracker
 
 never = threading.Event()
 
@@ -32,7 +32,7 @@ class Kept(Tracker):
     def begin(self, run):
         self.path = Path(run.folder) / "kept.jsonl"
         self.say(begin=run.id, resumed=run.resumed, kind=run.kind, config=run.config)
-        return Begun(run.id)
+        return TrackingBegun(run.id)
 
     def say(self, **told):
         with self.path.open("a") as file:
