@@ -128,8 +128,8 @@ class RouterReplay(Chooser):
         if recorded.shape != own_choice.shape:
             raise TrainingError(
                 f"{KEY}: router {layer} chooses {own_choice.shape[1]} experts for "
-                f"{own_choice.shape[0]} tokens, and {recorded.shape[1]} for {recorded.shape[0]} are "
-                f"recorded: this is a defect of AgentEvo; set {KEY}=none until it is mended"
+                f"{own_choice.shape[0]} tokens, and {recorded.shape[1]} for {recorded.shape[0]} "
+                f"are recorded: this is a defect of AgentEvo; set {KEY}=none until it is mended"
             )
 
         chosen = torch.where(recorded == OWN, own_choice, recorded)
