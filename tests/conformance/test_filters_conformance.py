@@ -29,9 +29,9 @@ def columns(rows):
 def groups_of(kept, ids):
     """Groups that stayed; also checks that groups stay or go as a whole and that every position is
     somewhere."""
-    assert sorted((*kept.kept, *kept.dropped)) == list(range(len(ids)))
-    assert list(kept.kept) == sorted(kept.kept) and all(kept.dropped.values())
-    stayed = {ids[position] for position in kept.kept}
+    assert sorted((*kept.kept_positions, *kept.dropped)) == list(range(len(ids)))
+    assert list(kept.kept_positions) == sorted(kept.kept_positions) and all(kept.dropped.values())
+    stayed = {ids[position] for position in kept.kept_positions}
     assert not stayed & {ids[position] for position in kept.dropped}
     return stayed
 

@@ -186,10 +186,12 @@ def test_the_cost_is_linear(monkeypatch: pytest.MonkeyPatch, name: str, text: st
     num_looks = 0
     find = Marks.find
 
-    def count_looks(marks: Marks, text: CallText, *, here: bool = False) -> regex.Match[str] | None:
+    def count_looks(
+        marks: Marks, text: CallText, *, at_start: bool = False
+    ) -> regex.Match[str] | None:
         nonlocal num_looks
-        match = find(marks, text, at_start=here)
-        to_the_end = text.at + 1 if here else len(text.buffer)
+        match = find(marks, text, at_start=at_start)
+        to_the_end = text.at + 1 if at_start else len(text.buffer)
         num_looks += (match.end() if match else to_the_end) - text.at
         return match
 

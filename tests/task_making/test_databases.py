@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_tasks_and_no_content_is_on_both_sides(made
 
 def test_demonstrations_call_the_tool_and_say_the_value(made):
     for row in made.train[:5]:
-        *_, call, result, said = demonstration(row, made.known.specs)["messages"]
+        *_, call, result, said = demonstration(row, made.survey.specs)["messages"]
         arguments = json.loads(call["tool_calls"][0]["function"]["arguments"])
         assert arguments == row[SOLVED_BY_CALLS][0]["arguments"]
         assert said["content"] == row["answer"] and row["answer"] in result["content"]

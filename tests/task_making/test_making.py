@@ -121,7 +121,7 @@ def test_harder_variants_go_on_from_the_tasks_that_were_solved(hotel):
 
 def test_a_demonstration_is_what_the_server_said(hotel):
     row = next(one for one in hotel.train if len(one[SOLVED_BY_CALLS]) > 1)
-    told = demonstration(row, hotel.known.specs, "Be kind.")
+    told = demonstration(row, hotel.survey.specs, "Be kind.")
     roles = [one["role"] for one in told["messages"]]
     assert roles == [
         "system",

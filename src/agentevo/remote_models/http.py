@@ -45,7 +45,7 @@ class Unanswered(AgentEvoError):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.again = is_retryable
+        self.is_retryable = is_retryable
         self.may_cost = may_cost
         self.retry_after_s = retry_after_s
 
@@ -98,7 +98,9 @@ class ModelServer:
 
         until = time.monotonic() + within_s
         if self._resting_until >= until:
-            raise self._failure("its server asked for a longer pause than is left", again=False)
+            raise self._failure(
+                "its server asked for a longer pause than is left", is_retryable=False
+            )
 
         time.sleep(max(0.0, self._resting_until - time.monotonic()))
         time_left = max(until - time.monotonic(), 0.01)
@@ -112,13 +114,15 @@ class ModelServer:
                     return self._reply(self._events(response, until, listen), b""), 200
                 content = b"".join(self._parts(response, until))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            raise self._failure(f"can't be reached: {_words(error)}", again=True) from error
+            raise self._failure(f"can't be reached: {_words(error)}", is_retryable=True) from error
         except httpx.TimeoutException as error:
             raise self._late(within_s) from error
         except httpx.TransportError as error:
-            raise self._failure(f"broke off: {_words(error)}", again=True, may_cost=True) from error
+            raise self._failure(
+                f"broke off: {_words(error)}", is_retryable=True, may_cost=True
+            ) from error
         except httpx.HTTPError as error:
-            raise self._failure(_words(error), again=False) from error
+            raise self._failure(_words(error), is_retryable=False) from error
 
         if response.status_code != 200:
             raise self._refusal(response, content)
@@ -167,14 +171,14 @@ class ModelServer:
 
             if num_bytes > MAX_ANSWER:
                 raise self._failure(
-                    f"answers with more than {MAX_ANSWER} bytes", again=False, may_cost=True
+                    f"answers with more than {MAX_ANSWER} bytes", is_retryable=False, may_cost=True
                 )
 
     def _nonsense(self, error: Exception, content: bytes) -> Unanswered:
         return self._failure(
             f"answered nonsense ({_words(error)}): {self._shown(content)}",
             status=200,
-            again=True,
+            is_retryable=True,
             may_cost=True,
         )
 
@@ -184,20 +188,24 @@ class ModelServer:
         if status in (401, 403):
             key = self._key_reference or "no key was sent: give api_key"
             return self._failure(
-                f"refuses the key ({status}; {key}): {server_text}", status=status, again=False
+                f"refuses the key ({status}; {key}): {server_text}",
+                status=status,
+                is_retryable=False,
             )
 
         is_retryable = (status in _AGAIN or status >= 500) and _NO_CREDIT not in server_text
         return self._failure(
             f"answered {status}: {server_text}",
             status=status,
-            again=is_retryable,
+            is_retryable=is_retryable,
             retry_after_s=retry_after(response.headers, time.time()) if is_retryable else None,
         )
 
     def _late(self, within_s: float | None) -> Unanswered:
         within = "" if within_s is None else f" within {within_s:g} s"
-        return self._failure(f"has not answered{within} (timeout_s)", again=True, may_cost=True)
+        return self._failure(
+            f"has not answered{within} (timeout_s)", is_retryable=True, may_cost=True
+        )
 
     def _failure(self, what: str, **facts: Any) -> Unanswered:
         text = f"remote model {self._name} at {self.url} {what}"

@@ -226,7 +226,7 @@ class RemoteModel:
                 reply = self._request(request, call)
             except Unanswered as error:
                 problem = RemoteModelError(str(error), error.status)
-                if not error.again or request.has_told:
+                if not error.is_retryable or request.has_told:
                     raise problem from error
                 self._pause(error, attempt, request)
                 continue

@@ -157,7 +157,9 @@ def _common(histories: Sequence[Sequence[_TranscriptLine]]) -> int:
     if len(histories) == 1:
         return sum(1 for _ in takewhile(lambda line: line.role != "assistant", histories[0]))
     columns = zip(*histories, strict=False)
-    return sum(1 for _ in takewhile(lambda column: len({x.whole for x in column}) == 1, columns))
+    return sum(
+        1 for _ in takewhile(lambda column: len({x.full_text for x in column}) == 1, columns)
+    )
 
 
 def _attempt_lines(

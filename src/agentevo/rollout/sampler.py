@@ -202,7 +202,7 @@ class Sampler:
                 step=step,
                 label=label,
                 baseline=baseline,
-                ended=partial(count_ended, task),
+                on_ended=partial(count_ended, task),
             )
             return await self.write(trajectories, split=split, step=step) if write else trajectories
 

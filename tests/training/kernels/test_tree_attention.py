@@ -103,9 +103,9 @@ def cells(layout):
     """Query-key pairs that the kernels compute."""
     rows = [
         (part, part.rows.stop - part.rows.start if isinstance(part.rows, slice) else len(part.rows))
-        for part in (*layout.own, *layout.below)
+        for part in (*layout.within, *layout.below)
     ]
-    return sum(batch.seen.numel() for batch in layout.batches) + sum(
+    return sum(batch.visible.numel() for batch in layout.batches) + sum(
         n * (part.keys.stop - part.keys.start) for part, n in rows
     )
 

@@ -410,8 +410,8 @@ class _LinearLogprobs(torch.autograd.Function):
             if of_weight is not None and column is not None:
                 of_weight[columns] = column
 
-        if of_hidden is not None and ctx.tail.own is not None:
-            distributed.all_reduce(of_hidden, group=ctx.tail.own.ranks.group)
+        if of_hidden is not None and ctx.tail.vocabulary_slice is not None:
+            distributed.all_reduce(of_hidden, group=ctx.tail.vocabulary_slice.ranks.group)
 
         gradients = (of_hidden, of_weight, of_bias)
         return *(None if g is None else g.to(hidden.dtype) for g in gradients), *[None] * 5

@@ -284,7 +284,7 @@ class _Attention(torch.autograd.Function):
         grads = [torch.zeros_like(x) for x in (q, k, v)]
         # Parts need nothing of one another but the whole's output and log-sum-exp, so they may
         # come in any order.
-        for rows, keys, visible in (*layout.own, *layout.below):
+        for rows, keys, visible in (*layout.within, *layout.below):
             at = (rows, rows, keys, keys, rows, rows)
             part_inputs = [
                 _heads(x[where]) for x, where in zip((grad, q, k, v, out, lse), at, strict=True)
@@ -297,13 +297,13 @@ class _Attention(torch.autograd.Function):
             above = grad.new_zeros(len(batch.nodes), *grad.shape[1:]).index_copy_(
                 0, batch.real, grad[batch.distinct]
             )
-            above = above.view(len(batch.seen), -1, *grad.shape[1:]).transpose(
+            above = above.view(len(batch.visible), -1, *grad.shape[1:]).transpose(
                 1, 2
             )  # nothing comes back through padding
             gradients = kernel.backward(
                 above,
                 *(_taken(x, batch) for x in (q, k, v, out, lse)),
-                mask=plan.mask(batch.seen, q.dtype),
+                mask=plan.mask(batch.visible, q.dtype),
             )
             for total, part_grad in zip(grads, gradients, strict=True):
                 total[batch.distinct] += part_grad.transpose(1, 2).flatten(0, 1)[batch.real]
