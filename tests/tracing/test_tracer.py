@@ -251,7 +251,7 @@ def test_an_exporter_that_hangs_holds_up_the_end_for_a_bounded_time() -> None:
     released = threading.Event()
     lines = []
     kept = Kept(lambda: released.wait(600) or None)
-    options = {"tell": lines.append, "limits": TraceLimits(delay_s=0.01), "flush_s": 0.2}
+    options = {"notify": lines.append, "limits": TraceLimits(delay_s=0.01), "flush_s": 0.2}
     played(make(kept, **options), one_attempt)
     released.set()
     wait_for_the_end()
