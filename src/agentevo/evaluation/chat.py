@@ -179,12 +179,18 @@ class ChatModel:
             pieces.append(piece)
             print(without_controls(piece), end="", flush=True)
 
-        work = asyncio.run_coroutine_threadsafe(self._answer(history, show), self._loop.result())
+        work: Future[Message] | None = None
 
         def stop(number: int) -> None:
-            work.cancel()
+            if work is not None:
+                work.cancel()
 
-        with collect_signals(signal.SIGINT, on_first=stop):
+        # Signals are collected before the work begins, so that an early Ctrl-C is not lost.
+        with collect_signals(signal.SIGINT, on_first=stop) as received:
+            coroutine = self._answer(history, show)
+            work = asyncio.run_coroutine_threadsafe(coroutine, self._loop.result())
+            if received:
+                work.cancel()
             try:
                 answer: Message | None = work.result()
             except CancelledError:
