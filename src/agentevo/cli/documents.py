@@ -159,7 +159,7 @@ def _make_tasks(
     from agentevo.task_making.documents import asked_from, tasks_from
 
     with bar("making tasks", task_options["train"] + task_options["held_out"], "tasks") as so_far:
-        task_options = {**task_options, "asked": asked_questions, "progress": so_far.to}
+        task_options = {**task_options, "earlier_questions": asked_questions, "progress": so_far.to}
         if model is None:
             return tasks_from(passages, **task_options)
         try:
