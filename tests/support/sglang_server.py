@@ -203,7 +203,8 @@ class Sglang:
                 asked.changed.set()
                 await asyncio.sleep(0)
 
-            await asyncio.sleep(0.001 if self.paused or not self.running else 0)
+            # Requests last long enough to meet an update of the weights.
+            await asyncio.sleep(0.001 if self.paused or not self.running else 0.002)
 
     def keep(self, asked: Asked) -> None:
         if asked.cache is not None:

@@ -33,6 +33,9 @@ from agentevo.types import Alternatives, SamplingParams
 
 OLDEST = (0, 5, 23)
 MAX_STOPS = 32
+KEEPALIVE_S = 2.0
+"""Idle seconds after which a connection is closed on this side: the server closes it after 5, and a
+request that meets that moment is lost."""
 CONNECT_S = 10.0
 AGAIN_S = 0.2
 CONTROL_S = 60.0
@@ -269,7 +272,7 @@ class SglangClient:
         self._http = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),
             verify=ssl.create_default_context(cafile=None if ca_file is None else str(ca_file)),
             trust_env=False,
         )
