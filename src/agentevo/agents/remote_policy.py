@@ -112,7 +112,7 @@ class RemotePolicyConversation:
         return remote_turn.prompt_tokens, remote_turn.completion_tokens
 
     def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
-        """See Conversation.recorded."""
+        """See Conversation.turns_to_record."""
         remote_turns = self._own
         received = self.received
         earned = {place: rewards.get(turn, 0.0) for place, turn in enumerate(received)}

@@ -1,7 +1,7 @@
 """The inputs of every advantage: the caller's tensors and ids, checked and numbered.
 
 Tables [S, T] are not copied: they are checked in blocks of rows, and recursions select the trained
-places themselves (`returns.Stream.at`).
+places themselves (`returns.TurnStream.at`).
 """
 
 from __future__ import annotations

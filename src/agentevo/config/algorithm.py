@@ -210,7 +210,8 @@ class AlgorithmKeys(Section):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The inputs that the advantage needs (`Entry.needs`); empty for a preference algorithm."""
+        """The inputs that the advantage needs (`CatalogueEntry.needs`); empty for a preference
+        algorithm."""
         return ADVANTAGES[self.resolve().advantage].needs if self.preference() is None else ()
 
     def _hyper(self) -> dict[str, Any]:

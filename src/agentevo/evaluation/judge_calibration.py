@@ -42,7 +42,7 @@ from agentevo.rewards.injections import INJECTIONS
 from agentevo.rewards.judging import JudgeOptions
 from agentevo.rewards.pairwise import Pairwise, pairs_of
 from agentevo.rewards.ruler import Ruler, order_of_vote
-from agentevo.rewards.transcripts import ShownAttempt
+from agentevo.rewards.transcripts import ShownGroup
 from agentevo.rollout.scoring import Scoring
 from agentevo.types import Trajectory
 
@@ -254,9 +254,7 @@ class _Measuring:
 
         return float(np.mean([comparison.place_slope for comparison in compared]))
 
-    async def _measure_rotations(
-        self, judge: Ruler, group: KnownGroup, shown: ShownAttempt
-    ) -> float:
+    async def _measure_rotations(self, judge: Ruler, group: KnownGroup, shown: ShownGroup) -> float:
         num = len(shown.attempts)
         order = order_of_vote(num, 0, group.task.id, "rotated")
         rotations = []

@@ -57,7 +57,7 @@ class BroadcastSource:
         return f"a trainer of {self._files.folder.parent} that runs (rollout.transport=broadcast)"
 
     def latest_version(self) -> Latest | None:
-        """See WeightSource.announced."""
+        """See WeightSource.latest_version."""
         return self._files.latest_version()
 
     def state(self, version: int) -> object:

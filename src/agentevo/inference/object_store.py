@@ -78,7 +78,7 @@ class ObjectStoreWeights(WeightVersions):
         return version_numbers(self.objects.under())
 
     def latest_version(self) -> Latest | None:
-        """See WeightVersions.announced."""
+        """See WeightVersions.latest_version."""
         if self._looked is not None and time.monotonic() - self._looked[0] < self._look_s:
             return self._looked[1]
         latest = super().latest_version()

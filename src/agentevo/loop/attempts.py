@@ -220,7 +220,7 @@ class Attempts:
         return Answers(turns=turns, openings=openings, slept_s=conversation.slept_s)
 
     async def settle(self, handle: str) -> Settled:
-        """See Connection.settle."""
+        """See LoopConnection.settle."""
         attempt = self._find(handle)
         agents = {
             agent: SettledAgent(turns=conversation.turns, received=conversation.received)

@@ -140,7 +140,7 @@ class LoopConversation:
         return None if ended_attempt is None else ended_attempt.agents[self.agent]
 
     def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
-        """See Conversation.recorded."""
+        """See Conversation.turns_to_record."""
         if self.ended_agent is None:
             return []
 

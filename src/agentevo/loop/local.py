@@ -57,7 +57,7 @@ class _OnTheRunsLoop:
         return await self._service.call(self._own.complete(*arguments, **options))
 
     def turns_to_record(self) -> list[RemoteTurn]:
-        """See RemoteConversations.recorded; once the attempt has ended."""
+        """See RemoteConversations.turns_to_record; once the attempt has ended."""
         return self._own.turns_to_record()
 
     def metrics(self) -> dict[str, float]:

@@ -228,7 +228,7 @@ class LoopService:
         )
 
     async def note_open(self, parts: Components) -> None:
-        """See Host.opened."""
+        """See Host.note_open."""
         config = self.config
         self._parts = parts
         self._sampler = Sampler(
@@ -268,7 +268,7 @@ class LoopService:
         return self._sampler.policy(name, temperature, door=self._door)
 
     def note_commit(self, submission: str, step: int) -> None:
-        """See Host.committed."""
+        """See Host.note_commit."""
         self._steps[submission] = self._step = step
 
     # What follows happens on the run's event loop.
@@ -289,8 +289,8 @@ class LoopService:
         )
 
     async def group(self, task_id: str, *, greedy: bool) -> str:
-        """See Connection.group. The first group of a task under some weights has the name, and so
-        the seeds, that `agentevo train` gives it."""
+        """See LoopConnection.group. The first group of a task under some weights has the name, and
+        so the seeds, that `agentevo train` gives it."""
         check_id(task_id, "a task")
         name = group_name(task_id, GREEDY if greedy else "train", self._step + 1)
         self._group_counts[name] += 1
@@ -298,7 +298,7 @@ class LoopService:
         return name if count == 1 else f"{name}.{count}"
 
     async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
-        """See Connection.train."""
+        """See LoopConnection.train."""
         name = await self.submit(groups)
         return await self.wait_for_training(name)
 
@@ -382,11 +382,11 @@ class LoopService:
                 )
 
     async def save(self) -> None:
-        """See Connection.save."""
+        """See LoopConnection.save."""
         await self._submissions.save_checkpoint()
 
     async def checkpoints(self) -> list[Checkpoint]:
-        """See Connection.checkpoints."""
+        """See LoopConnection.checkpoints."""
         return await in_thread(self._checkpoints)
 
     def _checkpoints(self) -> list[Checkpoint]:

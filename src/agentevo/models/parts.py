@@ -164,8 +164,8 @@ Saved = torch.Tensor | Stored
 
 
 def own_part(saved: Saved, parameter: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
-    """The inverse of `Part.of`: of a whole tensor what this process has of one that lies as the
-    parameter does. It is on the parameter's device, sharded where that is. Raises ValueError for a
+    """The inverse of `WeightPart.of`: of a whole tensor, what this process has of one that is
+    sharded as the parameter is. The result is on the parameter's device. Raises ValueError for a
     tensor of another shape, where a part of it is asked for."""
     if not isinstance(parameter, DTensor) and cut is None:
         return saved.to(parameter.device) if isinstance(saved, torch.Tensor) else saved.read()

@@ -48,7 +48,7 @@ NAMES = ("gate", "router")
 """Names of the module that chooses among the module `experts` of the same layer, in the
 architectures."""
 OWN = -1
-"""In a row of `Replay`: what the router itself chooses, for tokens that nothing is predicted
+"""In a row of `RouterReplay`: what the router itself chooses, for tokens that nothing is predicted
 from."""
 TOKENS = 8
 """Tokens of the passes that try a model's routers."""

@@ -157,7 +157,7 @@ async def run_training(
     confirm: Confirm | None = None,
 ) -> None:
     """What `train` does after its checks. `submissions`: of a program's own loop. `confirm`: see
-    `_resumed`."""
+    `_resume_point`."""
     folder = config.run_dir
     checkpoints = Checkpoints(
         folder / "checkpoints",

@@ -66,7 +66,7 @@ class EngineServer:
         listen: Listen | None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RemoteReply, int]:
-        """See Server.post. A `listen` receives the answer when it is complete."""
+        """See ModelServer.post. A `listen` receives the answer when it is complete."""
         request = msgspec.json.decode(body)
         future = asyncio.run_coroutine_threadsafe(
             self._answer(request, within_s), self._running_loop()

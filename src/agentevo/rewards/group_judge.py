@@ -12,7 +12,7 @@ from agentevo.event_loop import in_thread
 from agentevo.rewards.judging import JudgeOptions
 from agentevo.rewards.reward import Score, Unscored
 from agentevo.rewards.transcripts import (
-    ShownAttempt,
+    ShownGroup,
     TranscriptLimits,
     escape_json_line,
     fence,
@@ -62,7 +62,7 @@ class GroupJudgeOptions(JudgeOptions):
 
 async def shown_attempts(
     config: GroupJudgeOptions, trajectories: Sequence[Trajectory]
-) -> ShownAttempt:
+) -> ShownGroup:
     """What the judge is shown of a group. Raises ValueError for an attempt without words."""
     limits = TranscriptLimits(config.max_message_chars, config.max_chars)
     return await in_thread(shown_group, trajectories, limits)
@@ -76,10 +76,10 @@ def equal_group(config: GroupJudgeOptions, num: int) -> list[Score | Unscored]:
 
 
 def records_of(
-    config: GroupJudgeOptions, shown: ShownAttempt, task: Task, order: Sequence[int]
+    config: GroupJudgeOptions, shown: ShownGroup, task: Task, order: Sequence[int]
 ) -> tuple[str, str]:
     """How the records of a question are to be read, and the records: the attempts of `order`, by
-    their place in `Shown.attempts`, numbered from 1."""
+    their place in `ShownGroup.attempts`, numbered from 1."""
     parts: list[tuple[str, Sequence[str]]] = []
     if shown.context:
         parts.append(("what all attempts begin with", shown.context))

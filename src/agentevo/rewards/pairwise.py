@@ -30,7 +30,7 @@ from agentevo.rewards.group_judge import (
 )
 from agentevo.rewards.judging import all_or_first_error, ask_in_order
 from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
-from agentevo.rewards.transcripts import ShownAttempt
+from agentevo.rewards.transcripts import ShownGroup
 from agentevo.rewards.verdicts import UnusableError, find_agreement, objects_in, whole_object
 from agentevo.seeds import derive_seed
 from agentevo.types import Task, Trajectory
@@ -70,7 +70,7 @@ class PairwiseConfig(GroupJudgeOptions):
 
 @dataclass(frozen=True, slots=True)
 class PairwiseComparison:
-    """Two attempts, by their place in `Shown.attempts`, in both orders."""
+    """Two attempts, by their place in `ShownGroup.attempts`, in both orders."""
 
     first: int
     second: int
@@ -146,7 +146,7 @@ class Pairwise:
 
     async def compare(
         self,
-        shown: ShownAttempt,
+        shown: ShownGroup,
         task: Task,
         models: Mapping[str, ScorerModel],
         pair: tuple[int, int],
@@ -201,9 +201,7 @@ class Pairwise:
         return Score(value, success=value >= self.config.solved_from, reason=words)
 
 
-def question(
-    config: PairwiseConfig, shown: ShownAttempt, task: Task, order: tuple[int, int]
-) -> str:
+def question(config: PairwiseConfig, shown: ShownGroup, task: Task, order: tuple[int, int]) -> str:
     """What the judge is asked of two attempts."""
     rules, records = records_of(config, shown, task, order)
     return _QUESTION.format(rubric=config.rubric, rules=rules, records=records)

@@ -36,7 +36,7 @@ from agentevo.rewards.group_judge import (
 )
 from agentevo.rewards.judging import JudgeAnswer, all_or_first_error, ask_in_order
 from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
-from agentevo.rewards.transcripts import ShownAttempt
+from agentevo.rewards.transcripts import ShownGroup
 from agentevo.rewards.verdicts import (
     UnusableError,
     find_agreement,
@@ -99,9 +99,9 @@ class Vote:
 
     model: str
     order: tuple[int, ...]
-    """The attempts as they were shown, by their place in `Shown.attempts`."""
+    """The attempts as they were shown, by their place in `ShownGroup.attempts`."""
     marks: tuple[Mark, ...]
-    """For each attempt, in the order of `Shown.attempts`."""
+    """For each attempt, in the order of `ShownGroup.attempts`."""
 
 
 def order_of_vote(num: int, vote: int, *seeds: int | str) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class Ruler:
 
     async def vote(
         self,
-        shown: ShownAttempt,
+        shown: ShownGroup,
         task: Task,
         models: Mapping[str, ScorerModel],
         order: tuple[int, ...],
@@ -199,7 +199,7 @@ class Ruler:
         return Score(value, success=value >= self.config.solved_from, reason=words)
 
 
-def question(config: RulerConfig, shown: ShownAttempt, task: Task, order: Sequence[int]) -> str:
+def question(config: RulerConfig, shown: ShownGroup, task: Task, order: Sequence[int]) -> str:
     """What the judge is asked."""
     rules, records = records_of(config, shown, task, order)
     num = len(order)

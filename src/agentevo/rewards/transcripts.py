@@ -49,7 +49,7 @@ class TranscriptLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class ShownAttempt:
+class ShownGroup:
     """A group as a judge sees it."""
 
     context: tuple[str, ...]
@@ -70,7 +70,7 @@ class _TranscriptLine:
     shown: str
 
 
-def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) -> ShownAttempt:
+def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) -> ShownGroup:
     """What a judge sees of the attempts at one task, whatever their order. Raises ValueError for an
     attempt without a message."""
     most = min(limits.message, limits.attempt // 2)
@@ -110,7 +110,7 @@ def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) ->
     )
     context = [line.shown for line in all_histories[firsts[0]][0][:common]]
     tools = _tool_lines([trajectories[index] for index in firsts])
-    return ShownAttempt(tuple(_within(context, limits.attempt)), tools, attempts, of)
+    return ShownGroup(tuple(_within(context, limits.attempt)), tools, attempts, of)
 
 
 def _turns(trajectory: Trajectory) -> Sequence[Turn | RemoteTurn]:

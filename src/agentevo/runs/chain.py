@@ -63,8 +63,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     files: dict[str, list[str]] = {}
     """Name in the run's folder -> sha256 of what it holds. While it is replaced there are two."""
     checkpoints: dict[int, str] = {}
-    """Step -> sha256 (`Manifest.sha256`) of checkpoints that were saved after their step's
-    commit."""
+    """Step -> sha256 (`CheckpointManifest.sha256`) of checkpoints that were saved after their
+    step's commit."""
     given_up: bool = False
     """The run has ended before its first step, because every attempt failed."""
 

@@ -49,7 +49,7 @@ _FIRST_LINE = 4096
 
 @dataclass(frozen=True)
 class _SeenFolders:
-    """See launch.Seen."""
+    """See launch.SeenMounts."""
 
     disk_mib: int
     packages: bool = True

@@ -338,7 +338,7 @@ class RunningCall:
         self.asker: TracePlace | None = None
         """The place in a trace of the program that it is made for."""
         self.said: TracedMessage | None = None
-        """Where a span is made of it: see Said."""
+        """Where a span is made of it: see TracedMessage."""
         self._attributes = attributes
         self._kept: dict[str, str] = {}
         self._parent = 0

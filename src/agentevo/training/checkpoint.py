@@ -111,7 +111,7 @@ class Checkpoints:
         copies: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
     ) -> tuple[Path, str]:
         """Writes the checkpoint of `step`; returns its folder and the sha256 that identifies its
-        whole content (`Manifest.sha256`).
+        whole content (`CheckpointManifest.sha256`).
 
         `value` is its evaluation, if there was one. `further_models`: models, each in a folder
         below the checkpoint's. `prune=False` leaves `prune` to the caller, who commits the step in

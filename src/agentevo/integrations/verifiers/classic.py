@@ -60,7 +60,7 @@ class ClassicWorld:
             rubric.funcs = [_watch(function) for function in rubric.funcs]
 
     def tasks(self) -> tuple[list[Task], list[Task]]:
-        """See World.tasks. The held-out ones are those of its eval_dataset."""
+        """See VerifiersWorld.tasks. The held-out ones are those of its eval_dataset."""
         if self._tasks is None:
             train, held_out = (
                 self._read(split, dataset)
@@ -91,7 +91,7 @@ class ClassicWorld:
         return tasks
 
     async def play(self, task: Task, policy: Policy) -> Outcome:
-        """See World.play."""
+        """See VerifiersWorld.play."""
         row = copy.deepcopy(self._rows[task.id])
         base_url = policy.base_url
         api_key = policy.api_key

@@ -46,7 +46,7 @@ class TasksetWorld:
         self._servers: set[asyncio.Task[None]] = set()
 
     def tasks(self) -> tuple[list[Task], list[Task]]:
-        """See World.tasks. A taskset has no held-out tasks."""
+        """See VerifiersWorld.tasks. A taskset has no held-out tasks."""
         if not self._rows:
             for number, row in enumerate(islice(self._environment.taskset, self._max_tasks)):
                 self._rows[f"train-{number}"] = row
@@ -65,7 +65,7 @@ class TasksetWorld:
         ], []
 
     async def play(self, task: Task, policy: Policy) -> Outcome:
-        """See World.play."""
+        """See VerifiersWorld.play."""
         row = self._rows[task.id]
         client = EvalClientConfig(
             base_url=policy.base_url, api_key_var="", headers={SESSION: policy.api_key}
