@@ -21,17 +21,15 @@ from agentevo.devices import is_accelerator
 from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
-from agentevo.doctor.memory_estimate import total, weight_bytes
-from agentevo.doctor.memory_measures import list_measures, remember_by_model, weigh_measures
+from agentevo.doctor.memory_measures import list_measures, weigh_measures
 from agentevo.doctor.services import check_services, is_refused
 from agentevo.doctor.store_check import check_store_server
-from agentevo.doctor.unloaded_policy import shape_policy
+from agentevo.doctor.unloaded_policy import needs_of_changed
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import Engine
 from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.models.positions import context_length
-from agentevo.models.token_rows import causal_model
 from agentevo.observability.remedies import remedies_of
 from agentevo.orchestration.agent_policies import players
 from agentevo.orchestration.components import Components, check_memory, open_components
@@ -247,19 +245,7 @@ def _judge_sizes(parts: Components, attempts_with_turns: list[Trajectory]) -> li
             device=parts.model.device,
         )
 
-    def needs_in_all(turned: RunConfig) -> float:
-        """With what its weights take more than those that are loaded."""
-        if turned.model == config.model:
-            return total(needs(turned, parts.model))
-        other_model = shape_other(turned)
-        return (
-            total(needs(turned, other_model))
-            + weight_bytes(other_model)
-            - weight_bytes(parts.model)
-        )
-
-    shape = causal_model(parts.model).config
-    shape_other = remember_by_model(lambda changed: shape_policy(changed, shape))
+    needs_in_all = needs_of_changed(config, parts.model, needs)
     needed = needs(config, parts.model)
     free = measure.free_bytes(parts.model.device)
     list_for = partial(list_measures, on_cpu=not on_gpu)

@@ -11,13 +11,12 @@ from agentevo.config import RunConfig, SFTSection
 from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
-from agentevo.doctor.memory_estimate import Load, total, training_bytes, weight_bytes
-from agentevo.doctor.memory_measures import list_measures, remember_by_model, weigh_measures
-from agentevo.doctor.unloaded_policy import shape_policy
+from agentevo.doctor.memory_estimate import Load, total, training_bytes
+from agentevo.doctor.memory_measures import list_measures, weigh_measures
+from agentevo.doctor.unloaded_policy import needs_of_changed
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel
 from agentevo.models.positions import context_length
-from agentevo.models.token_rows import causal_model
 from agentevo.observability import LiveView
 from agentevo.orchestration.components import check_memory, load_policy
 from agentevo.orchestration.conversations import SFTData, check_sft_data, load_sft_data
@@ -71,19 +70,7 @@ def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Chec
         loads = [_load(batch, turned.sft, on_cpu=device.type == "cpu") for batch in samples]
         return max((training_bytes(model, load, turned.memory) for load in loads), key=total)
 
-    def needs_in_all(turned: RunConfig) -> float:
-        """With what its weights take more than those that are loaded."""
-        if turned.model == config.model:
-            return total(needs(turned, loaded.model))
-        other_model = shape_other(turned)
-        return (
-            total(needs(turned, other_model))
-            + weight_bytes(other_model)
-            - weight_bytes(loaded.model)
-        )
-
-    shape = causal_model(loaded.model).config
-    shape_other = remember_by_model(lambda changed: shape_policy(changed, shape))
+    needs_in_all = needs_of_changed(config, loaded.model, needs)
     needed = needs(config, loaded.model)
     free = measure.free_bytes(device)
     list_for = partial(list_measures, on_cpu=device.type == "cpu", section="sft")

@@ -4,6 +4,7 @@ it has in training, on the device `meta`. Of the model its config.json alone is 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,11 +12,14 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from agentevo.config import LoraSection, RunConfig
+from agentevo.doctor.memory_estimate import total, weight_bytes
+from agentevo.doctor.memory_measures import remember_by_model
 from agentevo.models.adapters import add_adapter, peft, read_adapter_config
 from agentevo.models.attention import prepare
 from agentevo.models.config_overrides import model_config
 from agentevo.models.load import make_hollow
 from agentevo.models.resolve import fetch_config
+from agentevo.models.token_rows import causal_model
 from agentevo.orchestration.components import load_policy
 
 PACKED_BYTES = {"8bit": 1.0, "4bit": 1 / 2 + 1 / 64 + 4 / (64 * 256)}
@@ -50,6 +54,26 @@ def shape_policy(config: RunConfig, shape: PretrainedConfig) -> PreTrainedModel:
             layer.weight = nn.Parameter(torch.empty(numbers, dtype=torch.uint8), False)
 
     return prepare(adapted)
+
+
+def needs_of_changed(
+    config: RunConfig,
+    model: PreTrainedModel,
+    needs: Callable[[RunConfig, PreTrainedModel], Mapping[str, float]],
+) -> Callable[[RunConfig], float]:
+    """For recipes that are changes of `config`, whose model is loaded: the bytes that they need in
+    all by `needs`, including what their weights take more than the loaded ones."""
+    shape = causal_model(model).config
+    shape_other = remember_by_model(lambda changed: shape_policy(changed, shape))
+
+    def needs_in_all(changed: RunConfig) -> float:
+        if changed.model == config.model:
+            return total(needs(changed, model))
+        other_model = shape_other(changed)
+        extra_weights = weight_bytes(other_model) - weight_bytes(model)
+        return total(needs(changed, other_model)) + extra_weights
+
+    return needs_in_all
 
 
 def _packed_layers(model: PreTrainedModel) -> list[nn.Linear]:
