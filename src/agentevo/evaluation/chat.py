@@ -35,6 +35,8 @@ from agentevo.types import Message, SamplingOverrides
 
 LABEL = "chat"
 PROMPT = "> "
+NOTICE_S = 0.2
+"""Within it, Ctrl-C at the prompt is noticed."""
 OWN_ENGINE = ("engine.type=torch", "engine.options={}")
 """One person needs no server."""
 
@@ -259,9 +261,15 @@ def _typed_lines() -> Iterator[str]:
 def _type_line() -> str:
     """Raises KeyboardInterrupt at Ctrl-C, EOFError at Ctrl-D."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # readline waits for a key without seeing a signal that came just before it began to wait.
+    # An alarm interrupts that wait, and Python then raises what it has not raised yet.
+    before_alarm = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, NOTICE_S, NOTICE_S)
     try:
         return input(PROMPT)
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before_alarm)
         signal.signal(signal.SIGINT, before)
 
 
