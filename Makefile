@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-examples | test-gpu | test-vllm | test-trackers | soak | hosts | bench | lint | venv
+# make quickstart | test | test-all | test-examples | test-gpu | test-vllm | test-trackers | soak | hosts | bench | docs | lint | venv
 #
 #   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV              where it is made
@@ -19,7 +19,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # Byte code is kept whatever the machine says: hundreds of processes import the same packages.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE -u PYTHONUNBUFFERED OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile quick
 
-.PHONY: quickstart test test-all test-examples test-gpu test-vllm test-trackers soak hosts bench lint venv
+.PHONY: quickstart test test-all test-examples test-gpu test-vllm test-trackers soak hosts bench docs lint venv
 
 quickstart: $(VENV)/.core
 	$(BIN)/agentevo models get smollm2-135m-instruct
@@ -82,6 +82,11 @@ hosts: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py
+
+# The documentation site, in build/site. A link that leads nowhere fails. `make docs DOCS=serve` shows it while you write.
+DOCS ?= build --quiet
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(DOCS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
