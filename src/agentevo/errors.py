@@ -48,7 +48,7 @@ def storable(text: str, longest: int = LONGEST) -> str:
 
 
 class AgentEvoError(Exception):
-    """Root of the tree: catching it catches everything raised on purpose."""
+    """The base class of all errors that AgentEvo raises on purpose."""
 
 
 class OverreachError(AgentEvoError):
@@ -63,8 +63,7 @@ class OverreachError(AgentEvoError):
 
 
 class ConfigError(AgentEvoError):
-    """The configuration can't be used; the command line exits with code 2 and nothing was
-    created."""
+    """The configuration is invalid. Nothing was created; the command line exits with code 2."""
 
 
 class LoadingTimeoutError(ConfigError):
@@ -151,7 +150,7 @@ class EnvironmentFailure(AgentEvoError):
 
 
 class ToolError(AgentEvoError):
-    """What a tool answers where it can't do as it was asked: the policy reads the message."""
+    """A tool raises this if it cannot do what the call asks. The policy reads the message."""
 
 
 class ToolArgumentsError(ToolError):

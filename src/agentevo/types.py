@@ -56,38 +56,39 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One chat message, for readers and for chat templates; training never reads it."""
+    """A chat message, for chat templates and for people. Training uses token ids instead."""
 
     role: Role
     content: str | tuple[TextPart | ImagePart, ...]
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
-    """The call that a message of role `tool` answers."""
+    """For the role `tool`: the id of the call that this message answers."""
     name: str | None = None
-    """Who speaks; of a message of role `tool`, the tool."""
+    """The speaker's name; for the role `tool`, the tool's name."""
     reasoning: str | None = None
-    """The assistant's reasoning before the answer, where it is separate from the content."""
+    """The assistant's reasoning before the answer, if it is separate from the content."""
 
     @property
     def text(self) -> str:
-        """The content's text; images leave none."""
+        """The text of the content, without images."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content if isinstance(part, TextPart))
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do: an environment and seed, or a query with a reference answer."""
+    """A task: an environment and a seed, or a query with a reference answer."""
 
     id: str
     environment: str | None = None
-    """Registered name of the environment; None for tasks that a user's own agent understands."""
+    """The registered name of the environment, or None for tasks of another agent."""
     seed: int = 0
-    """Seed of the environment: every member of a group gets the same one."""
+    """The seed of the environment. All members of a group get the same seed."""
     query: str | None = None
     answer: Any = None
     scorer: str | None = None
-    """Name of the reward that judges it, in place of the recipe's; of several, with commas."""
+    """The name of the reward that scores this task instead of the recipe's, or several names
+    separated by commas."""
     metadata: dict[str, Any] = {}
 
 
@@ -370,25 +371,25 @@ def group_of_agent(group_id: str, agent: str) -> str:
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt ended."""
+    """The result of an attempt."""
 
     reward: float | None
-    """Of the whole attempt, penalties included. None leaves it to a scorer."""
+    """The reward of the whole attempt, including penalties. None if a scorer decides."""
     success: bool = False
     reward_parts: dict[str, float] = {}
-    """The parts that the reward is the sum of, by name; empty if it has no parts. A ValueError if
-    the sum is another."""
+    """The named parts of the reward, or empty. Raises ValueError if they do not sum to the
+    reward."""
     turn_rewards: dict[int, float] = {}
-    """Turn index -> what that turn earned."""
+    """The reward of single turns, by turn index."""
     truncated: bool = False
-    """A limit ended it."""
+    """Whether a limit ended the attempt."""
     ending: str = ""
-    """What the world showed after the last turn, which no prompt holds: kept with the calls."""
+    """The observation after the last turn, which is in no prompt. It is stored with the calls."""
     metrics: dict[str, float] = {}
     timings: dict[str, float] = {}
     """See Trajectory."""
     agents: dict[str, Outcome] = {}
-    """How it ended for each of several agents, by name; for others the rest of this record."""
+    """The result of each of several agents, by name. Other agents get the rest of this record."""
 
     def __post_init__(self) -> None:
         total = sum(self.reward_parts.values())

@@ -71,8 +71,8 @@ def capture_calls(gateway_url: str, key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untracked() -> Iterator[dict[str, str]]:
-    """Calls in this block belong to no attempt: for judges and other models that an agent asks.
-    Yields the variables of `client_variables` as they are outside of attempts."""
+    """Excludes the API calls in this block from the attempt, for example calls to a judge. Yields
+    the variables of `client_variables` as they are outside an attempt."""
     token = _session.set(None)
     try:
         yield _capture.variables_before()

@@ -1,5 +1,5 @@
-"""The policy as an agent sees it: a history in, a reply out, every token recorded as the engine
-emitted it (inference/conversation.py). One `Policy` serves one attempt.
+"""The policy as an agent sees it: a history goes in and a reply comes out. Every token is recorded
+as the engine emitted it (inference/conversation.py). One `Policy` serves one attempt.
 """
 
 from __future__ import annotations
@@ -39,29 +39,30 @@ if TYPE_CHECKING:
 _LARGEST = {"temperature": LARGEST_TEMPERATURE, "top_k": 2**31 - 1, "seed": 2**63 - 1}
 
 Prompt = Sequence[Message | Mapping[str, Any]] | Sequence[int]
-"""A whole history, of messages or mappings in OpenAI's form (data/messages.py), or token ids."""
+"""A complete history as messages or as mappings in OpenAI's format (data/messages.py), or token
+ids."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy said."""
+    """A reply of the policy."""
 
     text: str
-    """The completion without the token that ended it."""
+    """The completion, without its end token."""
     complete: bool
-    """False if the token limit cut it off."""
+    """False if the token limit cut the completion off."""
     turn: int
     """Index of the recorded turn."""
     message: Message
-    """The reply as it goes into the history."""
+    """The reply as a message, to append to the history."""
     opening: str = ""
-    """The beginning of the reply that the chat template wrote, such as "<think>\\n"; `text`
-    continues it."""
+    """The start of the reply that the chat template wrote, such as "<think>\\n"; `text` continues
+    it."""
 
     @property
     def answer(self) -> str:
-        """The text behind a thought that the template opened, empty while it is not closed; where
-        the template opened none, the whole text."""
+        """The text after the reasoning block that the chat template opened, or an empty string if
+        the block is not closed. Without such a block, the whole text."""
         if not self.opening:
             return self.text
         _, closed, answer = (self.opening + self.text).rpartition("</think>")
@@ -69,11 +70,11 @@ class Reply:
 
 
 class DoorSession(Protocol):
-    """An attempt's way to the policy for a client of its own."""
+    """Access to the policy for an API client of one attempt."""
 
     @property
     def base(self) -> str:
-        """What all URLs of the door begin with."""
+        """The common prefix of all URLs."""
 
     @property
     def base_url(self) -> str: ...
@@ -84,7 +85,7 @@ class DoorSession(Protocol):
     def reward_url(self) -> str: ...
     @property
     def posted(self) -> Sequence[PostedReward]:
-        """What was posted there so far, in its order."""
+        """The rewards posted so far, in order."""
 
 
 class PolicyDoor(Protocol):
@@ -96,17 +97,17 @@ class PolicyDoor(Protocol):
         remote: RemoteConversations | None,
         remote_agents: Mapping[str, str],
     ) -> DoorSession:
-        """`conversations`: by the names of the agents that they are of; a client chooses among
-        several by the name of its model. `remote_agents`: those that are a remote model's, and
-        which."""
+        """Opens a session. `conversations` has the conversation of each agent by name; a client
+        chooses an agent through the model name of its request. `remote_agents` maps the other
+        agents to the remote models that play them."""
         ...
 
     def end(self, session: Any) -> None: ...
 
 
 class Policy:
-    """See the module. Calls may overlap. In a rollout of several agents `policy["NAME"]` is the
-    policy of one of them."""
+    """The handle through which an agent queries the model. Calls can run concurrently. In a rollout
+    of several agents, `policy["NAME"]` is the policy of the agent NAME."""
 
     def __init__(
         self,
@@ -117,14 +118,14 @@ class Policy:
         remote_agents: Mapping[str, str] = MappingProxyType({}),
         texts: Texts | None = None,
     ) -> None:
-        """`texts`: texts in the place of the agent's own. `remote`: the attempt's conversations
-        with remote models, if the recipe has any. `agents`: the conversation of each of several
-        agents by name; `conversation` is then the one of them that represents the attempt.
-        `remote_agents`: further agents, whose words are a remote model's."""
+        """`texts` replace the agent's default texts. `remote` has the attempt's conversations with
+        remote models, if the recipe names any. `agents` has the conversation of each of several
+        agents by name; `conversation` is then the one that represents the attempt. `remote_agents`
+        maps further agents to the remote models that play them."""
         self.conversation = conversation
         self.remote = remote
         self.texts = Texts() if texts is None else texts
-        """The named texts of the attempt, which all of its agents share."""
+        """The named texts of the attempt, shared by all its agents."""
         self._agents: dict[str, Policy | RemoteHandle] = {
             name: Policy(agent, door, texts=self.texts) for name, agent in agents.items()
         }
@@ -134,7 +135,7 @@ class Policy:
             self._agents[name] = self.model(model, name)
 
         self.files: dict[str, bytes] = {}
-        """What `keep_files` was given, by path."""
+        """The files of the last `keep_files`, by path."""
         self._door = door
         self._session: DoorSession | None = None
         self._has_replied = False
@@ -143,7 +144,7 @@ class Policy:
 
     @property
     def session(self) -> DoorSession:
-        """The session of this attempt, opened when it is first asked for."""
+        """The gateway session of this attempt, opened on first use."""
         if self._session is None:
             if self._door is None:
                 raise BadRequestError("nothing listens here for clients of other APIs")
@@ -151,10 +152,9 @@ class Policy:
         return self._session
 
     def model(self, name: str, agent: str = "") -> RemoteHandle:
-        """A remote model of the recipe, as the policy is asked: `await
-        policy.model("teacher").generate(messages)`. What it says is recorded and never trained.
-        `agent`: whose words these are, where an attempt has several agents. Raises
-        UnknownNameError."""
+        """A remote model of the recipe: `await policy.model("teacher").generate(messages)`. Its
+        replies are recorded and never trained on. `agent` names the agent that speaks through it,
+        in an attempt of several agents. Raises UnknownNameError for an unknown model."""
         if self.remote is None:
             raise UnknownNameError(
                 f"there is no remote model {shown(name)}: add the section remote_models"
@@ -164,39 +164,39 @@ class Policy:
 
     @property
     def was_asked(self) -> bool:
-        """Whether it, or a remote model, has answered yet."""
+        """Whether the policy or a remote model has replied."""
         has_turns = any(conversation.turns for conversation in self.conversations.values())
         return bool(has_turns or (self.remote and self.remote.turns))
 
     @property
     def posted(self) -> Sequence[PostedReward]:
-        """The rewards that were posted at the door, in their order."""
+        """The rewards posted to the gateway, in order."""
         return () if self._session is None else self._session.posted
 
     @property
     def received(self) -> dict[str, Sequence[int]]:
-        """The indices of the turns that were received, by agent: its first turn, its second."""
+        """The indices of the received turns, in order, by agent."""
         return {name: conversation.received for name, conversation in self.conversations.items()}
 
     @property
     def has_replied(self) -> bool:
-        """Whether `generate` was called: the agent knows indices of turns by `Reply.turn`."""
+        """Whether `generate` was called, so that the agent knows turn indices (`Reply.turn`)."""
         policies = [agent for agent in self._agents.values() if isinstance(agent, Policy)]
         return self._has_replied or any(policy.has_replied for policy in policies)
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """The names of the agents, where there are several."""
+        """The names of the agents in a rollout of several, else empty."""
         return tuple(self._agents)
 
     @property
     def rewarded(self) -> tuple[str, ...]:
-        """The agents that have rewards: agents that a remote model plays have none."""
+        """The agents that receive rewards: all but those that a remote model plays."""
         return tuple(name for name in self._agents if name not in self._remote_agents)
 
     @property
     def conversations(self) -> dict[str, Conversation]:
-        """Every agent's, by name; the name of a single one is empty."""
+        """The conversation of each agent by name. A single agent has an empty name."""
         if not self._agents:
             return {"": self.conversation}
         return {
@@ -206,8 +206,8 @@ class Policy:
         }
 
     def __getitem__(self, name: str) -> Any:
-        """The policy, or the remote model, of one of several agents. Raises BadRequestError for an
-        unknown name."""
+        """The policy or remote model of the agent `name`. Raises BadRequestError for an unknown
+        name."""
         if name not in self._agents:
             agent_names = (
                 ", ".join(self._agents) or "none: name them in the recipe's section agents"
@@ -216,7 +216,7 @@ class Policy:
         return self._agents[name]
 
     def _single(self) -> Conversation:
-        """Raises BadRequestError where several agents could be meant."""
+        """Raises BadRequestError in a rollout of several agents."""
         if self._agents:
             names = ", ".join(f'policy["{name}"]' for name in self._agents)
             raise BadRequestError(f"this rollout has several agents: ask one of them, {names}")
@@ -224,19 +224,20 @@ class Policy:
 
     @property
     def base_url(self) -> str:
-        """The base URL of this policy for a client of OpenAI's API:
-        `OpenAI(base_url=policy.base_url, api_key=policy.api_key)`. Its requests are recorded as
-        those of `generate` are."""
+        """The base URL for an OpenAI client:
+        `OpenAI(base_url=policy.base_url, api_key=policy.api_key)`. Requests through it are recorded
+        like calls of `generate`."""
         return self.session.base_url
 
     @property
     def api_key(self) -> str:
-        """The key that belongs to `base_url`, good until this attempt ends."""
+        """The API key for `base_url`. It is valid until the attempt ends."""
         return self.session.key
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block in which the attempt waits for its turn: the wait is no part of its time."""
+        """A block in which the attempt waits for capacity. The wait does not count towards its time
+        limit."""
         started = time.monotonic()
         before = self._waited_s
         self._waits_since = started
@@ -248,16 +249,16 @@ class Policy:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the attempt has waited so."""
+        """Seconds spent in `waiting`."""
         since = self._waits_since
         return self._waited_s + (0.0 if since is None else time.monotonic() - since)
 
     async def settle(self) -> None:
-        """Waits until the requests of clients to the gateway are known here: returns at once where
-        the gateway is in this process."""
+        """Waits until this process has received all of the attempt's gateway requests. Returns
+        immediately if the gateway runs in this process."""
 
     async def close(self) -> None:
-        """Ends the session and the conversation, which take no further call."""
+        """Ends the session and the conversation. Later calls fail."""
         if self._session is not None and self._door is not None:
             self._door.end(self._session)
         for agent in self._agents.values():
@@ -268,20 +269,20 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """Id of the trajectory: another one for every attempt."""
+        """The id of the trajectory, unique for each attempt."""
         return self.conversation.name
 
     remote_model: str | None = None
-    """The remote model that plays in the policy's place (agents/remote_policy.py)."""
+    """The remote model that replaces the policy, if any (agents/remote_policy.py)."""
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
-        """Tokens of the whole prompt of a turn, and of what was said."""
+        """The number of prompt tokens and of completion tokens of a turn."""
         conversation = self._single()
         return len(conversation.prompt_ids(turn)), len(conversation.turns[turn].completion_ids)
 
     @property
     def turns(self) -> list[Turn]:
-        """Copies of the turns recorded so far; their rewards are not filled in."""
+        """Copies of the turns recorded so far, without rewards."""
         return [copy_of_turn(turn) for turn in self._single().turns]
 
     @overload
@@ -317,16 +318,18 @@ class Policy:
         stop: str | Sequence[str] | None = None,
         form: AnswerForm | None = None,
     ) -> Reply | list[Reply]:
-        """The policy's answer to a whole history that ends with someone else's message, or to
-        token ids; with `n` a list of that many answers, turns with one parent.
+        """Returns the policy's reply to a complete history or to token ids. With `n`, returns a
+        list of `n` replies, which are turns with the same parent.
 
-        `tools` are JSON schemas in OpenAI's form: the chat template writes them into the prompt,
-        and what the policy calls stands in the reply's text in the model's own notation.
-        `sampling` (fields of types.SamplingOverrides) and `stop` replace the recipe's for this
-        call. `form` says what the answer has to look like: it is drawn, and trained, under that
-        grammar (docs/constrained.md). Raises BadRequestError for what can't be asked, GrammarError
-        for a form that can't be followed, RequestTooLongError when the context is full,
-        DeadlineExceededError when the engine is late.
+        The history ends with a message that is not the assistant's. `tools` are JSON schemas in
+        OpenAI's format; the chat template writes them into the prompt, and the reply's text has
+        tool calls in the model's notation. `sampling` (fields of `types.SamplingOverrides`) and
+        `stop` override the recipe's values for this call. `form` constrains sampling to a grammar;
+        training uses the same constraint (docs/messages.md).
+
+        Raises BadRequestError for an invalid argument, GrammarError for a form that cannot be
+        followed, RequestTooLongError if the context is full, and DeadlineExceededError if the
+        engine does not answer in time.
         """
         conversation = self._single()
         checked_prompt = _check_prompt(prompt)
@@ -352,20 +355,20 @@ class Policy:
         )
 
     def text(self, name: str, default: str = "") -> str:
-        """The text of that name that the recipe (`agent.texts`) or `agentevo optimize` gives, else
-        `default`: prompts, rules, descriptions, whatever may be better said otherwise. Raises
-        BadRequestError for what can be no text (agents/texts.py)."""
+        """The text `name` from the recipe (`agent.texts`) or from `agentevo optimize`, else
+        `default`. Use it for prompts, rules and descriptions that you may want to improve. Raises
+        BadRequestError for an invalid text (agents/texts.py)."""
         return self.texts.text(name, default)
 
     def examples(self, name: str = "examples") -> list[Message]:
-        """Messages of examples that the recipe or `agentevo optimize` gives, to place before the
-        task's own; none by default. Raises BadRequestError for malformed examples."""
+        """Example messages from the recipe or from `agentevo optimize`, to put before the task's
+        messages. Empty by default. Raises BadRequestError for malformed examples."""
         return self.texts.examples(name)
 
     def keep_files(self, files: Mapping[str, bytes]) -> None:
-        """Files that the agent made are kept with its trajectory from now on, in place of those
-        that were given before, also if the attempt fails. Raises BadRequestError for what can't be
-        stored: paths that leave a folder, or more than 8 MiB."""
+        """Stores files with the trajectory, also if the attempt fails. They replace the files of an
+        earlier call. Raises BadRequestError for a path that leaves its folder, or more than 8 MiB
+        in total."""
         self._single()
         try:
             self.files = check_files(files)
@@ -373,12 +376,12 @@ class Policy:
             raise BadRequestError(f"keep_files: {error}") from error
 
     def files_of(self, agent: str) -> dict[str, bytes]:
-        """What the agent of that name has kept, or the only one."""
+        """The files that the agent `agent`, or the only agent, has kept."""
         agent_policy = self._agents.get(agent, self)
         return agent_policy.files if isinstance(agent_policy, Policy) else {}
 
     def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
-        """Records what the agent does in addition to asking the policy, so that it can be traced:
+        """Records another operation of the agent, so that it appears in traces:
         `async with policy.call("tool", "search"): ...`."""
         return self.conversation.calls.call(kind, name, **attributes)
 

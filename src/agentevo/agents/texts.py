@@ -155,16 +155,15 @@ class Texts:
 
 
 def text(name: str, default: str = "") -> str:
-    """The text of that name in the current attempt: the one that the recipe or `agentevo optimize`
-    gives, or else `default`. Outside of attempts it is `default`, too. Raises BadRequestError for
-    what can be no text."""
+    """The text `name` of the current attempt: the recipe's or that of `agentevo optimize`, else
+    `default`. Outside an attempt it is `default`. Raises BadRequestError for an invalid text."""
     now = _current.get()
     return (Texts() if now is None else now).text(name, default)
 
 
 def examples(name: str = "examples") -> list[dict[str, Any]]:
-    """The messages of the examples of that name, in OpenAI's form, to place before the task's own;
-    none where none are given. Raises BadRequestError."""
+    """The example messages `name` in OpenAI's format, to put before the task's messages. Empty by
+    default. Raises BadRequestError for malformed examples."""
     now = _current.get()
     return [] if now is None else [as_openai(example) for example in now.examples(name)]
 

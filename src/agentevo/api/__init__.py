@@ -93,17 +93,23 @@ def train(
     view: LiveView | None = None,
     **sections: Option,
 ) -> Run:
-    """Trains, and returns the finished run.
+    """Trains an agent and returns the finished run.
 
-    `agent_or_env` is a recipe (name, path or `RunConfig`), an environment (name, options, class or
-    object), a registered agent (name or class), or an agent function `run(task, policy)` or
-    `run(task)`; or it is left out for a `command`, a program that makes one attempt each time, or
-    for `tools` (functions, classes, names, entries of `agent.tools`), which the tool agent calls.
-    Agents need `tasks`: a list, a file or dataset, or the section as a mapping.
-    `rewards` are names, options, or functions `def reward(completion, task) -> float`. `model` and
-    `algorithm` are names or whole sections; None leaves the recipe's, or the defaults. Every other
-    section of the configuration is an option of its name. Raises `ConfigError` for whatever the
-    command line would refuse.
+    `agent_or_env` is one of:
+
+    - a recipe (name, path or `RunConfig`);
+    - an environment (name, options, class or object);
+    - a registered agent (name or class);
+    - an agent function `run(task, policy)` or `run(task)`.
+
+    Omit it to train a `command`, which is a program that makes one attempt per start, or to train
+    the tool agent with `tools` (functions, classes, names, entries of `agent.tools`).
+
+    Agents need `tasks`: a list, a file or dataset, or the section as a mapping. `rewards` are
+    names, options, or functions `def reward(completion, task) -> float`. `model` and `algorithm`
+    are names or complete sections; None keeps the recipe's value or the default. Every other
+    section of the configuration is a keyword argument. Raises `ConfigError` for invalid input,
+    before anything is created.
     """
     options: dict[str, Any] = dict(sections)
     if isinstance(tasks, (str, Path)):
@@ -171,11 +177,11 @@ def sft(
     view: LiveView | None = None,
     **sections: Option,
 ) -> Run:
-    """Fine-tunes on conversations and returns the finished run, as `agentevo sft` does.
+    """Fine-tunes a model on conversations and returns the finished run.
 
-    `recipe` is a name, a path, a `RunConfig` or a mapping of sections, such as {"data": {"train":
-    "chats.jsonl"}}; the options are those of `train`. Raises `ConfigError` for everything that the
-    command line would refuse.
+    `recipe` is a name, a path, a `RunConfig` or a mapping of sections, such as
+    `{"data": {"train": "chats.jsonl"}}`. The other arguments are those of `train`. Raises
+    `ConfigError` for invalid input, before anything is created.
     """
     with training_packages("training"):
         from agentevo.api.run import sft as run_sft
@@ -218,10 +224,9 @@ def load_run(
     rewards: Sequence[Reward] = (),
     overrides: Sequence[str] = (),
 ) -> Run:
-    """A run that was trained earlier, from its folder. Everything that its configuration names is
-    found again (files under `import` too). The program gives an agent function, a list of tasks and
-    reward functions again, and first registers what it registered itself. The options of the
-    rewards are those of the run."""
+    """Loads an existing run from its folder, together with the files that its configuration names
+    (also under `import`). Pass an agent function, a list of tasks and reward functions again, and
+    first register what your program registered. The run keeps the options of its rewards."""
     with training_packages("a run"):
         from agentevo.api.run import Run
 

@@ -1,4 +1,4 @@
-"""`agentevo.evaluate`: what `agentevo eval` measures, from a program."""
+"""`agentevo.evaluate`: the Python interface of `agentevo eval`."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def evaluate(  # noqa: PLR0913 (the options of `agentevo eval`)
     retry_failed: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measures a model at tasks, as `agentevo eval` does, and returns the contents of
-    `summary.json`.
+    """Evaluates a model on tasks and returns the contents of `summary.json`.
 
-    `target` and `against` are words of the command line (a recipe, RUN, RUN@STEP, a model, a name
-    of `remote_models`, URL#MODEL), or the run that was trained. `tasks` are files, or a list of
-    tasks or rows; None takes the target's held-out tasks. The other arguments are the command's
-    options; `note` receives what the command prints besides its table. Raises `ConfigError`, before
-    anything is created, for everything that the command line would refuse, and
-    `AttemptsFailedError` where every attempt of a model has failed, after everything is written.
+    `target` and `against` are targets of `agentevo eval` (a recipe, RUN, RUN@STEP, a model, a name
+    of `remote_models`, URL#MODEL) or a `Run`. `tasks` are files, or a list of tasks or rows; None
+    uses the target's held-out tasks. The other arguments are the command's options. `note` receives
+    the command's messages.
+
+    Raises `ConfigError` for invalid input, before anything is created. Raises
+    `AttemptsFailedError` if every attempt of a model failed, after all results are written.
     """
     with training_packages("an evaluation"):
         from agentevo.evaluation.evaluate import EvaluationRun, check_attempts

@@ -24,14 +24,15 @@ def optimize(
     note: Callable[[str], None] = lambda line: None,
     **sections: Option,
 ) -> dict[str, Any]:
-    """Searches, and returns the contents of `summary.json`; `out` is the folder of results, with
-    `texts.yaml`.
+    """Searches for better texts and returns the contents of `summary.json`. The folder `out`
+    receives the results, including `texts.yaml`.
 
-    The other arguments are those of `agentevo.train`; the section `optimize` says how to search,
-    such as `optimize={"attempts": 400}`. `checkpoint`: a folder of weights that replace the
-    model's. `note` receives what the command prints besides its table. Raises `ConfigError`, before
-    anything is created, for everything that the command line would refuse, and
-    `AttemptsFailedError` where the agent's own texts let no attempt complete.
+    `checkpoint` is a folder of weights that replace the model's. The section `optimize` sets the
+    search, such as `optimize={"attempts": 400}`. `note` receives the command's messages. The other
+    arguments are those of `agentevo.train`.
+
+    Raises `ConfigError` for invalid input, before anything is created. Raises
+    `AttemptsFailedError` if no attempt with the agent's default texts completes.
     """
     with training_packages("a search for texts"):
         from agentevo.evaluation.contestants import Contestant

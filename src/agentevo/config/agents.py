@@ -210,10 +210,11 @@ SECTIONS: dict[str, type[AgentSection]] = {
 
 
 def agent(name: str) -> Callable[[A], A]:
-    """Decorator: registers a function `run(task, policy)` or `run(task)`, or a class with such a
-    method, as the agent `name`, for recipes that import its module (key `import`).
+    """Decorator that registers an agent under `name`. The agent is a function `run(task, policy)`
+    or `run(task)`, or a class with such a method. A recipe imports its module with the key
+    `import`.
 
-    Raises ConfigError for what can't be an agent.
+    Raises ConfigError for an object that cannot be an agent.
     """
 
     def add(item: A) -> A:

@@ -87,18 +87,18 @@ ADVANTAGES: AlgorithmFunctions[AdvantageFunction] = AlgorithmFunctions(
 
 
 def credit(name: str) -> Callable[[C], C]:
-    """Decorator: registers a function as the credit `name`, for recipes that import its module (key
-    `import`). Raises ConfigError for anything else."""
+    """Decorator that registers a credit function under `name`. A recipe imports its module with the
+    key `import`. Raises ConfigError for any other object."""
     return CREDITS.register(name)
 
 
 def policy_loss(name: str) -> Callable[[L], L]:
-    """Decorator: registers a function as the loss `name`, see `credit`."""
+    """Decorator that registers a policy loss under `name`, as `credit` does."""
     return POLICY_LOSSES.register(name)
 
 
 def advantage(name: str) -> Callable[[A], A]:
-    """Decorator: registers a function as the advantage `name`, see `credit`."""
+    """Decorator that registers an advantage function under `name`, as `credit` does."""
     return ADVANTAGES.register(name)
 
 

@@ -63,8 +63,8 @@ class SelfPlay(Section):
 
 
 def question_family(name: str) -> Callable[[F], F]:
-    """Decorator: registers a class as the question family `name`, for recipes that import its
-    module (key `import`).
+    """Decorator that registers a question family under `name`. A recipe imports its module with the
+    key `import`.
 
         @agentevo.question_family("sums")
         class Sums:
@@ -72,9 +72,9 @@ def question_family(name: str) -> Callable[[F], F]:
             def prompt(self, rng): return "Ask for a sum."
             def read(self, text, prompt): return agentevo.Question("2 + 3", "5")
 
-    `prompt(rng)` returns the proposer's prompt, a text or chat messages; `rng` is a `random.Random`
-    of the step and the prompt. `read(text, prompt)` returns the question in a reply to that prompt,
-    or raises ValueError with what is wrong with it.
+    `prompt(rng)` returns the proposer's prompt, a text or chat messages. `rng` is a `random.Random`
+    that depends on the step and the prompt's number. `read(text, prompt)` parses the question in a
+    reply, or raises ValueError with the reason why there is none.
     Raises ConfigError for a class without these methods."""
 
     def add(family: F) -> F:

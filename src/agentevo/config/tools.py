@@ -80,11 +80,11 @@ _cached: set[str] = set()
 
 
 def tool(name: str, *, cache: bool = False) -> Callable[[T], T]:
-    """Decorator: registers a function, async or not, or a class as the tool `name`, for recipes
-    that import its module (key `import`) and for `agentevo.train(tools=[...])`.
+    """Decorator that registers a tool under `name`: a function, async or not, or a class. A recipe
+    imports its module with the key `import`; `agentevo.train(tools=[...])` also accepts the name.
 
-    `cache`: equal calls have equal results and change nothing, so one serves all. Raises
-    ConfigError for what can't be a tool.
+    Set `cache` if equal calls have equal results and no side effects: the result is then reused.
+    Raises ConfigError for an object that cannot be a tool.
     """
 
     def add(item: T) -> T:

@@ -24,8 +24,7 @@ E = TypeVar("E", bound="TextEnvironment")
 
 
 class EnvironmentConfig(pydantic.BaseModel):
-    """Options shared by every environment; each environment subclasses this with its own `type` and
-    difficulty."""
+    """The options of every environment. Subclass it to add options of your own."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -36,11 +35,11 @@ class EnvironmentConfig(pydantic.BaseModel):
 
 
 class TextEnvironment(gymnasium.Env[str, str], ABC):
-    """A seeded text environment. Subclasses also say how to play it: the actions, a random player,
-    a solver.
+    """A seeded environment with text observations and text actions. Subclasses also describe the
+    rules, a random player and, if there is one, a solver.
 
-    `info` of `reset` and `step` holds `valid: bool` (was the action understood and legal),
-    `effective: bool` (did it change the environment) and `success: bool` (is the task solved).
+    The `info` of `reset` and `step` has `valid: bool` (the action was understood and legal),
+    `effective: bool` (it changed the environment) and `success: bool` (the task is solved).
     """
 
     Config: ClassVar[type[EnvironmentConfig]]
@@ -52,7 +51,7 @@ class TextEnvironment(gymnasium.Env[str, str], ABC):
     @property
     @abstractmethod
     def instructions(self) -> str:
-        """Rules, legend and action names; the player sees them once, before the first
+        """Rules, legend and action names. The player reads them once, before the first
         observation."""
 
     @abstractmethod
@@ -65,20 +64,19 @@ class TextEnvironment(gymnasium.Env[str, str], ABC):
         """Returns (observation, reward, terminated, truncated, info)."""
 
     def random_action(self, rng: random.Random) -> str:
-        """An action drawn uniformly from those that a player may take now. Raises
-        EnvironmentFailure where they can't be listed; only demonstrations with random actions ask
-        for one."""
+        """An action drawn uniformly from the legal ones. Raises EnvironmentFailure if they cannot
+        be listed; only demonstrations with random actions need it."""
         raise EnvironmentFailure(f"{type(self).__name__} has no random_action()")
 
     def optimal_action(self) -> str | None:
-        """The action an optimal player takes now with the actions it has left; None where no solver
-        exists or nothing can still succeed."""
+        """The next action of an optimal player, given the actions left. None if there is no solver
+        or no way to succeed."""
         return None
 
     def baselines(self, max_actions: int | None = None) -> Baselines:
-        """Success rates, from the state after `reset`, of a uniform random and an optimal player
-        with at most `max_actions` actions (default: the config's). Exact where the environment is
-        small, else by seeded play; None where unknown. Does not disturb the episode."""
+        """Success rates of a uniformly random and an optimal player, from the state after `reset`,
+        with at most `max_actions` actions (default: the config's). Small environments compute them
+        exactly, others by seeded play; None means unknown. The episode does not change."""
         return Baselines(random=None, optimal=None)
 
 
@@ -86,10 +84,10 @@ environments: Registry[type[TextEnvironment]] = Registry("environments")
 
 
 def environment(name: str) -> Callable[[type[E]], type[E]]:
-    """Decorator: registers a class as the environment `name`, for recipes that import its module
-    (key `import`). One without options of its own needs no `Config`.
+    """Decorator that registers an environment class under `name`. A recipe imports its module with
+    the key `import`. A class without options of its own needs no `Config`.
 
-    Raises ConfigError for what can't be an environment.
+    Raises ConfigError for an object that cannot be an environment.
     """
 
     def add(item: type[E]) -> type[E]:

@@ -27,15 +27,15 @@ class ActionResult(NamedTuple):
     effective: bool = True
     """Whether it changed the environment."""
     terminated: bool = False
-    """Whether the environment has ended, won or lost."""
+    """Whether the episode is over, won or lost."""
     success: bool = False
     truncated: bool = False
-    """Whether a limit of the environment's own has ended the episode."""
+    """Whether a limit of the environment has ended the episode."""
 
 
 class EpisodicEnvironment(TextEnvironment):
-    """Gymnasium's reset and step, written once. `num_actions` counts the actions taken in this
-    episode, invalid ones too."""
+    """A base class that implements Gymnasium's `reset` and `step`. Subclasses implement `start`,
+    `observe` and `act`. `num_actions` counts the actions of the episode, including invalid ones."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         super().__init__(config)
@@ -44,7 +44,7 @@ class EpisodicEnvironment(TextEnvironment):
 
     @abstractmethod
     def start(self, seed: int) -> None:
-        """Builds the environment of `seed`; everything random in the episode comes from it."""
+        """Starts the episode of `seed`. Everything random in the episode derives from it."""
 
     @abstractmethod
     def observe(self) -> str:
@@ -52,12 +52,12 @@ class EpisodicEnvironment(TextEnvironment):
 
     @abstractmethod
     def act(self, action: str) -> ActionResult:
-        """Plays one action (white space at both ends is gone). An action it does not understand is
-        `ActionResult(valid=False, ...)`."""
+        """Plays one action, without surrounding white space. Return `ActionResult(valid=False)` for
+        an action that is not understood."""
 
     @property
     def actions_left(self) -> int:
-        """How many more actions `config.max_actions` allows."""
+        """The number of actions left under `config.max_actions`."""
         return self.config.max_actions - self.num_actions
 
     def reset(

@@ -1,8 +1,9 @@
-"""`agentevo.Client`: a program's own loop on one machine, the model on another (server.py). It has
-the methods of a loop in one process, imports no torch, and shares no folder with the server.
+"""`agentevo.Client`: a training loop on one machine, the model on another (server.py). It has the
+methods of a loop in one process, imports no torch, and shares no folder with the server.
 
-Requests are repeated while the server can't be reached, for `patience_s`; all of them may be. A
-restarted server is asked to open the model again, and continues from what was committed.
+Requests are repeated for `patience_s` while the server is unreachable; repeating any of them is
+safe. After a restart of the server, the client opens the model again, which continues from its
+newest committed step.
 """
 
 from __future__ import annotations
@@ -70,12 +71,12 @@ NAMED_SECTIONS = ("model", "algorithm")
 
 
 class Client:
-    """See the module. A context manager of one event loop: `async with agentevo.Client(url, key) as
-    client`."""
+    """Connects your training loop to the models of an `agentevo server`:
+    `async with agentevo.Client(url, key) as client`. A client belongs to one event loop."""
 
     def __init__(self, url: str, key: str, *, patience_s: float = PATIENCE_S) -> None:
-        """`url` is what `agentevo server` printed, `key` the content of the file that it named.
-        Raises ConfigError for an invalid one."""
+        """`url` is the address that `agentevo server` printed, `key` the content of the key file
+        that it named. Raises ConfigError if one of them is invalid."""
         self._address = EngineAddress.read(url, what="a server", printed_by="server")
         if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key.strip()):
             raise ConfigError(
@@ -111,7 +112,7 @@ class Client:
             self._http = None
 
     async def models(self) -> list[ListedModel]:
-        """What the server has, by name."""
+        """The server's models, in order of their names."""
         return await self.request("GET", "", kind=list[ListedModel])
 
     @asynccontextmanager
@@ -124,13 +125,13 @@ class Client:
         agents: Mapping[str, Any] | None = None,
         **sections: Any,
     ) -> AsyncIterator[TrainableModel]:
-        """A model of that name on the server: a new one, or as it was left, or as others train it
-        now. `sections` are those of a recipe, as in `agentevo.open_model`; a resumed run keeps
-        every setting that they do not give. The model stays open at the server after the block,
-        until `close_model`.
+        """Opens the model `name` on the server. It is new, continues from its newest committed
+        step, or is shared with other clients that have it open. `sections` are the sections of a
+        recipe, as in `agentevo.open_model`; a resumed run keeps every setting that you do not pass.
+        After the block the model stays open on the server until `close_model`.
 
-        `rewards`, `remote_models` and the agents that these play belong to this program: it calls
-        them from here, the server knows nothing of them, and they are given each time."""
+        `rewards`, `remote_models` and the agents that they play belong to this program. It calls
+        them itself, the server does not know them, and every program passes them again."""
         if not re.fullmatch(NAME, name):
             raise ConfigError(
                 f"{shown(name)} is no name for a model: use letters, digits, `-`, `_` and `.`"
@@ -152,16 +153,16 @@ class Client:
             program.close()
 
     async def close_model(self, name: str) -> None:
-        """Ends the model's run at the server, with a checkpoint; it can be opened again."""
+        """Ends the model's run on the server and writes a checkpoint. You can open it again."""
         await self.request("POST", f"/{quote(name, safe='')}/close", kind=dict)
 
     def base(self) -> str:
-        """Where clients of other APIs find the server's gateway; blocks for a moment."""
+        """The base URL of the server's gateway, for other API clients. Blocks briefly."""
         return self._address.url if self._tunnel is None else self._tunnel.base
 
     async def request(self, method: str, path: str, body: Any = None, *, kind: type[T]) -> T:
-        """One answer, however long it takes. Raises what the server raised, and
-        EngineUnavailableError where it can't be reached."""
+        """Sends a request and returns the answer, without a time limit. Raises the server's error,
+        or EngineUnavailableError if the server is unreachable."""
         content = None if body is None else await in_thread(encode, body)
         ends = time.monotonic() + self._patience_s
         pause = FIRST_PAUSE_S
@@ -189,7 +190,7 @@ class Client:
 
     @property
     def http(self) -> httpx.AsyncClient:
-        """Its connections."""
+        """The HTTP connections. Raises ConfigError if the client is closed."""
         if self._http is None:
             raise ConfigError("the client is closed: use it in `async with agentevo.Client(...)`")
         return self._http

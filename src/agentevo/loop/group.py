@@ -1,5 +1,5 @@
-"""Groups of attempts as plain data: a program may keep them, look at them, reward them otherwise,
-leave some out, write them to a file, and train on them later."""
+"""Groups of attempts as plain data: a program can inspect them, change their rewards, drop
+attempts, write them to a file, and train on them later."""
 
 from __future__ import annotations
 
@@ -15,37 +15,36 @@ from agentevo.types import Task, Trajectory
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Attempts at one task that are compared with each other."""
+    """The attempts at one task, which are compared with each other."""
 
     id: str
     task: Task
     trajectories: list[Trajectory]
-    """In the order of their numbers, failed ones too; of several agents, those of each in turn."""
+    """In order of attempt number, including failed attempts. With several agents, the attempts of
+    one agent after those of another."""
     baseline: Trajectory | None = None
-    """The attempt of the likeliest tokens that they are compared with, where the algorithm has one
-    (remax)."""
+    """The greedy attempt that the others are compared with, if the algorithm needs one (remax)."""
     seals: dict[str, str]
-    """Trajectory -> the proof that its tokens are what the engine drew. Nothing is trained on
-    without it."""
+    """By trajectory id, the proof that the engine sampled its tokens. Training requires it."""
 
     @property
     def rewards(self) -> list[float]:
-        """One for each trajectory; of a failed one it means nothing."""
+        """The reward of each trajectory. That of a failed trajectory has no meaning."""
         return [trajectory.reward for trajectory in self.trajectories]
 
     @property
     def completed(self) -> list[Trajectory]:
-        """Those that count."""
+        """The completed trajectories, which training uses."""
         return [trajectory for trajectory in self.trajectories if trajectory.status == "completed"]
 
     @property
     def members(self) -> list[Trajectory]:
-        """All that is trained on together: the trajectories, and the baseline."""
+        """The trajectories and, if there is one, the baseline."""
         return [*self.trajectories, *([] if self.baseline is None else [self.baseline])]
 
     @property
     def agents(self) -> list[str]:
-        """The names of the agents that have trajectories; the name of a single agent is empty."""
+        """The names of the agents that have trajectories. A single agent has an empty name."""
         return list(dict.fromkeys(trajectory.agent for trajectory in self.trajectories))
 
     def of(self, *agents: str) -> Group:
@@ -65,9 +64,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_rewards(self, rewards: Sequence[float] | Mapping[str, float]) -> Group:
-        """The same attempts with other rewards, for a judge that has seen all of them: one for each
-        trajectory in order, and behind them one for the baseline, if there is one; or by the
-        trajectory's id. Their parts, and the rewards of single turns, are left out."""
+        """The same attempts with other rewards, for example from a judge that compares them. Pass
+        one reward for each trajectory in order, followed by the baseline's if there is one, or a
+        mapping by trajectory id. Reward parts and rewards of single turns are removed."""
         ids = [trajectory.id for trajectory in self.members]
         if not isinstance(rewards, Mapping):
             if len(rewards) != len(ids):
@@ -108,7 +107,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, trajectories=trajectories, baseline=baseline)
 
     def encode(self) -> bytes:
-        """As JSON, for a file."""
+        """The group as JSON, to write to a file."""
         return encode(self)
 
     @classmethod

@@ -164,14 +164,14 @@ async def open_model(
     note: Callable[[str], None] = to_stderr,
     **sections: Any,
 ) -> AsyncIterator[TrainableModel]:
-    """A model that this program's own loop trains, in a folder of its own: a new one, or the
-    existing one, which continues from its newest committed step.
+    """Opens a model for a training loop in your own program. An existing folder continues from its
+    newest committed step.
 
-    `sections` are those of a recipe, as `agentevo.train` takes them, such as
-    `model="smollm2-135m-instruct"` or `trainer={"group_size": 4}`; a resumed run keeps every
-    setting that they do not give. `rewards` (names, options, functions) judge what its rollouts
-    return no reward for. `trainer.steps` has no bound unless given. Raises ConfigError before
-    anything is created.
+    `sections` are the sections of a recipe, as in `agentevo.train`, such as
+    `model="smollm2-135m-instruct"` or `trainer={"group_size": 4}`. A resumed run keeps every
+    setting that you do not pass. `rewards` (names, options, functions) score rollouts that return
+    no reward. `trainer.steps` is unlimited by default. Raises ConfigError before anything is
+    created.
     """
     path = Path(folder)
     if rewards:

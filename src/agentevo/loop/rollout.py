@@ -169,14 +169,14 @@ class _MadeAttempt:
 
 
 def rollout(function: Callable[..., Any]) -> Rollout:
-    """Decorator: makes a `Rollout` of an agent function, `run(task, policy)` or `run(task)`. See
-    the module. Raises ConfigError for any other object."""
+    """Decorator that turns an agent function, `run(task, policy)` or `run(task)`, into a `Rollout`.
+    Raises ConfigError for any other object."""
     return AsyncRollout(function) if is_async(function) else Rollout(function)
 
 
 async def gather(groups: Iterable[Coroutine[Any, Any, Group]]) -> list[Group]:
-    """All groups, made at once, in their order. Raises AttemptsFailedError if no attempt of any of
-    them has completed: then the function, or a service that it uses, is broken."""
+    """Runs groups concurrently and returns them in order. Raises AttemptsFailedError if every
+    attempt failed, which means that the agent function or a service that it uses is broken."""
     finished = await gather_all(list(groups))
     attempts = [trajectory for group in finished for trajectory in group.trajectories]
     if attempts and all(attempt.status != "completed" for attempt in attempts):

@@ -1,4 +1,4 @@
-"""The reward contract: what a scorer is given, what it answers, and how one is registered by name.
+"""The reward contract: the input of a scorer, its result, and how it is registered by name.
 
 A reward is one of:
 
@@ -6,10 +6,10 @@ A reward is one of:
     scorer     a class with   async def score(self, trajectory, task) -> Score
     group      a class with   async def score_group(self, trajectories, task) -> list[Score]
 
-A function may ask for any of PARAMETERS, by name; one of another package, whose parameters have
-other names, is registered by `register_scorer`. It and the methods may return a number, a mapping
-of named parts (their sum is the value), or a `Score`. A class may have options: its `Config` is a
-subclass of `RewardConfig`, and one object of it, `Class(config)`, serves a whole run.
+A function takes any of PARAMETERS, by name. `register_scorer` registers a function of another
+package whose parameters have other names. Functions and methods return a number, a mapping of named
+parts (their sum is the value), or a `Score`. A class can have options: its `Config` subclasses
+`RewardConfig`, and one object, `Class(config)`, serves the whole run.
 """
 
 from __future__ import annotations
@@ -52,15 +52,16 @@ last reply, the task's answer, and two columns of its row."""
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What one attempt is worth."""
+    """The score of one attempt."""
 
     value: float
     parts: dict[str, float] = {}
-    """What the value is the sum of, by name; empty if it is not taken apart."""
+    """The named parts that sum to the value, or empty."""
     success: bool | None = None
-    """Whether the task is solved. None: a value of 1 or more is success."""
+    """Whether the task is solved. None: a value of 1 or more is a success."""
     reason: str = ""
-    """Why, in words for people: a judge's verdict, say. It is kept with the attempt's calls."""
+    """An explanation for people, such as a judge's verdict. It is stored with the attempt's
+    calls."""
 
     def __post_init__(self) -> None:
         total = sum(self.parts.values())
@@ -76,16 +77,17 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Unscored(msgspec.Struct, frozen=True):
-    """In the place of a score: why one attempt of a group has none. It is recorded as failed."""
+    """A group scorer returns this for an attempt that it cannot score. The attempt is recorded as
+    failed, with the reason `why`."""
 
     why: str
     evidence: str = ""
-    """What there was to go by, for people; kept as a score's reason is."""
+    """What the decision is based on, for people. It is stored with the attempt's calls."""
 
 
 class RewardConfig(pydantic.BaseModel):
-    """A reward in a recipe's list `rewards`: its name, its options. These are the ones that every
-    reward has."""
+    """The options of every reward in a recipe's list `rewards`. Subclass it to add options of your
+    own."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -94,31 +96,31 @@ class RewardConfig(pydantic.BaseModel):
     name: str
     """Registered name of the reward."""
     weight: float = 1.0
-    """What its score is multiplied by before the rewards of the list are added up."""
+    """The factor of this reward in the sum of the list's rewards."""
     timeout_s: float = pydantic.Field(default=60.0, gt=0)
-    """Longest time for one score, in seconds; then the attempt is recorded as failed."""
+    """The time limit of one score, in seconds. Beyond it, the attempt is recorded as failed."""
     requires: tuple[str, ...] = ()
-    """Rewards of the list that must be met for this one to count: where one of them is no success,
-    or lacks what it requires itself, its score is 0."""
+    """Rewards of the list that must succeed for this one to count. If one of them does not succeed,
+    or does not count itself, this reward's score is 0."""
     label: str | None = pydantic.Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,99}$")
-    """What it is called in metrics, in `requires` and in the `scorer` of a row, where the list has
-    the reward more than once, with other options. Default: name."""
+    """Its name in metrics, in `requires` and in the `scorer` of a row. Needed if the list has the
+    same reward more than once, with different options. Default: name."""
 
     from_step: int = pydantic.Field(default=1, ge=1)
-    """The training step from which on it counts, for rewards that change by stages."""
+    """The first training step at which it counts, for rewards that change during training."""
     until_step: int | None = pydantic.Field(default=None, ge=1)
-    """The last training step at which it counts. Default: it counts to the end. Evaluations are
-    judged by the rewards that count at the end, so that they can be compared."""
+    """The last training step at which it counts. By default it counts to the end. Evaluations use
+    the rewards that count at the end, so that they are comparable."""
 
     def counts_at(self, step: int | None) -> bool:
-        """Whether it counts at a training step; None: in an evaluation."""
+        """Whether it counts at a training step, or, with None, in an evaluation."""
         if step is None:
             return self.until_step is None
         return self.from_step <= step and (self.until_step is None or step <= self.until_step)
 
     @property
     def title(self) -> str:
-        """Its label, else its name: unlike that of any other reward of the list."""
+        """Its label, else its name. It is unique in the list."""
         return self.label or self.name
 
 

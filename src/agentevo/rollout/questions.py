@@ -40,21 +40,21 @@ LARGEST = 1 << 20
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A question that a proposer has asked, as its family reads it."""
+    """A question from a proposer's reply, parsed by its question family."""
 
     query: str | list[dict[str, Any]]
-    """What the solver is asked: a text, or chat messages."""
+    """The solver's prompt: a text, or chat messages."""
     answer: Any = None
-    """The right answer, for rewards, as JSON can hold it."""
+    """The correct answer, for rewards, as JSON-compatible data."""
     scorer: str | None = None
-    """Name of the reward for it, in place of the recipe's `rewards`."""
+    """The name of the reward that scores this question instead of the recipe's `rewards`."""
     cluster: str | None = None
-    """Questions with the same text here count as one question repeated. Default: those that ask the
-    same but for white space and case."""
+    """Questions with the same cluster count as repetitions of one question. By default, questions
+    that differ only in white space and case do."""
     difficulty: float | None = None
-    """A number for the metric `selfplay/difficulty`, such as how many steps a solution takes."""
+    """A number for the metric `selfplay/difficulty`, such as the number of steps of a solution."""
     metadata: dict[str, Any] = {}
-    """Further data of it for the solver's agent and rewards."""
+    """Further data for the solver's agent and rewards."""
 
 
 class QuestionFamily(Protocol):

@@ -79,14 +79,14 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call gave."""
+    """The result of a tool call."""
 
     text: str
     """What the policy reads."""
     is_error: bool = False
-    """The call failed, and `text` says why."""
+    """Whether the call failed; `text` then has the reason."""
     reward: float = 0.0
-    """What the turn that made the call earns by it."""
+    """The reward of the turn that made the call."""
 
 
 class Condensed(msgspec.Struct, frozen=True, kw_only=True):
