@@ -9,7 +9,7 @@ import typer
 
 from agentevo.cli.arguments import Overrides
 
-agent = typer.Typer(no_args_is_help=True, help="An agent by hand.")
+agent = typer.Typer(no_args_is_help=True, help="Try an agent by hand.")
 
 
 @agent.callback()
@@ -21,26 +21,32 @@ def try_agent(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE|RUN|MODEL", help="Who plays, written as in `agentevo eval`."
+            metavar="RECIPE|RUN|MODEL",
+            help="The model, written like the target of `agentevo eval`.",
         ),
     ],
     overrides: Overrides = None,
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT", help="What to ask. Default: one of the recipe's held-out tasks."
+            metavar="TEXT", help="The query. Default: one of the recipe's held-out tasks."
         ),
     ] = None,
     answer: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The right answer, for the rewards.")
+        str | None, typer.Option(metavar="TEXT", help="The correct answer, for the rewards.")
     ] = None,
     number: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Which held-out task; with --task, its seed.")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="The index of the held-out task; with --task, its seed."
+        ),
     ] = 0,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
 ) -> None:
-    """Play one attempt in the terminal, and print each call as it happens: what the policy is told
-    and says, tools, code, results, and what the attempt is worth. Exit code 1 if it has failed."""
+    """Run one attempt in the terminal and print each call as it happens: prompts, replies, tools,
+    code, results, reward. Exit code 1 if it fails."""
     from agentevo.evaluation.attempt import try_attempt
 
     trajectory = try_attempt(

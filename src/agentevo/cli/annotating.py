@@ -14,9 +14,7 @@ from agentevo.errors import ConfigError
 if TYPE_CHECKING:
     from agentevo.store import Store
 
-commands = typer.Typer(
-    no_args_is_help=True, help="What people have said of a run's attempts: right, wrong, better."
-)
+commands = typer.Typer(no_args_is_help=True, help="Use people's labels of a run's attempts.")
 
 
 @commands.command("export")
@@ -24,7 +22,7 @@ def export(
     run_dir: RunDir,
     out: Annotated[
         Path,
-        typer.Argument(parser=path_word, metavar="OUT.jsonl[.gz]", help="File to write."),
+        typer.Argument(parser=path_word, metavar="OUT.jsonl[.gz]", help="The file to write."),
     ],
     form: Annotated[
         str,
@@ -32,21 +30,21 @@ def export(
             "--format",
             metavar="FORMAT",
             help="sft: conversations for `agentevo sft`. pairs, labels: for data.pairs of "
-            "`agentevo train` (labels for kto and rft). judge: verdicts beside rewards.",
+            "`agentevo train` (labels for kto and rft). judge: verdicts with rewards.",
         ),
     ] = "sft",
     held_out: Annotated[
         bool,
         typer.Option(
             "--held-out",
-            help="Take attempts of evaluations into sft, pairs and labels, too: the success "
-            "measured on their tasks says less then. Default: they are left out.",
+            help="Include attempts of evaluations in sft, pairs and labels. Success on their tasks"
+            " is then no longer a held-out measure. Default: excluded.",
         ),
     ] = False,
     overwrite: Overwrite = False,
     wait: Wait = None,
 ) -> None:
-    """Write what people have said of a run's attempts as training data."""
+    """Export people's labels of a run's attempts as training data."""
     from agentevo.runs.annotation_export import FORMATS, export_annotations
     from agentevo.runs.annotations import read_annotations
     from agentevo.runs.folder import check_run_folder, read_store, saved_tokenizer
@@ -81,10 +79,12 @@ def calibrate(
     run_dir: RunDir,
     passed_from: Annotated[
         float,
-        typer.Option(metavar="VALUE", help="From which value on a part of the reward is a pass."),
+        typer.Option(
+            metavar="VALUE", help="The lowest value of a reward part that counts as a pass."
+        ),
     ] = 0.5,
 ) -> None:
-    """Show how far people and the rewards say the same: the share with its 95% interval, and
+    """Show how often people's labels and the rewards agree: the share with its 95% interval, and
     Cohen's kappa."""
     from agentevo.runs.annotations import calibration, read_annotations
     from agentevo.runs.folder import check_run_folder

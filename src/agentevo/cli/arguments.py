@@ -17,7 +17,7 @@ Recipe = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
-        help="Path of a .yaml file, or the name of a packaged recipe (`agentevo list recipes`).",
+        help="A .yaml file, or the name of a packaged recipe (`agentevo list recipes`).",
     ),
 ]
 Overrides = Annotated[
@@ -61,27 +61,25 @@ def seconds(word: str | float) -> float:
 RunDir = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN_DIR", parser=path_word, help="Folder of a run, such as runs/coins."
+        metavar="RUN_DIR", parser=path_word, help="The folder of a run, such as runs/coins."
     ),
 ]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the file where it is there already.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 Wait = Annotated[
     float | None,
     typer.Option(
         "--wait",
         metavar="SECONDS",
         parser=seconds,
-        help="How long to wait for a database that is away (by default 15 seconds).",
+        help="Seconds to wait for an unreachable database. Default: 15.",
     ),
 ]
-Resume = Annotated[bool, typer.Option(help="Go on from the last checkpoint of the run's folder.")]
+Resume = Annotated[bool, typer.Option(help="Resume the run in this folder.")]
 DryRun = Annotated[
     bool,
     typer.Option(
-        help="Refuse what the run would refuse before it samples, and print the resolved "
-        "configuration; download and write nothing."
+        help="Check everything and print the resolved configuration, without downloading or "
+        "writing anything."
     ),
 ]
 
@@ -97,7 +95,7 @@ def warn_of_kept_keys(recipe: str, overrides: list[str]) -> None:
         print(f"warning: {line}", file=sys.stderr)
 
 
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port. 0 chooses a free one.")]
 
 
 def plain_options(settings: list[str], example: str = "size=3") -> dict[str, Any]:

@@ -21,20 +21,23 @@ def audit(
         str,
         typer.Option(
             metavar="TRAJECTORY:TURN:POSITION",
-            help="Follow one token instead, each counted from 0.",
+            help="Trace one token instead; all numbers count from 0.",
         ),
     ] = "",
     dropped: Annotated[
         bool,
         typer.Option(
-            "--dropped", help="Also list each trajectory that was not trained on, with its reason."
+            "--dropped",
+            help="Also list each trajectory that training did not use, with the reason.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as one JSON object.")
+    ] = False,
     wait: Wait = None,
 ) -> None:
-    """Prove from the store that every committed step used what it says, once, and nothing too old.
-    Exit code 1 if not."""
+    """Verify that every committed step used exactly the recorded data, once, and within the
+    staleness limit. Exit code 1 if not."""
     import msgspec
 
     from agentevo.runs.folder import run_store_url, use_store
@@ -90,19 +93,22 @@ def replay(
     sample: Annotated[
         int,
         typer.Option(
-            "--all", metavar="N", min=0, help="N training trajectories instead, drawn at random."
+            "--all", metavar="N", min=0, help="Replay N random training trajectories instead."
         ),
     ] = 0,
     rebuild: Annotated[
         bool,
         typer.Option(
-            "--rebuild", help="Train weights again, from the store, that no file holds any more."
+            "--rebuild",
+            help="Rebuild weights that no file has any more, by training again from the store.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per line.")
+    ] = False,
 ) -> None:
-    """Make a trajectory again from its seeds and the stored weights, and compare it token for
-    token. Exit code 1 if it differs."""
+    """Generate a trajectory again from its seeds and the stored weights, and compare all tokens.
+    Exit code 1 if they differ."""
     if bool(trajectory) == (sample > 0):
         raise ConfigError(
             "replay: give the id of a trajectory, or --all N for N of them, drawn at random"

@@ -15,29 +15,36 @@ def chat(
         str,
         typer.Argument(
             metavar="RUN|MODEL",
-            help="A run, for its newest checkpoint (RUN@best for its best one), or a model: a "
-            "folder, a known name, a hub name.",
+            help="A run (its newest checkpoint; RUN@best for its best), or a model: a folder, a "
+            "known name, a Hub name.",
         ),
     ],
     overrides: Overrides = None,
     step: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Which checkpoint of the run.")
+        int | None, typer.Option(min=0, metavar="N", help="The step of the run's checkpoint.")
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="System message. Default: agent.system_prompt."),
+        typer.Option(metavar="TEXT", help="The system message. Default: agent.system_prompt."),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="0 is greedy. Default: sampling.temperature of the recipe."),
+        typer.Option(
+            min=0.0,
+            help="Sampling temperature; 0 is greedy. Default: the recipe's sampling.temperature.",
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Longest answer, in tokens. Default: 512 at least."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="The most tokens of an answer. Default: the recipe's, at least 512.",
+        ),
     ] = None,
 ) -> None:
-    """Chat with what a run has trained, or with a model. Answers appear as they are drawn; Ctrl-C
-    ends an answer, Ctrl-D the chat. From a pipe each line gets one answer."""
+    """Chat with a run's model or another model. Ctrl-C ends an answer, Ctrl-D ends the chat. Each
+    line from a pipe gets one answer."""
     from agentevo.evaluation.chat import chat as run_chat
 
     run_chat(

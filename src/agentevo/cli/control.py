@@ -23,19 +23,18 @@ def control(
         str,
         typer.Argument(
             metavar="stop|save|pause|resume",
-            help="stop: after the step that it is in, as SIGTERM. save: a checkpoint, after that "
-            "step. pause: stand still after it. resume: go on.",
+            help="After the current step: stop ends the run as SIGTERM does, save writes a "
+            "checkpoint, pause waits; resume ends a pause.",
         ),
     ],
     wait_s: Annotated[
         float,
         typer.Option(
-            "--wait", metavar="SECONDS", parser=seconds, help="How long to wait for the answer."
+            "--wait", metavar="SECONDS", parser=seconds, help="Seconds to wait for the answer."
         ),
     ] = 10.0,
 ) -> None:
-    """Ask a run under way to stop, save, pause or resume, on this machine or on another that shares
-    its folder. It is done between two steps."""
+    """Stop, save, pause or resume a running run, between two steps."""
     from agentevo.runs.control import ACTIONS, answer_to, ask
     from agentevo.runs.folder import check_run_folder
     from agentevo.runs.records import CHANGES, add_record

@@ -14,7 +14,7 @@ from agentevo.cli.row_account import tell_of_rows
 from agentevo.errors import ConfigError
 
 data = typer.Typer(
-    no_args_is_help=True, help="Conversations and tasks to train on, from other data."
+    no_args_is_help=True, help="Convert data into conversations and tasks for training."
 )
 
 
@@ -24,24 +24,25 @@ def import_traces(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="Records: a .jsonl or .json file (also .gz), a .parquet file, or a folder of "
+            help="The records: a .jsonl or .json file (also .gz), a .parquet file, or a folder of "
             "them.",
         ),
     ],
     out: Annotated[
-        Path, typer.Argument(parser=path_word, metavar="OUT.jsonl[.gz]", help="File to write.")
+        Path, typer.Argument(parser=path_word, metavar="OUT.jsonl[.gz]", help="The file to write.")
     ],
     form: Annotated[
         str,
         typer.Option(
             metavar="FORM",
             help="openai (chat completions, responses, batches), anthropic (messages), "
-            "opentelemetry (spans and events of generative AI), or auto, which goes by each row.",
+            "opentelemetry (generative AI spans and events), or auto, which decides for each "
+            "row.",
         ),
     ] = "auto",
 ) -> None:
-    """Make conversations for `agentevo sft` of recorded calls: logs of OpenAI's and of Anthropic's
-    APIs, or traces of OpenTelemetry. What can't be used is left out, and named with its reason."""
+    """Convert API logs (OpenAI, Anthropic) or OpenTelemetry traces into conversations for `agentevo
+    sft`. Reports each skipped record with the reason."""
     import json
     import sys
 
@@ -71,7 +72,9 @@ def import_traces(
 
 Out = Annotated[
     Path,
-    typer.Argument(parser=path_word, metavar="OUT", help="File to write: .jsonl[.gz] or .parquet."),
+    typer.Argument(
+        parser=path_word, metavar="OUT", help="The file to write: .jsonl[.gz] or .parquet."
+    ),
 ]
 
 
@@ -80,7 +83,7 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SOURCE", help="Tasks: a file, a folder of them, or a dataset of the hub."
+            metavar="SOURCE", help="The tasks: a file, a folder of files, or a Hub dataset."
         ),
     ],
     out: Out,
@@ -89,15 +92,15 @@ def convert(
         typer.Option(
             "--from",
             metavar="FORM",
-            help="agentrl, verl, art or agentevo; auto goes by each row.",
+            help="agentrl, verl, art or agentevo; auto decides for each row.",
         ),
     ] = "auto",
     form: Annotated[
         str, typer.Option("--to", metavar="FORM", help="agentevo, agentrl or verl.")
     ] = "agentevo",
 ) -> None:
-    """Write tasks in the form of another system. What can't be said in it is left out, and named
-    with its line and reason."""
+    """Convert tasks into another framework's format. Reports each skipped task with its line and
+    the reason."""
     from agentevo.data import RowReport
     from agentevo.data.rows import check_not_a_source, check_source
     from agentevo.data.task_forms import FORMS, READ_FORMS
@@ -127,13 +130,13 @@ Prepared = Annotated[
     typer.Argument(
         metavar="NAME",
         help="gsm8k, nq, hotpotqa, reasoning_gym/DATASET such as reasoning_gym/chain_sum, or "
-        "lesson/TOOL: tasks for booking, calculator, database, files or search.",
+        "lesson/TOOL for the tool booking, calculator, database, files or search.",
     ),
 ]
 PreparedFolder = Annotated[
     Path,
     typer.Argument(
-        parser=path_word, metavar="FOLDER", help="Where train.jsonl and eval.jsonl are written."
+        parser=path_word, metavar="FOLDER", help="The folder for train.jsonl and eval.jsonl."
     ),
 ]
 Shown = Annotated[
@@ -142,7 +145,7 @@ Shown = Annotated[
         "--demonstrations",
         min=0,
         max=100_000,
-        help="lesson: conversations that solve other tasks, for `agentevo sft`.",
+        help="For lessons: the number of conversations that solve other tasks, for `agentevo sft`.",
     ),
 ]
 
@@ -156,26 +159,25 @@ def prepare(
         typer.Option(
             "--from",
             metavar="SOURCE",
-            help="gsm8k, nq, hotpotqa: its rows as they are published, a file or a dataset such "
-            "as openai/gsm8k:train.",
+            help="For gsm8k, nq, hotpotqa: the published rows, as a file or a dataset such as "
+            "openai/gsm8k:train.",
         ),
     ] = None,
     agent: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Agent that is to play the tasks (agent_name)."),
+        typer.Option(metavar="NAME", help="The agent for the tasks (agent_name)."),
     ] = None,
     count: Annotated[
-        int, typer.Option(min=2, max=100_000, help="How many tasks, where they are made.")
+        int, typer.Option(min=2, max=100_000, help="The number of tasks, if they are generated.")
     ] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks that are made.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of generated tasks.")] = 0,
     shown: Shown = 500,
     eval_share: Annotated[
-        float, typer.Option(min=0.0, max=0.9, help="Share of the tasks that is held out.")
+        float, typer.Option(min=0.0, max=0.9, help="The share of held-out tasks.")
     ] = 0.1,
 ) -> None:
-    """Write the task files of a known data set: train.jsonl, and the last ones as eval.jsonl; of a
-    lesson demonstrations.jsonl as well; and corpus.jsonl for the tool search, where its lesson or
-    the rows have passages."""
+    """Write the task files of a known dataset: train.jsonl, eval.jsonl, and, where it has them,
+    demonstrations.jsonl and corpus.jsonl."""
     from agentevo.agents.named_by_task import check_known_name
     from agentevo.console import to_stderr
     from agentevo.data import RowReport
@@ -261,12 +263,14 @@ def demonstrate_command(
     *,
     out: Annotated[
         Path,
-        typer.Option("--out", parser=path_word, metavar="OUT.jsonl[.gz]", help="File to write."),
+        typer.Option(
+            "--out", parser=path_word, metavar="OUT.jsonl[.gz]", help="The file to write."
+        ),
     ],
-    episodes: Annotated[int, typer.Option(min=1, help="Episodes that are played.")] = 500,
+    episodes: Annotated[int, typer.Option(min=1, help="The number of episodes.")] = 500,
 ) -> None:
-    """Write what the solver of a recipe's environment says as conversations for `agentevo sft`:
-    the episodes that it solves, on seeds that no training or evaluation has."""
+    """Write the solver's episodes of a recipe's environment as conversations for `agentevo sft`, on
+    seeds that training and evaluation do not use."""
     import json
 
     from agentevo.config import load_config

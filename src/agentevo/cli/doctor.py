@@ -21,7 +21,7 @@ def doctor(
         str,
         typer.Argument(
             metavar="[RECIPE|RUN_DIR]",
-            help="What to try with one group of attempts. Without it, the installation.",
+            help="The recipe to try with one group. Without it, check the installation.",
         ),
     ] = "",
     overrides: Overrides = None,
@@ -29,27 +29,27 @@ def doctor(
         int | None,
         typer.Option(
             metavar="N",
-            help="Say instead which meshes of N devices the recipe's training fits, and print the "
-            "command that starts the cheapest.",
+            help="Instead, list the meshes of N devices that the training fits, and print the "
+            "command for the cheapest.",
         ),
     ] = None,
     device_memory: Annotated[
         float | None,
         typer.Option(
-            metavar="GIB", help="With --devices: memory of each. Default: of this machine's first."
+            metavar="GIB",
+            help="With --devices: memory of each device. Default: this machine's first device.",
         ),
     ] = None,
     world_size: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Try the recipe's trainer.parallel instead: N processes of this machine's CPU "
-            "make one tiny step, and their weights are compared with one process's.",
+            help="Instead, test the recipe's trainer.parallel: N CPU processes make one small "
+            "step, and their weights must equal one process's.",
         ),
     ] = None,
 ) -> None:
-    """Say in plain words whether a recipe (or the installation) is in order, and what to change if
-    not."""
+    """Check a recipe, or the installation, and say what to change."""
     if devices is not None or device_memory is not None or world_size is not None:
         checks = _check_meshes(target, overrides or [], devices, device_memory, world_size)
     else:

@@ -17,31 +17,36 @@ if TYPE_CHECKING:
     from agentevo.tools.corpus import Passage
 
 Out = Annotated[
-    Path, typer.Option("--out", parser=path_word, metavar="FOLDER", help="A new folder for them.")
+    Path,
+    typer.Option("--out", parser=path_word, metavar="FOLDER", help="A new folder for the tasks."),
 ]
-Train = Annotated[int, typer.Option(min=1, max=100_000, help="Tasks to train on.")]
-HeldOut = Annotated[int, typer.Option(min=0, max=100_000, help="Held-out tasks.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of all draws.")]
+Train = Annotated[int, typer.Option(min=1, max=100_000, help="The number of training tasks.")]
+HeldOut = Annotated[int, typer.Option(min=0, max=100_000, help="The number of held-out tasks.")]
+Seed = Annotated[int, typer.Option(min=0, help="The random seed.")]
 After = Annotated[
     Path | None,
     typer.Option(
         parser=path_word,
         metavar="RUN_DIR",
-        help="Go on from a run with tasks.curriculum: its tasks that are not solved, and harder "
-        "variants of those that are, or of documents further questions.",
+        help="Continue from a run with tasks.curriculum: keep its unsolved tasks, and add "
+        "harder variants of the solved ones, or, for documents, further questions.",
     ),
 ]
 Writer = Annotated[
     str | None,
     typer.Option(
         metavar="URL|MODEL",
-        help="A model that says them: the URL of its OpenAI-compatible API; or a folder, a run or "
-        "a known model, which is computed here; with --after a name of that run's remote_models.",
+        help="The model that writes the queries: the URL of an OpenAI-compatible API; a "
+        "folder, a run or a known model to run here; or, with --after, a name of that "
+        "run's remote_models.",
     ),
 ]
-WriterModel = Annotated[str, typer.Option(metavar="NAME", help="Its name at the URL.")]
+WriterModel = Annotated[
+    str, typer.Option(metavar="NAME", help="The writer's model name at the URL.")
+]
 WriterKey = Annotated[
-    str | None, typer.Option(metavar="${env:NAME}", help="Its key, in an environment variable.")
+    str | None,
+    typer.Option(metavar="${env:NAME}", help="The environment variable with the writer's API key."),
 ]
 
 
@@ -73,23 +78,24 @@ def from_documents(
         typer.Argument(
             parser=path_word,
             metavar="FILE|FOLDER...",
-            help="Plain texts, corpora (.jsonl): a line for each passage, or folders of them.",
+            help="Text files, corpora (.jsonl, one passage per line), or folders of them.",
         ),
     ],
     out: Out,
     train: Train = 200,
     held_out: HeldOut = 50,
     seed: Seed = 0,
-    per_passage: Annotated[int, typer.Option(min=1, max=100, help="Tasks of a passage.")] = 2,
-    language: Annotated[str, typer.Option(help="Of a writer's questions.")] = "en",
+    per_passage: Annotated[
+        int, typer.Option(min=1, max=100, help="The number of tasks per passage.")
+    ] = 2,
+    language: Annotated[str, typer.Option(help="The language of the writer's questions.")] = "en",
     after: After = None,
     writer: Writer = None,
     writer_model: WriterModel = "default",
     writer_key: WriterKey = None,
 ) -> None:
-    """Make tasks from documents, held-out ones among them: sentences with a gap, or with --writer
-    a model's questions, whose answers stand in a passage. The passages are written beside them, as
-    the corpus of the tool `search`."""
+    """Make training and held-out tasks from documents: cloze sentences, or, with --writer, a
+    model's questions. Also writes the passages as a corpus for the tool `search`."""
     from agentevo.task_making.afterwards import questions_left
     from agentevo.task_making.document_files import read_documents
     from agentevo.task_making.documents import check_made

@@ -18,7 +18,7 @@ Out = Annotated[
     typer.Option(
         parser=path_word,
         metavar="FOLDER",
-        help="Keep the results there, a line for each attempt. Without it nothing is kept.",
+        help="A folder for the results, one line per attempt. By default nothing is stored.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
@@ -28,23 +28,21 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE|RUN|MODEL",
-        help="A recipe's model as it is, what a run has trained (RUN, RUN@STEP), or a model: a "
-        "folder, a known name, a name of remote_models, or URL#MODEL.",
+        help="A recipe (its untrained model), a run (RUN, RUN@STEP), or a model: a folder, a "
+        "known name, a name of remote_models, or URL#MODEL.",
     ),
 ]
 Checkpoint = Annotated[
     str,
     typer.Option(
         metavar="PATH|best|last",
-        help="Which checkpoint; of a run, best by default. A name of remote_models, or URL#MODEL, "
-        "plays in its place.",
+        help="The checkpoint; a run's best by default. A name of remote_models or URL#MODEL "
+        "plays instead.",
     ),
 ]
 Tasks = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="FILE", help="Tasks in place of the recipe's own; may be given again for more."
-    ),
+    typer.Option(metavar="FILE", help="Tasks instead of the recipe's. Repeatable."),
 ]
 Attempts = Annotated[
     int | None,
@@ -53,27 +51,31 @@ Attempts = Annotated[
 Against = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="MODEL", help="Another model at the same tasks, written as the first; repeatable."
+        metavar="MODEL", help="Another model on the same tasks, written like TARGET. Repeatable."
     ),
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="Default: 0 (greedy) for one attempt, evaluation.temperature for several."),
+    typer.Option(
+        help=(
+            "Sampling temperature. Default: 0 (greedy) for one attempt, "
+            "evaluation.temperature for several."
+        )
+    ),
 ]
 TopP = Annotated[float | None, typer.Option(help="Nucleus sampling mass.")]
-MaxNewTokens = Annotated[
-    int | None, typer.Option(help="Longest completion of one turn, in tokens.")
-]
-Limit = Annotated[int | None, typer.Option(metavar="N", min=1, help="Play the first N tasks.")]
+MaxNewTokens = Annotated[int | None, typer.Option(help="The most tokens of one completion.")]
+Limit = Annotated[int | None, typer.Option(metavar="N", min=1, help="Use only the first N tasks.")]
 By = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="KEY", help="A row for each value of that key of the tasks, such as a difficulty."
+        metavar="KEY",
+        help="Also group the results by this key of the tasks, such as a difficulty.",
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the evaluation in --out.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the evaluation in --out.")]
 RetryFailed = Annotated[
-    bool, typer.Option("--retry-failed", help="Also play failed attempts again; resumes.")
+    bool, typer.Option("--retry-failed", help="Resume, and play failed attempts again.")
 ]
 
 
@@ -94,8 +96,8 @@ def evaluate(
     retry_failed: RetryFailed = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model on held-out tasks: of an environment beside a random and an optimal player;
-    with --tasks, --attempts or --against by pass@k, several models side by side."""
+    """Evaluate models on held-out tasks: success next to a random and an optimal player, or pass@k
+    of several models."""
     sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
     sampling_options = {name: value for name, value in sampling.items() if value is not None}
 
@@ -129,19 +131,19 @@ def score(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER", parser=path_word, help="What `agentevo eval --out` has kept."
+            metavar="FOLDER", parser=path_word, help="A folder of `agentevo eval --out`."
         ),
     ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[a.b=c]...", help="What scores, such as rewards=[math] remote_models.judge=..."
+            metavar="[a.b=c]...", help="The rewards, such as rewards=[math] remote_models.judge=..."
         ),
     ] = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score kept attempts again by other rewards, without playing."""
+    """Score the attempts of an evaluation again with other rewards, without playing."""
     from agentevo.evaluation.score import score as scored
 
     summary = scored(folder, overrides or [], out, _note)

@@ -17,14 +17,15 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="URL of an MCP server, a command that starts one (in quotes), documents or a folder "
-        "of them, or a YAML file with a section `evolve` or with agent.tools.",
+        help="The URL of an MCP server, a quoted command that starts one, documents, a folder "
+        "of them, or a YAML file with a section `evolve` or `agent.tools`.",
     ),
 ]
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Check everything and list the stages; call no server, create nothing."
+        "--dry-run",
+        help="Check everything and list the stages, without calling a server or creating anything.",
     ),
 ]
 
@@ -32,17 +33,16 @@ DryRun = Annotated[
 def evolve(
     target: Target, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False
 ) -> None:
-    """Make tasks for a server of tools or from documents, show them, learn from what attempts are
-    worth, make tasks at the edge of what is solved, and again (docs/evolve.md). Real calls of a
-    server are made."""
+    """Train an agent for a tool server or for documents: make tasks, demonstrate, fine-tune, learn
+    from reward, and repeat with harder tasks (docs/evolve.md). This calls the server's tools."""
     _evolve(target, overrides or [], resume, dry_run)
 
 
 def mcp_rl(
     target: Target, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False
 ) -> None:
-    """The shortest `evolve`: tasks from the server, then reinforcement learning on them, once, with
-    success on held-out tasks before and after."""
+    """Train an agent for a tool server with reinforcement learning only: the shortest form of
+    `evolve`."""
     short: dict[str, Any] = {"rounds": 1, "new_tasks": 0, "demonstrations": {"source": "none"}}
     _evolve(target, overrides or [], resume, dry_run, **short)
 

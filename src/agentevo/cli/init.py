@@ -25,8 +25,8 @@ def init(
         str, typer.Option(metavar="NAME", help="The packaged recipe to start from.")
     ] = START,
 ) -> None:
-    """Write a recipe of your own, with the files that it names, as a copy of a packaged one, and
-    say which of its lines to change (docs/first_job.md)."""
+    """Create a recipe of your own from a packaged one, and say which lines to change
+    (docs/first_job.md)."""
     from agentevo.config.sources import packaged_recipes
     from agentevo.errors import UnknownNameError
     from agentevo.files import must_write

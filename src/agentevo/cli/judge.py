@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from agentevo.evaluation.judge_data import KnownGroup
     from agentevo.rewards.judging import JudgeOptions
 
-commands = typer.Typer(no_args_is_help=True, help="Judges: how far one agrees with the truth.")
+commands = typer.Typer(no_args_is_help=True, help="Measure judges.")
 
 
 Rows = Annotated[
@@ -25,21 +25,24 @@ Rows = Annotated[
         "--rows",
         metavar="FILE.jsonl",
         parser=path_word,
-        help="Attempts whose worth is known: rows with messages, truth (or label) and task_id, "
-        "such as `agentevo annotations export RUN FILE --format judge` writes.",
+        help="Attempts with known results: rows with messages, truth (or label) and task_id, "
+        "such as those of `agentevo annotations export RUN FILE --format judge`.",
     ),
 ]
 Run = Annotated[
     Path | None,
     typer.Option(
-        "--run", metavar="RUN_DIR", parser=path_word, help="A run, whose rewards are the truth."
+        "--run", metavar="RUN_DIR", parser=path_word, help="A run whose rewards are the truth."
     ),
 ]
 Truth = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="With --run: reward, success, a metric such as own_reward, or a part by its name.",
+        help=(
+            "With --run: reward, success, a metric such as own_reward, or the name of a "
+            "reward part."
+        ),
     ),
 ]
 
@@ -57,18 +60,18 @@ def calibrate(
     run: Run = None,
     truth: Truth = "reward",
     groups: Annotated[
-        int, typer.Option("--groups", min=2, max=10_000, help="With --run: most groups.")
+        int, typer.Option("--groups", min=2, max=10_000, help="With --run: the most groups.")
     ] = 40,
     judge: Annotated[
-        str, typer.Option("--judge", metavar="NAME", help="Which of the recipe's judges.")
+        str, typer.Option("--judge", metavar="NAME", help="The recipe's judge to measure.")
     ] = "",
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE.json", parser=path_word, help="File of the report."),
+        typer.Option("--out", metavar="FILE.json", parser=path_word, help="The report file."),
     ] = None,
 ) -> None:
-    """Measure how far a recipe's judge agrees with the truth, and by what it is misled: places,
-    length, injections. Ends with 1 where it is below a bar of the recipe."""
+    """Measure how often a recipe's judge agrees with the truth, and its bias for position, length
+    and injected instructions. Exit code 1 if it is below a threshold of the recipe."""
     import json
 
     from agentevo.config import load_config

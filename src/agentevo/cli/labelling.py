@@ -35,18 +35,17 @@ def annotate(
         bool, typer.Option("--pairs", help="Ask which of two attempts at a task is better.")
     ] = False,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Stop after so many.")
+        int | None, typer.Option(metavar="N", min=1, help="Stop after this many labels.")
     ] = None,
-    task: Annotated[str, typer.Option(metavar="ID", help="Attempts at that task alone.")] = "",
+    task: Annotated[str, typer.Option(metavar="ID", help="Only attempts at this task.")] = "",
     who: Annotated[
-        str, typer.Option(metavar="NAME", help="Who says it. Default: the user's name.")
+        str, typer.Option(metavar="NAME", help="The annotator's name. Default: the user's name.")
     ] = "",
     wait: Wait = None,
 ) -> None:
-    """Say of a run's attempts whether they are right, which of two is better, what the last reply
-    should have been: one at a time, unlabelled and most surprising first. Answers are lines of
-    stdin (h says which), so a pipe works as well; each is kept at once. `agentevo annotations
-    export` makes training data of them."""
+    """Label a run's attempts: right or wrong, the better of two, or a corrected reply. Reads
+    answers from stdin (h lists them) and saves each at once. `agentevo annotations export` turns
+    them into training data."""
     from agentevo.runs.annotations import read_annotations
     from agentevo.runs.folder import check_run_folder, read_store
     from agentevo.runs.labelling import attempts_to_label, pairs_to_compare

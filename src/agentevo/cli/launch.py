@@ -11,7 +11,7 @@ from agentevo.cli.arguments import Overrides, Recipe, path_word, plain_options
 from agentevo.errors import ConfigError
 
 launch = typer.Typer(
-    help="Run a recipe on machines that Slurm, Kubernetes, SkyPilot, Ray or docker hand out.",
+    help="Run a recipe on Slurm, Kubernetes, SkyPilot, Ray or docker.",
     no_args_is_help=True,
 )
 
@@ -20,19 +20,23 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="How much of what: trainer_nodes, gpus, engines, samplers, and what this kind of "
-        "cluster asks for (docs/launch.md); again for more.",
+        help="A resource setting: trainer_nodes, gpus, engines, samplers, or a setting of this"
+        " kind of cluster (docs/launch.md). Repeatable.",
     ),
 ]
 Values = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", parser=path_word, help="The same keys as YAML; --set wins."),
+    typer.Option(
+        metavar="FILE",
+        parser=path_word,
+        help="The same settings as a YAML file; --set overrides them.",
+    ),
 ]
 Out = Annotated[
     Path,
-    typer.Option(metavar="FOLDER", parser=path_word, help="Where the files are written."),
+    typer.Option(metavar="FOLDER", parser=path_word, help="The folder for the files."),
 ]
-Submit = Annotated[bool, typer.Option("--submit", help="Hand it over at once.")]
+Submit = Annotated[bool, typer.Option("--submit", help="Submit the job immediately.")]
 
 
 def _add(target: str, about: str) -> None:
@@ -49,30 +53,33 @@ def _add(target: str, about: str) -> None:
     launch.command(target, help=about)(command)
 
 
-_add("slurm", "Write a batch script, for sbatch. Relative paths start where sbatch is called.")
-_add("kubernetes", "Write a manifest, for kubectl: a Job with its volume and configuration.")
-_add("skypilot", "Write a task, for sky.")
-_add("ray", "Write a launch whose processes Ray owns, for ray job submit.")
-_add("compose", "Write a compose file, for docker on one machine: the run, and the dashboard.")
+_add("slurm", "Write a batch script for sbatch. Relative paths start at the folder of the call.")
+_add("kubernetes", "Write a manifest for kubectl: a Job with its volume and configuration.")
+_add("skypilot", "Write a task for SkyPilot.")
+_add("ray", "Write a launch for `ray job submit`.")
+_add("compose", "Write a docker compose file for one machine: the run and the dashboard.")
 
 
 @launch.command()
 def node(
     nodes: Annotated[
-        Path, typer.Argument(metavar="NODES_YAML", parser=path_word, help="Of a launch's folder.")
+        Path,
+        typer.Argument(
+            metavar="NODES_YAML", parser=path_word, help="The nodes.yaml of a launch's folder."
+        ),
     ],
-    rank: Annotated[int, typer.Option(help="Which of its nodes this machine is, from 0.")],
+    rank: Annotated[int, typer.Option(help="The number of this machine's node, from 0.")],
     head: Annotated[
-        str, typer.Option(metavar="HOST", help="Where the other nodes reach node 0.")
+        str, typer.Option(metavar="HOST", help="The address at which the other nodes reach node 0.")
     ] = "127.0.0.1",
     id: Annotated[
-        str, typer.Option(help="Of this start of the launch; the same on all nodes.")
+        str, typer.Option(help="The id of this start of the launch, the same on all nodes.")
     ] = "0",
     parent: Annotated[
-        int, typer.Option(hidden=True, help="End when this process is no longer the parent.")
+        int, typer.Option(hidden=True, help="End when the parent is no longer this process.")
     ] = 0,
 ) -> None:
-    """Run what one machine of a launch has to: ranks of the trainer, engines, samplers."""
+    """Run this machine's processes of a launch: trainer ranks, engines, samplers."""
     from agentevo.launch.node import run_node
 
     code = run_node(nodes, rank=rank, head=head, id=id, parent=parent or None)
@@ -85,15 +92,22 @@ def own(
     nodes: Annotated[
         Path,
         typer.Argument(
-            metavar="NODES_YAML", parser=path_word, help="Of the folder of `launch ray`."
+            metavar="NODES_YAML",
+            parser=path_word,
+            help="The nodes.yaml in the folder of `launch ray`.",
         ),
     ],
     address: Annotated[
-        str, typer.Option(help="Of the Ray cluster. Default: RAY_ADDRESS, or this machine's.")
+        str,
+        typer.Option(
+            help="The address of the Ray cluster. Default: RAY_ADDRESS, or this machine's."
+        ),
     ] = "",
-    id: Annotated[str, typer.Option(help="Of this start of the launch. Default: its time.")] = "",
+    id: Annotated[
+        str, typer.Option(help="The id of this start of the launch. Default: the current time.")
+    ] = "",
 ) -> None:
-    """Run a launch on a Ray cluster: places its nodes, starts again what is lost, ends with it."""
+    """Run a launch on a Ray cluster: place its nodes and restart lost ones."""
     from agentevo.launch.ray_owner import own as run_owner
 
     code = run_owner(nodes, address=address or None, id=id)

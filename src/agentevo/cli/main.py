@@ -24,6 +24,7 @@ from io import TextIOWrapper
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 
 from agentevo import __version__, progress
 from agentevo.cli import (
@@ -64,6 +65,7 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.extras import training_packages
 from agentevo.paths import name_problem
 
+_SENTENCE_END = re.compile(r"(?<=\.)\s")
 _LONG = re.compile(r"(\S{300})\S{100,}")
 """What is too long to be read in a message: a number or a text that a user gave."""
 LONGEST_LINE = 1200
@@ -75,56 +77,91 @@ _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
+
+class TopicalGroup(TyperGroup):
+    """Lists the commands in its help by topic (`rich_help_panel`), each with the first sentence of
+    its help."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        topics: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            if command.hidden:
+                continue
+
+            topic = getattr(command, "rich_help_panel", None)
+            summary = _SENTENCE_END.split(command.help or "")[0].replace("\n", " ").rstrip(".")
+            topics.setdefault(topic if isinstance(topic, str) else "", []).append((name, summary))
+
+        for topic, rows in topics.items():
+            with formatter.section(topic or "Commands"):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
+    cls=TopicalGroup,
     name="agentevo",
-    help="Trains language-model agents that act over many turns: any agent in, a better model out.",
+    help="Train language-model agents that act over many turns and learn from reward.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(init.init)
-app.command()(train.train)
-app.command()(train.sft)
-app.command()(train.rm)
-app.command()(evolve.evolve)
-app.command("mcp-rl")(evolve.mcp_rl)
-app.command()(pipeline.pipeline)
-app.command()(processes.learn)
-app.command()(processes.sample)
-app.command()(processes.serve)
-app.command()(processes.gateway)
-app.command()(server.server)
-app.command()(retriever.retriever)
-app.command()(results.table)
-app.command()(results.plot)
-app.command("eval")(evaluation.evaluate)
-app.command()(evaluation.score)
-app.command()(chat.chat)
-app.command()(prompts.optimize)
-app.command()(results.merge)
-app.command()(results.report)
-app.command()(ui.ui)
-app.command()(top.top)
-app.command()(control.control)
-app.command()(audit.audit)
-app.command()(audit.replay)
-app.command()(doctor.doctor)
-app.command("list")(names.list_names)
-app.add_typer(names.models, name="models")
-app.add_typer(names.config_commands, name="config")
-app.add_typer(agent.agent, name="agent")
-app.add_typer(data.data, name="data")
-app.add_typer(trajectories.trajectories, name="trajectories")
-app.command()(labelling.annotate)
-app.add_typer(annotating.commands, name="annotations")
-app.add_typer(judge.commands, name="judge")
-app.add_typer(store.stores, name="store")
-app.add_typer(sandbox.sandbox, name="sandbox")
-app.add_typer(mcp.mcp, name="mcp")
-app.add_typer(tasks.tasks, name="tasks")
-app.add_typer(tools.tools, name="tools")
-app.add_typer(launch.launch, name="launch")
+
+_start = "Start here"
+app.command(rich_help_panel=_start)(train.train)
+app.command("eval", rich_help_panel=_start)(evaluation.evaluate)
+app.command(rich_help_panel=_start)(processes.serve)
+app.command(rich_help_panel=_start)(ui.ui)
+app.command("list", rich_help_panel=_start)(names.list_names)
+
+_recipes = "Recipes and models"
+app.command(rich_help_panel=_recipes)(init.init)
+app.command(rich_help_panel=_recipes)(doctor.doctor)
+app.add_typer(names.config_commands, name="config", rich_help_panel=_recipes)
+app.add_typer(names.models, name="models", rich_help_panel=_recipes)
+app.command(rich_help_panel=_recipes)(results.merge)
+
+_training = "More ways to train"
+app.command(rich_help_panel=_training)(train.sft)
+app.command(rich_help_panel=_training)(train.rm)
+app.command(rich_help_panel=_training)(pipeline.pipeline)
+app.command(rich_help_panel=_training)(evolve.evolve)
+app.command("mcp-rl", rich_help_panel=_training)(evolve.mcp_rl)
+app.command(rich_help_panel=_training)(prompts.optimize)
+app.command(rich_help_panel=_training)(server.server)
+
+_runs = "Look at runs"
+app.command(rich_help_panel=_runs)(top.top)
+app.command(rich_help_panel=_runs)(control.control)
+app.command(rich_help_panel=_runs)(chat.chat)
+app.add_typer(trajectories.trajectories, name="trajectories", rich_help_panel=_runs)
+app.command(rich_help_panel=_runs)(results.report)
+app.command(rich_help_panel=_runs)(results.table)
+app.command(rich_help_panel=_runs)(results.plot)
+app.command(rich_help_panel=_runs)(audit.audit)
+app.command(rich_help_panel=_runs)(audit.replay)
+app.add_typer(store.stores, name="store", rich_help_panel=_runs)
+
+_scores = "Scores, judges and labels"
+app.command(rich_help_panel=_scores)(evaluation.score)
+app.add_typer(judge.commands, name="judge", rich_help_panel=_scores)
+app.command(rich_help_panel=_scores)(labelling.annotate)
+app.add_typer(annotating.commands, name="annotations", rich_help_panel=_scores)
+
+_tasks = "Agents, tasks and tools"
+app.add_typer(agent.agent, name="agent", rich_help_panel=_tasks)
+app.add_typer(data.data, name="data", rich_help_panel=_tasks)
+app.add_typer(tasks.tasks, name="tasks", rich_help_panel=_tasks)
+app.add_typer(tools.tools, name="tools", rich_help_panel=_tasks)
+app.add_typer(mcp.mcp, name="mcp", rich_help_panel=_tasks)
+app.command(rich_help_panel=_tasks)(retriever.retriever)
+app.add_typer(sandbox.sandbox, name="sandbox", rich_help_panel=_tasks)
+
+_machines = "Several processes and machines"
+app.add_typer(launch.launch, name="launch", rich_help_panel=_machines)
+app.command(rich_help_panel=_machines)(processes.learn)
+app.command(rich_help_panel=_machines)(processes.sample)
+app.command(rich_help_panel=_machines)(processes.gateway)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from agentevo.tool_servers.serving import ToolServer
     from agentevo.types import Task
 
-mcp = typer.Typer(no_args_is_help=True, help="Servers of the Model Context Protocol.")
+mcp = typer.Typer(no_args_is_help=True, help="Inspect and serve MCP servers.")
 
 
 @mcp.command("inspect", context_settings={"ignore_unknown_options": True})
@@ -26,21 +26,22 @@ def inspect(
         list[str],
         typer.Argument(
             metavar="SERVER...",
-            help="A URL (of a manager's node, where it ends with /mcpapi), a file such as "
-            "mcp_config.json, or a command with its arguments, in one text or several.",
+            help="A URL (of a manager's node if it ends with /mcpapi), a file such as "
+            "mcp_config.json, or a command with its arguments.",
         ),
     ],
     call: Annotated[
-        str | None, typer.Option("--call", metavar="TOOL", help="Call this tool; name it first.")
+        str | None, typer.Option("--call", metavar="TOOL", help="Call this tool.")
     ] = None,
     arguments: Annotated[
-        str, typer.Option("--arguments", metavar="JSON", help="The call's arguments, an object.")
+        str,
+        typer.Option("--arguments", metavar="JSON", help="The call's arguments, a JSON object."),
     ] = "{}",
     schemas: Annotated[
-        bool, typer.Option("--schemas", help="Print the whole schema of each tool, as JSON.")
+        bool, typer.Option("--schemas", help="Print the complete JSON schema of each tool.")
     ] = False,
     prompt: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Print this prompt; --arguments are its own.")
+        str | None, typer.Option(metavar="NAME", help="Print this prompt, filled with --arguments.")
     ] = None,
     resource: Annotated[
         str | None, typer.Option(metavar="URI", help="Print this resource.")
@@ -49,16 +50,16 @@ def inspect(
         str | None,
         typer.Option(
             metavar="JSON",
-            help='Task that the server is told of, such as \'{"metadata": {"goal": 90}}\'.',
+            help=('The task to send to the server, such as \'{"metadata": {"goal": 90}}\'.'),
         ),
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", metavar="${env:NAME}", help="Key for a server at a URL."),
+        typer.Option("--api-key", metavar="${env:NAME}", help="The API key for a server at a URL."),
     ] = None,
 ) -> None:
-    """List a server's tools as the policy gets them, its prompts and its resources, or call a tool,
-    or print one of the others. Options come before SERVER. Exit code 1 if the call has failed."""
+    """List a server's tools as the policy sees them, its prompts and resources; call a tool; or
+    print a prompt or resource. Options come before SERVER. Exit code 1 if the call fails."""
     from agentevo.event_loop import run_coroutine
 
     if sum(option is not None for option in (call, prompt, resource)) > 1:
@@ -135,37 +136,39 @@ def serve(
         str,
         typer.Argument(
             metavar="NAME",
-            help="booking, calculator, database, files, search, or a tool of your own that "
-            "--import registers.",
+            help="booking, calculator, database, files, search, or a tool that --import registers.",
         ),
     ],
     options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key=value]...", help="Its options, such as corpus=p.jsonl."),
+        typer.Argument(
+            metavar="[key=value]...", help="The tool's options, such as corpus=p.jsonl."
+        ),
     ] = None,
     imports: Annotated[
         list[str] | None,
-        typer.Option(
-            "--import", metavar="MODULE", help="Module or file that registers tools of your own."
-        ),
+        typer.Option("--import", metavar="MODULE", help="A module or file that registers tools."),
     ] = None,
     http: Annotated[
-        bool, typer.Option("--http", help="Streamable HTTP instead of stdin and stdout.")
+        bool, typer.Option("--http", help="Use streamable HTTP instead of stdin and stdout.")
     ] = False,
-    host: Annotated[str, typer.Option(help="Address to listen on, with --http.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="With --http: the address to listen on.")] = "127.0.0.1",
     port: Port = 0,
     api_key: Annotated[
         str | None,
         typer.Option(
-            "--api-key", metavar="${env:NAME}", help="Key that clients show as a bearer token."
+            "--api-key", metavar="${env:NAME}", help="The bearer token that clients must send."
         ),
     ] = None,
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=0.001, max=86_400, help="Longest time of a call.")
+        float,
+        typer.Option(
+            "--timeout-s", min=0.001, max=86_400, help="The time limit of a call, in seconds."
+        ),
     ] = 60.0,
 ) -> None:
-    """Serve tools as an MCP server, for any client: over stdin and stdout, where it has the task of
-    AGENTEVO_TASK, or over HTTP, where every session has a state of its own."""
+    """Serve tools as an MCP server, over stdin and stdout (the task is in AGENTEVO_TASK) or over
+    HTTP, where every session has its own state."""
     from agentevo.event_loop import run_coroutine
     from agentevo.tool_servers.listening import listen, read_key
     from agentevo.tracing.environment import traced_as_environment

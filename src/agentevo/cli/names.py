@@ -15,11 +15,9 @@ from agentevo.errors import UnknownNameError
 if TYPE_CHECKING:
     from agentevo.config.keys import Explanation
 
-models = typer.Typer(
-    no_args_is_help=True, help="Small models known by name, and what was trained on the hub."
-)
+models = typer.Typer(no_args_is_help=True, help="Download models, and publish trained ones.")
 config_commands = typer.Typer(
-    no_args_is_help=True, help="What a recipe resolves to, and what each key means."
+    no_args_is_help=True, help="Show the resolved configuration and explain its keys."
 )
 
 
@@ -29,15 +27,16 @@ def list_names(
         typer.Argument(
             metavar="[KIND]",
             help="environments, agents, tools, rewards, algorithms, models, recipes, pipelines, "
-            "stages, engines, transports, stores, sandboxes or trackers. Without it, the kinds.",
+            "stages, engines, transports, stores, sandboxes or trackers. Without it, list the"
+            " kinds.",
         ),
     ] = "",
     recipe: Annotated[
         str,
-        typer.Option(metavar="RECIPE", help="List also what this recipe imports of your own."),
+        typer.Option(metavar="RECIPE", help="Also list what this recipe imports."),
     ] = "",
 ) -> None:
-    """List what a recipe may name."""
+    """List the recipes, models, algorithms and other names that a recipe can use."""
     from agentevo.config.imports import import_for
     from agentevo.listings import KINDS, LISTS
     from agentevo.registry import nearest
@@ -68,10 +67,10 @@ def list_models() -> None:
 @models.command("get")
 def get_model(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A known model, or a hub name org/name.")
+        str, typer.Argument(metavar="NAME", help="A known model, or a Hub name ORG/NAME.")
     ],
 ) -> None:
-    """Download a model, so that training starts at once and needs no network."""
+    """Download a model, so that training needs no network."""
     from agentevo.models.resolve import fetch
 
     print(fetch(name, progress=lambda line: print(line, file=sys.stderr)))
@@ -83,17 +82,17 @@ def push_model(
         str,
         typer.Argument(
             metavar="RUN|CHECKPOINT",
-            help="A run, for its best checkpoint, RUN@last, RUN@STEP, or the folder of a model or "
+            help="A run (its best checkpoint), RUN@last, RUN@STEP, or the folder of a model or "
             "adapter.",
         ),
     ],
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="ORG/NAME on the Hugging Face hub.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="ORG/NAME on the Hugging Face Hub.")],
     public: Annotated[
-        bool, typer.Option("--public", help="Make a new repository public, not private.")
+        bool, typer.Option("--public", help="Make a new repository public instead of private.")
     ] = False,
 ) -> None:
-    """Publish a checkpoint or adapter with a model card on the Hugging Face hub, in one commit,
-    with the token of HF_TOKEN or `hf auth login`. Prints the commit's URL."""
+    """Publish a checkpoint or adapter with a model card on the Hugging Face Hub. Uses HF_TOKEN or
+    `hf auth login`, and prints the commit's URL."""
     from agentevo.runs.hub_upload import push_to_hub
 
     print(
@@ -108,10 +107,10 @@ def show_config(
     recipe: Recipe,
     overrides: Overrides = None,
     changed: Annotated[
-        bool, typer.Option("--changed", help="Only what differs from the defaults.")
+        bool, typer.Option("--changed", help="Print only what differs from the defaults.")
     ] = False,
 ) -> None:
-    """Print the whole resolved configuration as YAML."""
+    """Print the resolved configuration as YAML."""
     from agentevo.config import changed_to_yaml, load_config, to_yaml
 
     config = load_config(recipe, overrides or [])
@@ -124,19 +123,19 @@ def explain(
     key: Annotated[
         str,
         typer.Argument(
-            metavar="[KEY]", help="A dotted key, or a section. Without it, the sections."
+            metavar="[KEY]", help="A dotted key or a section. Without it, list the sections."
         ),
     ] = "",
     recipe: Annotated[
         str,
         typer.Option(
             metavar="RECIPE",
-            help="Explain also the options of classes of your own, which this recipe imports.",
+            help="Also explain the options of classes that this recipe imports.",
         ),
     ] = "",
 ) -> None:
-    """Say what a key means: type, range, default, unit. `algorithm.NAME` explains a preset,
-    advantage, policy loss, KL or aggregation."""
+    """Explain a key: type, range, default, unit. `algorithm.NAME` explains a preset, advantage,
+    policy loss, KL estimate or aggregation."""
     from agentevo.catalogue.describe import describe
     from agentevo.config.imports import import_for
     from agentevo.config.sweep import recipe_keys

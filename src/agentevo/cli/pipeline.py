@@ -20,8 +20,8 @@ Word = Annotated[
     str,
     typer.Argument(
         metavar="FILE|NAME|show",
-        help="Path of a .yaml file, the name of a packaged pipeline (`agentevo list pipelines`), "
-        "or `show` and the folder of one, for where it stands.",
+        help="A .yaml file, the name of a packaged pipeline (`agentevo list pipelines`), or "
+        "`show` and a pipeline's folder to see its progress.",
     ),
 ]
 Words = Annotated[
@@ -32,24 +32,25 @@ Words = Annotated[
     ),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on: what is finished and unchanged is not run again.")
+    bool, typer.Option("--resume", help="Resume: finished and unchanged stages do not run again.")
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(metavar="STAGE", help="Run this stage only; repeatable."),
+    typer.Option(metavar="STAGE", help="Run only this stage. Repeatable."),
 ]
 From = Annotated[
     str | None,
-    typer.Option(
-        "--from", metavar="STAGE", help="Run this stage and all that follow from it again."
-    ),
+    typer.Option("--from", metavar="STAGE", help="Run this stage and all that depend on it again."),
 ]
 Skip = Annotated[
     list[str] | None,
-    typer.Option(metavar="STAGE", help="Leave this stage out; repeatable."),
+    typer.Option(metavar="STAGE", help="Skip this stage. Repeatable."),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything, list the stages, create nothing.")
+    bool,
+    typer.Option(
+        "--dry-run", help="Check everything and list the stages, without creating anything."
+    ),
 ]
 
 
@@ -62,8 +63,8 @@ def pipeline(
     skip: Skip = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Run the stages of a pipeline (docs/pipelines.md), each a run with a folder of its own, and
-    measure what each has gained on fixed held-out tasks."""
+    """Run a pipeline of training stages, and measure what each stage gains on fixed held-out tasks
+    (docs/pipelines.md)."""
     if word == SHOW:
         if resume or only or start or skip or dry_run or len(words or []) != 1:
             raise ConfigError("pipeline show: give the folder of a pipeline, and nothing else")

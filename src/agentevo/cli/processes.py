@@ -17,18 +17,21 @@ if TYPE_CHECKING:
 Tls = Annotated[
     bool | None,
     typer.Option(
-        help="Encrypt, with the run's own certificate. Default: unless --host is this machine."
+        help="Encrypt with the run's certificate. Default: on, unless --host is this machine."
     ),
 ]
 Engines = Annotated[
     list[str] | None,
     typer.Option(
         metavar="URL",
-        help="An engine to use, as `serve` prints it; again for more. Default: RUN/engines/.",
+        help=(
+            "The URL of an engine, as `serve` prints it. Repeatable. Default: the engines in "
+            "RUN/engines/."
+        ),
     ),
 ]
 Parent = Annotated[
-    int, typer.Option(hidden=True, help="End when this process is no longer the parent.")
+    int, typer.Option(hidden=True, help="End when the parent is no longer this process.")
 ]
 
 
@@ -51,14 +54,14 @@ def learn(
     resume: Annotated[
         bool,
         typer.Option(
-            help="Go on with a recipe that differs from the run's, such as one with more "
-            "trainer.steps. What has not changed goes on without it."
+            help="Resume with a recipe that differs from the run's, such as one with more "
+            "trainer.steps. An unchanged recipe resumes without it."
         ),
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """The trainer alone: trains on what `agentevo sample` and `agentevo serve` of the same recipe
-    make, wherever it was stopped."""
+    """Run only the trainer of a recipe. It uses the attempts of `agentevo sample` and resumes where
+    it stopped."""
     from agentevo.config import to_yaml
     from agentevo.console import to_stderr
     from agentevo.observability import LiveView
@@ -79,13 +82,14 @@ def sample(
     recipe: Recipe,
     overrides: Overrides = None,
     name: Annotated[
-        str, typer.Option(help="What to call it in the store. Default: of the machine and process.")
+        str,
+        typer.Option(help="The sampler's name in the store. Default: from machine and process."),
     ] = "",
     engine: Engines = None,
     parent: Parent = 0,
 ) -> None:
-    """A sampler alone: plays the tasks that `agentevo learn` of the same recipe trains on, with the
-    engines of `agentevo serve`."""
+    """Run only a sampler of a recipe. It plays tasks for `agentevo learn` with the engines of
+    `agentevo serve`."""
     config = _load_part(recipe, overrides)
     from agentevo.processes.sample import sample as run_sampler
 
@@ -97,14 +101,14 @@ def gateway(
     overrides: Overrides = None,
     host: Annotated[
         str,
-        typer.Option(help="Address to listen on. 0.0.0.0: all, for agents on other machines."),
+        typer.Option(help="The address to listen on. 0.0.0.0 accepts agents on other machines."),
     ] = "127.0.0.1",
     port: Port = 0,
     tls: Tls = None,
     engine: Engines = None,
 ) -> None:
-    """A door to the engines of `agentevo serve` of the same recipe, for agents that are started
-    elsewhere: they open sessions, reward and end them, and `agentevo learn` trains on them."""
+    """Serve a recipe's engines to agents that run elsewhere: they open sessions, report rewards,
+    and `agentevo learn` trains on them."""
     config = _load_part(recipe, overrides)
     from agentevo.processes.gateway import run_gateway
 
@@ -116,8 +120,8 @@ def serve(
         str,
         typer.Argument(
             metavar="RECIPE|RUN_DIR",
-            help="The recipe of a run; with --openai the folder of one, RUN@STEP, or a .yaml file "
-            "for the model that it names.",
+            help="The recipe of a run. With --openai: a run's folder, RUN@STEP, or a .yaml file "
+            "whose model to serve.",
         ),
     ],
     overrides: Overrides = None,
@@ -125,33 +129,33 @@ def serve(
         bool,
         typer.Option(
             "--openai",
-            help="Serve what a run has trained, for clients of OpenAI's and Anthropic's APIs.",
+            help="Serve a trained model through OpenAI's and Anthropic's APIs.",
         ),
     ] = False,
     checkpoint: Annotated[
         str,
         typer.Option(
             metavar="best|last|STEP|PATH",
-            help="With --openai: which checkpoint. Default: best, of a .yaml file its own model.",
+            help="With --openai: the checkpoint. Default: the best one, or the .yaml file's model.",
         ),
     ] = "",
     host: Annotated[
         str,
-        typer.Option(help="Address to listen on. 0.0.0.0: all, for other machines."),
+        typer.Option(help="The address to listen on. 0.0.0.0 accepts other machines."),
     ] = "127.0.0.1",
     port: Port = 0,
     tls: Tls = None,
     name: Annotated[
         str,
         typer.Option(
-            help="What to call it in RUN/engines/, or the model with --openai. Default: of the "
-            "machine and process, or of the run's folder."
+            help="The engine's name in RUN/engines/, or the model's name with --openai. Default: "
+            "from machine and process, or the run's folder."
         ),
     ] = "",
     parent: Parent = 0,
 ) -> None:
-    """An engine alone: generates for `agentevo sample` of the same recipe, under the newest weights
-    of its trainer (`agentevo learn`). With --openai: a run's model behind a usual API."""
+    """Serve a trained model through OpenAI's and Anthropic's APIs (--openai), or run only an engine
+    of a recipe for `agentevo sample`."""
     if openai:
         _serve_trained(target, overrides or [], checkpoint, host, port, tls, name)
         return

@@ -21,8 +21,8 @@ def optimize(
         str,
         typer.Argument(
             metavar="RECIPE|RUN|FILE.py",
-            help="A recipe, what a run has trained (RUN, RUN@STEP), or a Python file with one "
-            "@agentevo.agent, whose tasks are tasks.train=FILE.",
+            help="A recipe, a run (RUN, RUN@STEP), or a Python file with one @agentevo.agent and "
+            "tasks from tasks.train=FILE.",
         ),
     ],
     overrides: Overrides = None,
@@ -31,18 +31,15 @@ def optimize(
         typer.Option(
             parser=path_word,
             metavar="FOLDER",
-            help="For the log, the report and texts.yaml. Default: runs/NAME-prompts.",
+            help="The folder for log, report and texts.yaml. Default: runs/NAME-prompts.",
         ),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the search in --out.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the search in --out.")] = False,
     checkpoint: Checkpoint = "",
     as_json: AsJson = False,
 ) -> None:
-    """Search for better texts (prompts, descriptions of tools, examples) for the same agent and
-    weights, within a budget (section optimize), and compare the best with the agent's own on
-    held-out tasks. FOLDER/texts.yaml is what a recipe takes: agent.texts=FILE."""
+    """Search for better prompts, tool descriptions and examples for the same weights, within a
+    budget (section optimize). Use the resulting FOLDER/texts.yaml with agent.texts=FILE."""
     import json
 
     from agentevo.prompts.optimize import TextOptimization

@@ -18,26 +18,24 @@ def table(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            parser=path_word, metavar="RUN_DIR...", help="Folders of finished runs, or of sweeps."
+            parser=path_word, metavar="RUN_DIR...", help="Folders of finished runs or sweeps."
         ),
     ],
     each: Annotated[
         bool,
-        typer.Option(
-            "--each", help="A row for each run, instead of one for all seeds of a setting."
-        ),
+        typer.Option("--each", help="One row per run, instead of one per setting."),
     ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
             parser=path_word,
             metavar="FILE",
-            help="Also put it into this Markdown file, between `<!-- table -->` and `<!-- /table "
-            "-->`.",
+            help="Also write the table into this Markdown file, between `<!-- table -->` and `<!--"
+            " /table -->`.",
         ),
     ] = None,
 ) -> None:
-    """Print what runs reached as a Markdown table."""
+    """Print the results of runs as a Markdown table."""
     from agentevo.runs.result_table import (
         check_page,
         make_rows,
@@ -58,34 +56,28 @@ def table(
 def plot(
     folders: Annotated[
         list[Path],
-        typer.Argument(
-            parser=path_word, metavar="RUN_DIR...", help="Folders of runs, or of sweeps."
-        ),
+        typer.Argument(parser=path_word, metavar="RUN_DIR...", help="Folders of runs or sweeps."),
     ],
     out: Annotated[
-        Path, typer.Option(parser=path_word, metavar="FILE.png", help="The picture to write.")
+        Path, typer.Option(parser=path_word, metavar="FILE.png", help="The image file to write.")
     ] = Path("runs.png"),
     metric: Annotated[
         list[str] | None,
         typer.Option(
             "--metric",
             metavar="NAME",
-            help="A metric of metrics.jsonl, for a panel of its own; give it again for more. "
-            "Default: held-out success, score and what else tells how a run goes.",
+            help="A metric of metrics.jsonl, in its own panel. Repeatable. Default: held-out "
+            "success, score and other main metrics.",
         ),
     ] = None,
-    x: Annotated[
-        str, typer.Option(metavar="step|tokens|time", help="What the curves are drawn over.")
-    ] = "step",
+    x: Annotated[str, typer.Option(metavar="step|tokens|time", help="The x axis.")] = "step",
     each: Annotated[
         bool,
-        typer.Option(
-            "--each", help="A line for each run, instead of one for all seeds of a setting."
-        ),
+        typer.Option("--each", help="One line per run, instead of one per setting."),
     ] = False,
 ) -> None:
-    """Draw the curves of several runs in one picture: the mean of the seeds of a setting, and the
-    band from the lowest to the highest."""
+    """Plot the curves of several runs in one image: for each setting the mean over its seeds, and
+    the range."""
     from agentevo.observability.chart_lines import NAMES, Axis, band_chart, metrics_to_compare
     from agentevo.observability.comparison_plot import MOST_PANELS, check_picture, write_comparison
     from agentevo.runs.comparison import measured_runs, settings_of
@@ -117,22 +109,22 @@ def merge(
         typer.Argument(
             parser=path_word,
             metavar="CHECKPOINT|RUN_DIR",
-            help="Folder of an adapter, or of a run (then its best one).",
+            help="The folder of an adapter, or of a run (uses its best checkpoint).",
         ),
     ],
     out: Annotated[
-        Path, typer.Argument(parser=path_word, metavar="OUT", help="Folder for the merged model.")
+        Path,
+        typer.Argument(parser=path_word, metavar="OUT", help="The folder for the merged model."),
     ],
     base: Annotated[
         str,
         typer.Option(
             metavar="MODEL",
-            help="The adapter's base, where it is no longer where the adapter says: a name or a "
-            "folder.",
+            help="The base model, a name or a folder, if it has moved since training.",
         ),
     ] = "",
 ) -> None:
-    """Make one plain Hugging Face model of an adapter (model.lora) and its base."""
+    """Merge an adapter (model.lora) into its base model."""
     from agentevo.runs.folder import UNSCORED, is_run_folder, run_config
 
     if is_run_folder(source):
@@ -149,8 +141,7 @@ def merge(
 
 
 def report(run_dir: RunDir) -> None:
-    """Write RUN_DIR/report.html and plots/ again, also of a run that is under way or was
-    interrupted."""
+    """Write RUN_DIR/report.html and plots/ again, also for a running or interrupted run."""
     from agentevo.observability import report_from_run
     from agentevo.runs.folder import check_run_folder, token_texts
 

@@ -13,29 +13,36 @@ def retriever(
     corpus: Annotated[
         str,
         typer.Argument(
-            metavar="CORPUS.jsonl", help="Passages: an object a line, with title and text."
+            metavar="CORPUS.jsonl",
+            help="The passages: one JSON object per line, with title and text.",
         ),
     ],
     kind: Annotated[
-        str, typer.Option(help="bm25: by words. dense: by meaning, pip install 'agentevo[dense]'.")
+        str,
+        typer.Option(
+            help="bm25 searches by words, dense by meaning (pip install 'agentevo[dense]')."
+        ),
     ] = "bm25",
     model: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="dense: an encoder of transformers. Default: MiniLM."),
+        typer.Option(metavar="FOLDER", help="For dense: a transformers encoder. Default: MiniLM."),
     ] = None,
     top_k: Annotated[
-        int, typer.Option("--top-k", min=1, max=100, help="Passages where a request does not say.")
+        int,
+        typer.Option(
+            "--top-k", min=1, max=100, help="The number of passages if a request does not set it."
+        ),
     ] = 3,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Port = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
-            "--api-key", metavar="${env:NAME}", help="Key that clients show as a bearer token."
+            "--api-key", metavar="${env:NAME}", help="The bearer token that clients must send."
         ),
     ] = None,
 ) -> None:
-    """Serve passages by Search-R1's API: POST /retrieve {queries, topk, return_scores}."""
+    """Serve a search index with Search-R1's API: POST /retrieve {queries, topk, return_scores}."""
     from agentevo.tool_servers.listening import listen, read_key
     from agentevo.tool_servers.retriever import Retriever
     from agentevo.tools.indexes import corpus_index

@@ -16,21 +16,23 @@ if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
     from agentevo.sandbox import Execution
 
-sandbox = typer.Typer(no_args_is_help=True, help="Sandboxes, where code of a model runs.")
+sandbox = typer.Typer(no_args_is_help=True, help="Try and serve sandboxes for model-written code.")
 
 
 @sandbox.command("try")
 def try_file(
-    file: Annotated[str, typer.Argument(metavar="FILE.py|-", help="Code to run; - reads stdin.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE.py|-", help="The code to run; - reads stdin.")
+    ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[key=value]...",
-            help="Keys of the sandbox, such as type=landlock or memory_mib=256.",
+            help="Settings of the sandbox, such as type=landlock or memory_mib=256.",
         ),
     ] = None,
 ) -> None:
-    """Run a file in a sandbox, and print what became of it. Exit code 1 if the code has failed."""
+    """Run a file in a sandbox and print the result. Exit code 1 if the code fails."""
     from agentevo.console import print_line
     from agentevo.parsing import read_text
     from agentevo.sandbox.opening import Sandboxes, chosen_kind
@@ -57,34 +59,37 @@ def try_file(
 def serve(
     folder: Annotated[
         Path,
-        typer.Argument(parser=path_word, metavar="FOLDER", help="Where the server's key is kept."),
+        typer.Argument(parser=path_word, metavar="FOLDER", help="The folder of the server's key."),
     ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[key=value]...",
-            help="The walls, and the largest limits that clients may choose.",
+            help="The kind of sandbox, and the largest limits that clients can choose.",
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. 0.0.0.0: all, for other machines.")
+        str, typer.Option(help="The address to listen on. 0.0.0.0 accepts other machines.")
     ] = "127.0.0.1",
     port: Port = 0,
     tls: Annotated[
         bool | None,
         typer.Option(
-            help="Encrypt, with a certificate of its own. Default: unless --host is this machine."
+            help=(
+                "Encrypt with a self-signed certificate. Default: on, unless --host is this "
+                "machine."
+            )
         ),
     ] = None,
     idle_s: Annotated[
         float,
         typer.Option(
-            "--idle-s", min=1.0, max=1e6, help="A sandbox that nobody uses for so long is closed."
+            "--idle-s", min=1.0, max=1e6, help="Seconds after which an unused sandbox is closed."
         ),
     ] = 3600.0,
 ) -> None:
-    """Serve sandboxes of this machine to clients on others, which give `type: remote`, its URL and
-    its key."""
+    """Serve this machine's sandboxes to other machines, which use `type: remote` with the printed
+    URL and key."""
     from agentevo.config.sandbox import HERE
     from agentevo.processes.sandbox_server import serve_sandboxes
 

@@ -10,22 +10,29 @@ import typer
 
 def server(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Where the models are, one folder each.")
+        Path, typer.Argument(metavar="FOLDER", help="The folder of the models, one subfolder each.")
     ] = Path("runs"),
     host: Annotated[
-        str, typer.Option(help="Address to listen on. 0.0.0.0: all, for other machines.")
+        str, typer.Option(help="The address to listen on. 0.0.0.0 accepts other machines.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port. 0 chooses a free one.")
+    ] = 0,
     tls: Annotated[
         bool | None,
         typer.Option(
-            help="Encrypt, with a certificate of its own. Default: unless --host is this machine."
+            help=(
+                "Encrypt with a self-signed certificate. Default: on, unless --host is this "
+                "machine."
+            )
         ),
     ] = None,
-    max_models: Annotated[int, typer.Option(min=1, help="Models that may be open at once.")] = 1,
+    max_models: Annotated[
+        int, typer.Option(min=1, help="The most models that can be open at the same time.")
+    ] = 1,
 ) -> None:
-    """Trains models for programs on other machines, whose own loops submit what is trained on
-    (agentevo.Client, docs/loop.md)."""
+    """Serve training to programs on other machines that run their own loop with agentevo.Client
+    (docs/loop.md)."""
     from agentevo.loop.server import serve_loops
 
     serve_loops(folder, host=host, port=port, tls=tls, max_models=max_models)

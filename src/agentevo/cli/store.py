@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-stores = typer.Typer(no_args_is_help=True, help="What a store holds, moving it, tidying it up.")
+stores = typer.Typer(no_args_is_help=True, help="Inspect, move and clean up a store.")
 
 StoreOf = Annotated[
     str,
@@ -56,7 +56,7 @@ def _with_store(
 
 @stores.command("stats")
 def store_stats(target: StoreOf, wait: Wait = None) -> None:
-    """Count tasks, trajectories, turns and steps by their place in the ledger."""
+    """Count tasks, trajectories, turns and steps by state."""
 
     async def work(store: Store) -> tuple[dict[str, int], int]:
         counts = await store.counts() | {"calls": await store.num_calls()}
@@ -69,8 +69,8 @@ def store_stats(target: StoreOf, wait: Wait = None) -> None:
 
 @stores.command("migrate")
 def store_migrate(target: StoreOf, wait: Wait = None) -> None:
-    """Bring a store of an older AgentEvo to this version's schema, whole or not at all. Training
-    does so by itself; what only reads a store, such as `agentevo ui`, does not."""
+    """Upgrade a store to this version's schema, atomically. Training upgrades automatically;
+    commands that only read, such as `agentevo ui`, do not."""
 
     async def work(store: Store) -> int:
         return (await store.counts())["steps"]
@@ -86,14 +86,13 @@ def store_gc(
         bool,
         typer.Option(
             "--dropped",
-            help="Also delete the turns of dropped trajectories that no resume may ask for; "
-            "their record stays.",
+            help="Also delete the turns of dropped trajectories that no resume needs; their "
+            "records stay.",
         ),
     ] = False,
     wait: Wait = None,
 ) -> None:
-    """Queue tasks again whose lease ran out an hour ago, delete what belongs to nothing, give space
-    back to the disk."""
+    """Queue tasks whose lease expired an hour ago, delete orphaned rows, and free disk space."""
     with bar("store gc"):
         done = _with_store(target, lambda store: store.gc(dropped=dropped), wait)
 
@@ -110,8 +109,7 @@ def store_gc(
 
 @stores.command("retry")
 def store_retry(target: StoreOf, wait: Wait = None) -> None:
-    """Queue tasks again that were set aside (poison, failed), once what was wrong with them is
-    mended."""
+    """Queue failed and poison tasks again, after you fixed their cause."""
     count = _with_store(target, lambda store: store.queue_again(), wait)
     print(f"{count:,} task{'s' * (count != 1)} queued again")
 
@@ -122,14 +120,13 @@ def store_export(
     out: Annotated[
         Path,
         typer.Argument(
-            parser=path_word, metavar="OUT.jsonl[.gz]", help="File to write, one row a line."
+            parser=path_word, metavar="OUT.jsonl[.gz]", help="The file to write, one row per line."
         ),
     ],
     overwrite: Overwrite = False,
     wait: Wait = None,
 ) -> None:
-    """Write a whole store (tasks, trajectories, steps, and where each is in the ledger) to a
-    file."""
+    """Export a store to a file: tasks, trajectories, steps, and their states."""
     from agentevo.store import export_store
 
     check_new_file(out, overwrite=overwrite)
@@ -145,13 +142,12 @@ def store_import(
         typer.Argument(
             parser=path_word,
             metavar="IN.jsonl[.gz]",
-            help="What `agentevo store export` has written.",
+            help="A file of `agentevo store export`.",
         ),
     ],
     wait: Wait = None,
 ) -> None:
-    """Read such a file into a store, new or not, of any kind. Rows that are there already are left
-    as they are."""
+    """Import such a file into a store of any kind. Existing rows do not change."""
     from agentevo.store import check_export, import_store
 
     if not source.is_file():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentevo.remote_models.model import RemoteModel
     from agentevo.task_making.making import MadeTasks, WantedTasks
 
-tasks = typer.Typer(no_args_is_help=True, help="Tasks made for a server of tools.")
+tasks = typer.Typer(no_args_is_help=True, help="Make tasks for tool servers and documents.")
 
 Value = Annotated[
     list[str] | None,
@@ -39,10 +39,11 @@ Value = Annotated[
     ),
 ]
 Include = Annotated[
-    list[str] | None, typer.Option(metavar="TOOL", help="Only tools of this name or pattern.")
+    list[str] | None, typer.Option(metavar="TOOL", help="Use only tools with this name or pattern.")
 ]
 Exclude = Annotated[
-    list[str] | None, typer.Option(metavar="TOOL", help="No tools of this name or pattern.")
+    list[str] | None,
+    typer.Option(metavar="TOOL", help="Do not use tools with this name or pattern."),
 ]
 
 
@@ -59,30 +60,37 @@ Worlds = Annotated[
     typer.Option(
         min=1,
         max=1_000_000,
-        help="For a server that makes its state from `world` of the task: how many there are.",
+        help="For a server that builds its state from the task's `world`: the number of worlds.",
     ),
 ]
-MaxCalls = Annotated[int, typer.Option(min=1, max=12, help="Calls that a task needs.")]
-Difficulty = Annotated[str, typer.Option(metavar="1-5", help="From the easiest on.")]
+MaxCalls = Annotated[int, typer.Option(min=1, max=12, help="The most calls that a task needs.")]
+Difficulty = Annotated[
+    str, typer.Option(metavar="1-5", help="The difficulties to make, from the easiest.")
+]
 Kind = Annotated[
     list[str] | None,
     typer.Option(
-        help="state (what the calls leave decides), answer, or open (a judge decides); repeat for "
-        "several."
+        help="The kind of task: state (checks the final state), answer, or open (a judge "
+        "decides). Repeatable."
     ),
 ]
-Language = Annotated[list[str] | None, typer.Option(help="en, de or zh; repeat for several.")]
+Language = Annotated[list[str] | None, typer.Option(help="en, de or zh. Repeatable.")]
 Persona = Annotated[
     list[str] | None,
-    typer.Option(help="hurried, polite or newcomer: who asks; repeat for several."),
+    typer.Option(help="The user's style: hurried, polite or newcomer. Repeatable."),
 ]
 Demonstrations = Annotated[
-    int, typer.Option(min=0, max=100_000, help="Conversations that solve tasks of train.jsonl.")
+    int,
+    typer.Option(
+        min=0, max=100_000, help="The number of conversations that solve tasks of train.jsonl."
+    ),
 ]
-System = Annotated[str, typer.Option(metavar="TEXT", help="System message of the demonstrations.")]
+System = Annotated[
+    str, typer.Option(metavar="TEXT", help="The system message of the demonstrations.")
+]
 HarderThan = Annotated[
     list[str] | None,
-    typer.Option(metavar="FILE", help="Make harder variants of these tasks, made before."),
+    typer.Option(metavar="FILE", help="Make harder variants of these existing tasks."),
 ]
 
 
@@ -117,9 +125,8 @@ def make(
     writer_model: WriterModel = "default",
     writer_key: WriterKey = None,
 ) -> None:
-    """Make tasks from what a server's tools say of themselves and answer, held-out ones among them:
-    call sequences are carried out, and what they leave or find is recorded. These are real calls:
-    leave out by --exclude what must not be called."""
+    """Make training and held-out tasks for a tool server by calling its tools and recording the
+    results. The calls are real: use --exclude for tools that must not be called."""
     from agentevo.cli.server_words import tool_sections
     from agentevo.task_making.files import check_new
     from agentevo.task_making.making import WantedTasks, check_wanted
@@ -262,17 +269,17 @@ def _lines(account: dict[str, Any]) -> list[str]:
 def grade(
     folder: Annotated[
         Path,
-        typer.Argument(parser=path_word, metavar="FOLDER", help="Of `agentevo tasks make`."),
+        typer.Argument(
+            parser=path_word, metavar="FOLDER", help="The folder of `agentevo tasks make`."
+        ),
     ],
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="A recipe, or the folder of a run: who plays.")
-    ],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The recipe or run that plays.")],
     out: Out,
     overrides: Overrides = None,
-    attempts: Annotated[int, typer.Option(min=2, max=1024, help="Real attempts at each task.")] = 4,
+    attempts: Annotated[int, typer.Option(min=2, max=1024, help="Attempts at each task.")] = 4,
 ) -> None:
-    """Play every task to train on, and write the folder anew: tasks that all or none of the
-    attempts have solved are in reserve.jsonl, and each task says its `success_rate`."""
+    """Play every training task and write a new folder with each task's `success_rate`. Tasks that
+    all or none of the attempts solve go to reserve.jsonl."""
     from agentevo.task_making.files import check_new
     from agentevo.task_making.solvability import graded_folder
 

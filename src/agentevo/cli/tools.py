@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from agentevo.config.tools import ToolSection
     from agentevo.types import Task, ToolCall
 
-tools = typer.Typer(no_args_is_help=True, help="Tools of a recipe.")
+tools = typer.Typer(no_args_is_help=True, help="Test a recipe's tools.")
 LONGEST = 500
 """Characters of a result that are printed."""
 
@@ -32,21 +32,23 @@ def try_tools(
     ],
     overrides: Overrides = None,
     call: Annotated[
-        str | None, typer.Option("--call", metavar="TOOL", help="Call this tool alone.")
+        str | None, typer.Option("--call", metavar="TOOL", help="Call only this tool.")
     ] = None,
     arguments: Annotated[
         str | None,
         typer.Option(
-            "--arguments", metavar="JSON", help="Of --call. Default: made from its schema."
+            "--arguments",
+            metavar="JSON",
+            help="The arguments of --call. Default: generated from the schema.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the calls and make none.")
+        bool, typer.Option("--dry-run", help="Print the calls without making them.")
     ] = False,
 ) -> None:
-    """Call each tool once, with arguments made from its schema, in one session for the recipe's
-    first task; print what it gives, its time and its errors. These are real calls: leave out by
-    `exclude`, or name by --call, where a tool changes the world. Exit code 1 if one has broken."""
+    """Call each tool once, with arguments generated from its schema, and print results, times and
+    errors. The calls are real: use the toolset's `exclude` or --call for tools with side effects.
+    Exit code 1 if a tool fails."""
     from agentevo.event_loop import run_coroutine
 
     if arguments is not None and call is None:

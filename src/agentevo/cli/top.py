@@ -34,20 +34,22 @@ def top(
         list[str] | None,
         typer.Argument(
             metavar="[RUNS]...",
-            help="Folders of runs or sweeps, or folders that hold some. Default: runs.",
+            help="Folders of runs or sweeps, or their parent folders. Default: runs.",
         ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once, print, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     every_s: Annotated[
         float,
         typer.Option(
-            "--every", metavar="SECONDS", parser=seconds, help="How often to look, 0.2 at least."
+            "--every",
+            metavar="SECONDS",
+            parser=seconds,
+            help="Seconds between updates, at least 0.2.",
         ),
     ] = 2.0,
 ) -> None:
-    """Follow runs in a terminal: state, step, reward, success, tokens per second, failures; j and k
-    choose a run, Enter shows what it plays. Without a terminal, lines when something has
-    changed."""
+    """Watch runs in the terminal: state, step, reward, success, speed, failures. Press j and k to
+    choose a run, Enter for its attempts."""
     look = _Looks(runs or [])
     every_s = max(every_s, SHORTEST_LOOK_S)
     if once:

@@ -20,8 +20,8 @@ def train(
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Train an agent: evaluate, train, evaluate again, report. A recipe with a `sweep` is several
-    runs, and ends with a table of them."""
+    """Train an agent with reinforcement learning, and evaluate it before and after. A recipe with a
+    `sweep` trains several runs and prints a table."""
     from agentevo.config import load_config, to_yaml
     from agentevo.config.sweep import load_sweep
 
@@ -114,7 +114,7 @@ def sft(
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Fine-tune on conversations (`data`, `sft`): from files, the environment's solver, or a run's
+    """Fine-tune a model on conversations from files, from the environment's solver, or from a run's
     best attempts."""
     from agentevo.config import check_sft, load_config, to_yaml
 
@@ -143,8 +143,7 @@ def rm(
     overrides: Overrides = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train a reward model on pairs of answers (`rm`): a sequence classifier, for the reward
-    `reward_model`."""
+    """Train a reward model on preference pairs, for the reward `reward_model`."""
     from agentevo.config import load_config, to_yaml
     from agentevo.config.rm import check_rm
 

@@ -27,7 +27,9 @@ SHORTEST_LOOK_S = 0.1
 MOST = 1_000_000_000
 """A number that every store can hold."""
 
-trajectories = typer.Typer(no_args_is_help=True, help="What a run's agent did, turn by turn.")
+trajectories = typer.Typer(
+    no_args_is_help=True, help="Show, watch and export the attempts of a run."
+)
 
 
 @trajectories.command("html")
@@ -35,32 +37,29 @@ def html(
     run_dir: RunDir,
     step: Annotated[
         int | None,
-        typer.Option(metavar="N", min=-MOST, max=MOST, help="The attempts of this step alone."),
+        typer.Option(metavar="N", min=-MOST, max=MOST, help="Only the attempts of this step."),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             parser=path_word,
             metavar="FOLDER",
-            help="Where the pages go. Default: trajectories_html in the run's folder.",
+            help="The folder for the pages. Default: trajectories_html in the run's folder.",
         ),
     ] = None,
     every: Annotated[
         int,
-        typer.Option(
-            metavar="N", min=1, max=MOST, help="Every so many steps; the last one always."
-        ),
+        typer.Option(metavar="N", min=1, max=MOST, help="Only every Nth step, and the last one."),
     ] = 4,
     per_step: Annotated[
-        int, typer.Option(metavar="N", min=1, max=MOST, help="Most attempts of a step.")
+        int, typer.Option(metavar="N", min=1, max=MOST, help="The most attempts of a step.")
     ] = 32,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into a folder that has other things, too.")
+        bool, typer.Option("--overwrite", help="Allow a folder that is not empty.")
     ] = False,
     wait: Wait = None,
 ) -> None:
-    """Write a page for each of some attempts, FOLDER/step_N/trajectory_ID.html, and an index: files
-    that need no server."""
+    """Write attempts as HTML files with an index: FOLDER/step_N/trajectory_ID.html."""
     from agentevo.observability.trajectory_pages import INDEX, check_folder, choose, write_pages
     from agentevo.runs.folder import check_run_folder, read_store, token_texts
 
@@ -92,19 +91,19 @@ trajectories.command("export")(export)
 def show(
     run_dir: RunDir,
     trajectory_id: Annotated[
-        str, typer.Argument(metavar="[ID]", help="Id, or the beginning of it.")
+        str, typer.Argument(metavar="[ID]", help="The id or a prefix of it.")
     ] = "",
     best: Annotated[
         bool,
-        typer.Option("--best", help="The one with the highest reward (of equals, the newest)."),
+        typer.Option("--best", help="Choose the highest reward (the newest of equals)."),
     ] = False,
     worst: Annotated[
         bool,
-        typer.Option("--worst", help="The one with the lowest reward (of equals, the newest)."),
+        typer.Option("--worst", help="Choose the lowest reward (the newest of equals)."),
     ] = False,
     last: Annotated[
         bool,
-        typer.Option("--last", help="The newest one (also what is shown when nothing is chosen)."),
+        typer.Option("--last", help="Choose the newest (the default)."),
     ] = False,
     files: Annotated[
         Path | None,
@@ -112,13 +111,12 @@ def show(
             "--files",
             parser=path_word,
             metavar="FOLDER",
-            help="Write the files that were kept with it into a new folder, too.",
+            help="Also write the attempt's files into this new folder.",
         ),
     ] = None,
     wait: Wait = None,
 ) -> None:
-    """Print one trajectory turn by turn, each token with its log-prob, and the files that its agent
-    made."""
+    """Print one trajectory turn by turn: each token with its log-prob, and the agent's files."""
     if files is not None and files.exists():
         raise ConfigError(f"--files {files}: is there already: give a new folder")
     if sum([bool(trajectory_id), best, worst, last]) > 1:
@@ -215,20 +213,23 @@ def watch(
     trajectory_id: Annotated[
         str,
         typer.Argument(
-            metavar="[ID]", help="Show the calls of this attempt: its id, or the beginning of it."
+            metavar="[ID]", help="Show the calls of this attempt: its id or a prefix of it."
         ),
     ] = "",
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     every_s: Annotated[
         float,
         typer.Option(
-            "--every", metavar="SECONDS", parser=seconds, help="How often to look, 0.1 at least."
+            "--every",
+            metavar="SECONDS",
+            parser=seconds,
+            help="Seconds between updates, at least 0.1.",
         ),
     ] = 1.0,
     wait: Wait = None,
 ) -> None:
-    """Follow what runs: each attempt under way, for how long, and what it waits for; or, with an
-    ID, the calls of one attempt as a tree. Until Ctrl-C, or the attempt's end."""
+    """Watch the running attempts: their duration and their current call. With an ID, watch the call
+    tree of one attempt."""
     from agentevo.runs.folder import read_store
 
     async def look(store: Store) -> tuple[list[str], bool]:

@@ -25,7 +25,9 @@ _NO_CHOICE = ("train", None, None)
 Out = Annotated[
     Path,
     typer.Argument(
-        parser=path_word, metavar="OUT.jsonl[.gz]", help="File to write, one trajectory a line."
+        parser=path_word,
+        metavar="OUT.jsonl[.gz]",
+        help="The file to write, one trajectory per line.",
     ),
 ]
 Form = Annotated[
@@ -33,38 +35,38 @@ Form = Annotated[
     typer.Option(
         "--format",
         metavar="|".join(FORMATS),
-        help="What a line is: a trajectory; with `otlp`, a request to a collector of "
-        "OpenTelemetry, of up to 512 spans; with `spans`, one span of a call.",
+        help="The content of a line: a trajectory; with `otlp`, an OpenTelemetry export "
+        "request of up to 512 spans; with `spans`, one span.",
     ),
 ]
 Contents = Annotated[
     bool,
     typer.Option(
         "--contents",
-        help="With --format otlp or spans: also what the policy was asked and said, and what "
-        "tools, scorers and programs were given and wrote.",
+        help="With --format otlp or spans: include prompts and replies, and the input and "
+        "output of tools, scorers and programs.",
     ),
 ]
 Sft = Annotated[
     bool,
     typer.Option(
         "--sft",
-        help="Write what was said in the good attempts as conversations for `agentevo sft`: of "
-        "a run, or of an evaluation that `agentevo eval --out` has kept.",
+        help="Write the successful attempts of a run or of an evaluation (`agentevo eval "
+        "--out`) as conversations for `agentevo sft`.",
     ),
 ]
 Pairs = Annotated[
     bool,
     typer.Option(
         "--pairs",
-        help="Write better and worse attempts at a task as pairs for `agentevo rm` and "
-        "data.pairs: of each group the best against the worst.",
+        help="Write pairs of a better and a worse attempt for `agentevo rm` and data.pairs: "
+        "the best and the worst of each group.",
     ),
 ]
 Margin = Annotated[
     float,
     typer.Option(
-        metavar="REWARD", min=0, help="With --pairs: by more than this the rewards differ."
+        metavar="REWARD", min=0, help="With --pairs: the rewards differ by more than this."
     ),
 ]
 Split = Annotated[
@@ -74,7 +76,7 @@ Split = Annotated[
 MinReward = Annotated[
     float | None,
     typer.Option(
-        metavar="REWARD", help="With --sft: the least reward. Default: attempts that succeeded."
+        metavar="REWARD", help="With --sft: the lowest reward. Default: successful attempts only."
     ),
 ]
 PerTask = Annotated[
@@ -82,15 +84,15 @@ PerTask = Annotated[
     typer.Option(
         metavar="N",
         min=1,
-        help="With --sft: most attempts at one task, the best first; with --pairs: most pairs.",
+        help="With --sft: the most attempts at one task, best first. With --pairs: the most pairs.",
     ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="With --sft: whose words, `policy` or a remote model. Default: those of remote "
-        "models in attempts that asked one, else the policy's.",
+        help="With --sft: the speaker to train on, `policy` or a remote model. Default: the "
+        "remote model in attempts that use one, else the policy.",
     ),
 ]
 
@@ -110,9 +112,8 @@ def export(
     overwrite: Overwrite = False,
     wait: Wait = None,
 ) -> None:
-    """Write every trajectory of a run to a file, token ids and log-probs included; or its calls as
-    spans of OpenTelemetry; or, with --sft, the conversations of its good attempts; or, with
-    --pairs, better and worse ones."""
+    """Export a run's trajectories with token ids and log-probs, its calls as OpenTelemetry spans,
+    its successful conversations (--sft), or preference pairs (--pairs)."""
     if pairs:
         if sft or form != FORMATS[0] or contents or (split, min_reward, model) != _NO_CHOICE:
             raise ConfigError(

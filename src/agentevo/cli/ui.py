@@ -14,26 +14,29 @@ def ui(
         list[str] | None,
         typer.Argument(
             metavar="[RUNS|STORE_URL]...",
-            help="Folders of runs or sweeps, folders that hold some, or URLs of stores. Default: "
+            help="Folders of runs or sweeps, their parent folders, or URLs of stores. Default: "
             "runs.",
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. 0.0.0.0: all, for other machines.")
+        str, typer.Option(help="The address to listen on. 0.0.0.0 accepts other machines.")
     ] = "127.0.0.1",
     port: Port = 0,
     tls: Annotated[
         bool | None,
         typer.Option(
-            help="Encrypt, with a certificate of its own. Default: unless --host is this machine."
+            help=(
+                "Encrypt with a self-signed certificate. Default: on, unless --host is this "
+                "machine."
+            )
         ),
     ] = None,
     control: Annotated[
         bool,
         typer.Option(
             "--control",
-            help="Print a second URL: whoever opens it may try checkpoints, and ask runs to stop, "
-            "save, pause or resume. Default: it only reads.",
+            help="Also print a URL that allows trying checkpoints and stopping, saving, pausing "
+            "and resuming runs. By default the dashboard only reads.",
         ),
     ] = False,
     nice: Annotated[
@@ -41,13 +44,13 @@ def ui(
         typer.Option(
             min=0,
             max=19,
-            help="Lower its own priority by this much, so that it yields to training on this "
-            "machine; 0 leaves it.",
+            help="Lower the process priority by this much, so that training on this machine comes "
+            "first; 0 keeps it.",
         ),
     ] = 10,
 ) -> None:
-    """Show runs in a browser, live: curves, comparisons, every attempt. It only reads, unless
-    --control is given, and prints the URL to open."""
+    """Show runs in the browser: live curves, comparisons, and every attempt. Prints the URL to
+    open."""
     from agentevo.ui.server import serve_dashboard
 
     serve_dashboard(runs or [], host=host, port=port, tls=tls, control=control, nice=nice)
