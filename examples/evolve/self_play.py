@@ -2,7 +2,7 @@
 
 A tiny policy is shown what a question and what an answer looks like: lengths of words and keys,
 both drawn at random, so that its answers are right as often as guesses are. From there it plays
-solver and proposer (docs/self_play.md), once with both trained and once with the solver alone.
+solver and proposer (docs/multi_agent.md), once with both trained and once with the solver alone.
 
     python examples/evolve/self_play.py --out runs/self_play --seeds 0 1 2
 """

@@ -1,4 +1,4 @@
-"""The page of records names every field, and its short examples run."""
+"""The page of tasks names every field of the records, and its short examples run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from agentevo.types import Message, Task, Trajectory, Turn
 
-PAGE = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
 
 
 def section(name: str) -> str:
-    return PAGE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    return PAGE.partition(f"\n### {name}\n")[2].partition("\n##")[0]
 
 
 @pytest.mark.parametrize("record", [Task, Message, Turn, Trajectory])
@@ -28,4 +28,4 @@ def test_the_page_names_every_field(record: Any) -> None:
 @pytest.mark.parametrize("name", ["Message", "Turn"])
 def test_its_short_examples_run(name: str) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", section(name), re.MULTILINE | re.DOTALL)
-    exec(compile(code, f"records.md, {name}", "exec"), {})
+    exec(compile(code, f"tasks.md, {name}", "exec"), {})
