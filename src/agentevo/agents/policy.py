@@ -324,7 +324,7 @@ class Policy:
         and what the policy calls stands in the reply's text in the model's own notation.
         `sampling` (fields of types.SamplingOverrides) and `stop` replace the recipe's for this
         call. `form` says what the answer has to look like: it is drawn, and trained, under that
-        grammar (docs/constrained.md). Raises BadRequestError for what can't be asked, GrammarError
+        grammar (docs/messages.md). Raises BadRequestError for what can't be asked, GrammarError
         for a form that can't be followed, RequestTooLongError when the context is full,
         DeadlineExceededError when the engine is late.
         """
