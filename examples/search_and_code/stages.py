@@ -26,7 +26,7 @@ Shares = dict[str, float]
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything. The defaults are those of the tables in docs/search_and_code.md."""
+    """How much of everything. The defaults are those of the tables in README.md."""
 
     hidden_size: int = 64
     num_layers: int = 2

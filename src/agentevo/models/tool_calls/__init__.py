@@ -1,4 +1,4 @@
-"""Tool calls and reasoning, read out of a model's text. See docs/tool_calls.md.
+"""Tool calls and reasoning, read out of a model's text. See docs/messages.md.
 
 parser      ToolCallParser and StreamingParse: whole texts, and texts that arrive in pieces
 families    which parser a chat template asks for
