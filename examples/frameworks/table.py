@@ -1,4 +1,4 @@
-"""Trains every example with its real package and writes the table of docs/frameworks.md.
+"""Trains every example with its real package and writes the table of docs/gateway.md.
 
     .venv/bin/python examples/frameworks/table.py                     # all: about a minute each
     .venv/bin/python examples/frameworks/table.py --only langgraph_agent
@@ -26,7 +26,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 BUILD = ROOT / "build" / "frameworks"
-PAGE = ROOT / "docs" / "frameworks.md"
+PAGE = ROOT / "docs" / "gateway.md"
 BEGIN = "<!-- table -->"
 END = "<!-- /table -->"
 

@@ -26,7 +26,7 @@ from hunt import Hunt, make_tasks  # noqa: E402
 sys.path.remove(str(FOLDER))
 
 EXAMPLES = {example.name: example for example in table.EXAMPLES}
-PAGE = (ROOT / "docs" / "frameworks.md").read_text()
+PAGE = (ROOT / "docs" / "gateway.md").read_text()
 
 
 @pytest.mark.parametrize("example", table.EXAMPLES, ids=EXAMPLES)

@@ -46,7 +46,7 @@ def runs(tmp_path_factory) -> dict[str, Any]:
 @contextlib.contextmanager
 def vllm(runs: dict[str, Any], log: Path) -> Iterator[str]:
     """The base URL of vLLM, which serves the models of the runs by their names, as
-    docs/serving.md says."""
+    docs/gateway.md says."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

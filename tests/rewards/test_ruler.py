@@ -94,7 +94,7 @@ def test_votes_cancel_a_liking_for_places_and_one_vote_does_not():
 
 @pytest.mark.slow
 def test_shuffled_votes_rank_where_a_fixed_order_does_not(monkeypatch):
-    """The ablation of docs/judges.md: `pytest -s` prints its numbers."""
+    """The ablation of docs/rewards.md: `pytest -s` prints its numbers."""
     draw = random.Random(0)
     worths = [[round(draw.uniform(0.3, 0.7), 3) for _ in range(6)] for _ in range(10)]
     tasks = [msgspec.structs.replace(TASK, id=f"t{number}") for number in range(10)]

@@ -241,7 +241,7 @@ ADVANTAGES = by_name(
             formula="R_k = credit(group)_k; A_k = (R_k - mean) / (std + epsilon), mean and std "
             "over the turns of the group, or over its k-th turns; turn_baseline=none: A_k = R_k; "
             "returns R",
-            source="the user's own; docs/credit.md",
+            source="the user's own; docs/rewards.md",
             hyper=(_SCALE, _EPSILON, _TURN_BASELINE),
             needs=("turn_ids", "turn_credit"),
         ),

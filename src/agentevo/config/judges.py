@@ -66,7 +66,7 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
         return (
             "nobody knows how far this judge agrees with the truth, so it is not trained by: "
             "measure it (`agentevo judge calibrate RECIPE --rows FILE --out FILE`) and give "
-            "calibration=FILE, or take the risk with uncalibrated=true (docs/judges.md)"
+            "calibration=FILE, or take the risk with uncalibrated=true (docs/rewards.md#judges)"
         )
 
     path = Path(judge.calibration).expanduser()
