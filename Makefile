@@ -68,14 +68,14 @@ build/trackers/%/.installed: tests/trackers/requirements/%.txt
 	touch $@
 
 # Hours: every single case and all examples of properties, programs started cold; 500 kills of each part, then twenty minutes
-# of everything with kills of anything, and two runs of `wait` (docs/faults.md).
+# of everything with kills of anything, and two runs of `wait` (docs/replay.md).
 soak: $(VENV)/.dev
 	OMP_NUM_THREADS=1 AGENTEVO_COLD=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not examples"
 	AGENTEVO_FAULT_KILLS=500 $(BIN)/python -m pytest -s tests/faults
 	PYTHONPATH=tests/support $(BIN)/python tests/faults/soak.py $(SOAK)
 	$(BIN)/python tests/faults/wait_twice.py
 
-# Minutes, as root: a run over network namespaces as hosts, whose links are slow, cut and come back (docs/faults.md).
+# Minutes, as root: a run over network namespaces as hosts, whose links are slow, cut and come back (docs/replay.md).
 hosts: $(VENV)/.dev
 	$(PIP) install --quiet 'moto[server]' s3fs
 	$(PYTEST) --numprocesses $(JOBS) tests/processes/test_hosts.py tests/processes/test_elastic.py

@@ -22,7 +22,7 @@ OF_SERVERS_TASKS = (
 
 
 class TasksToMake(Section):
-    """The tasks of the first round (docs/task_making.md)."""
+    """The tasks of the first round (docs/evolve.md)."""
 
     train: int = Field(default=200, ge=1, le=100_000)
     """Tasks to train on."""
