@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class WeightsSection(Section):
-    """How new weights lie in files, for engines in other processes (docs/weights.md)."""
+    """How new weights lie in files, for engines in other processes (docs/asynchronous.md)."""
 
     url: str | None = None
     """Where they lie, for engines that share no folder with the trainer: an address that fsspec
     knows, such as `s3://BUCKET/FOLDER`, of this run alone. Credentials come from the environment
-    (docs/weights.md). Default: RUN/weights."""
+    (docs/asynchronous.md). Default: RUN/weights."""
     delta: bool = False
     """Publish what changed since the version before, bit for bit, where that is smaller than all of
     it. For bfloat16 (model.dtype). Trainer and engines each hold one more copy of the weights, in
@@ -76,8 +76,8 @@ class RolloutSection(Section):
     """How new weights reach the engines: `shared` (the engine computes with the trainer's own),
     `copy` (it is handed them, in one process), `folder` (files in the run's folder, for engines in
     other processes), `object_store` (files under weights.url), `broadcast` (over a process group,
-    NCCL or gloo, to engines in other processes that see the run's folder: docs/weights.md), or one
-    that another package registers (docs/engines.md). Default: what the other keys ask for."""
+    NCCL or gloo, to engines in other processes that see the run's folder: docs/asynchronous.md), or
+    one that another package registers (docs/engines.md). Default: what the other keys ask for."""
     weights: WeightsSection = WeightsSection()
     """How they lie in files, for engines in other processes."""
     samplers: int = Field(default=0, ge=0, le=1000)

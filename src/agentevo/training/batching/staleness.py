@@ -8,7 +8,7 @@ before that, from all attempts and all their tokens: a token that is too old los
 its part in the group's baseline. A token newer than the trainer can only come from a trainer that
 was killed before it committed a version that the engines already had; it is refused unless the
 caller allows it, and then its age is the same distance. Pure functions of samples and trajectories.
-docs/staleness.md has the formulas of all metrics.
+docs/asynchronous.md has the formulas of all metrics.
 """
 
 from __future__ import annotations
