@@ -75,7 +75,7 @@ and longer requests, rows and samples are refused. To train such a model with lo
 the RoPE parameters of its config.json. It then has one set of frequencies at any length, here and
 in every engine that serves it later (`models/positions.py`).
 
-Which of the mixtures can replay what their routers chose is on [routing.md](routing.md).
+Which of the mixtures can replay what their routers chose is on [training.md](training.md).
 """
 LIMIT = 1e-4
 """Nats."""

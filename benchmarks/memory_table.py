@@ -1,5 +1,5 @@
 """What training models of usual sizes needs, as `agentevo doctor --devices` computes it: the table
-of docs/memory.md. Nothing is trained, and no weight is made.
+of docs/training.md. Nothing is trained, and no weight is made.
 
     python benchmarks/memory_table.py [--device-memory 80] [memory.checkpointing=none ...]
 

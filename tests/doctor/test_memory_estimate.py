@@ -191,5 +191,5 @@ def test_a_gpus_peak_was_foreseen(name, gpu):
 @pytest.mark.parametrize("name", ["0.5B", "7B"])
 def test_the_page_shows_what_the_command_prints(name, capsys):
     of_benchmarks("memory_table").print_table(80 * 2**30, (), [name])
-    page = Path(__file__).resolve().parents[2] / "docs" / "memory.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "training.md"
     assert capsys.readouterr().out.splitlines()[-1] in page.read_text().splitlines()

@@ -9,8 +9,8 @@ from agentevo.config.section import Section
 
 class ProfileSection(Section):
     """A look at where the time and memory of a few steps go: `profile/` in the run's folder gets a
-    trace for https://ui.perfetto.dev and a table (docs/profiling.md). `profile=true` is short for
-    profile.enabled=true. Profiled steps are slower; results are the same."""
+    trace for https://ui.perfetto.dev and a table (docs/observability.md). `profile=true` is short
+    for profile.enabled=true. Profiled steps are slower; results are the same."""
 
     enabled: bool = False
     """Profile some steps of the run."""

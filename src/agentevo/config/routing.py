@@ -1,4 +1,4 @@
-"""Routing replay: which keys belong together, and what records the routing (docs/routing.md)."""
+"""Routing replay: which keys belong together, and what records the routing (docs/training.md)."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ class TrainerSection(Section):
     """Which experts of a mixture the policy's passes go through: the router's choice of the moment
     (`none`), those that the engine chose for each token when it was drawn (`rollout`, the R3 of
     arXiv 2510.11370), or those of the pass that computes the old log-probs (`update`, verl's R2;
-    needs algorithm.old_logprobs=recomputed). docs/routing.md"""
+    needs algorithm.old_logprobs=recomputed). docs/training.md"""
     parallel: ParallelSection = ParallelSection()
     """How these processes share the work."""
 
@@ -395,7 +395,7 @@ class EngineSection(Section):
     routed_experts: bool = False
     """Record which experts of a mixture are chosen for every token, and store them with the turns.
     Default: true with trainer.routing_replay=rollout, which needs it. Without replay it tells how
-    many choices differ in training (docs/routing.md)."""
+    many choices differ in training (docs/training.md)."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Longest time for one completion, in seconds. What the engine sleeps meanwhile does not
     count."""

@@ -12,8 +12,9 @@ Backend = Literal["otlp", "jsonl", "mlflow"]
 
 
 class TracingSection(Section):
-    """Where the calls of attempts go as spans of OpenTelemetry, beside the store (docs/tracing.md).
-    What is not set here follows OpenTelemetry's own environment variables."""
+    """Where the calls of attempts go as spans of OpenTelemetry, beside the store
+    (docs/observability.md). What is not set here follows OpenTelemetry's own environment
+    variables."""
 
     backend: Backend | None = None
     """`otlp`: a collector, such as Jaeger, Langfuse or Phoenix, by OTLP over HTTP. `jsonl`: files

@@ -1,4 +1,4 @@
-"""How much memory training takes in addition to the weights, from shapes alone. docs/memory.md
+"""How much memory training takes in addition to the weights, from shapes alone. docs/training.md
 compares it with measured peaks.
 
 Counted is what is alive together, at each moment that can be the peak: as the backward pass begins
@@ -8,7 +8,7 @@ optimizer's step. The largest moment counts. For decoders of Llama's kind, dense
 scores.
 
 What allocators keep of freed memory is not counted: glibc keeps blocks below 32 MiB
-(docs/memory.md), CUDA's allocator some per cent.
+(docs/training.md), CUDA's allocator some per cent.
 """
 
 from __future__ import annotations

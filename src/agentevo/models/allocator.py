@@ -1,6 +1,6 @@
 """glibc's allocator keeps freed blocks below 32 MiB for itself and fragments them: at 4,096 tokens,
 a step of SmolLM2-135M with `memory.checkpointing=full` then peaks at 5.4 GiB instead of 3.3
-(docs/memory.md)."""
+(docs/training.md)."""
 
 from __future__ import annotations
 

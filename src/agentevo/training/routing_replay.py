@@ -1,4 +1,4 @@
-"""Routing replay in the passes of one policy (docs/routing.md):
+"""Routing replay in the passes of one policy (docs/training.md):
 
     none     the routers choose; choices that differ from the engine's record are counted
     rollout  every pass replays the engine's record (R3, arXiv 2510.11370)
