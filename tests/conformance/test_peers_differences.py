@@ -1,5 +1,5 @@
 """Each place where TRL's or verl's numbers are not ours, shown on their recorded numbers: every
-line of the table in docs/peers.md.
+line of the table at the end of docs/coming_from.md.
 
 A test says what theirs is in terms of ours, so it fails if either side changes. Inputs and
 recordings: tests/conformance/peers/.
