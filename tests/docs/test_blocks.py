@@ -56,8 +56,8 @@ NOT_PRINTED = {
 """Files that must be there for what a page prints, and that it describes only."""
 
 TYPED = [
-    "agents", "algorithms", "credit", "environments", "loop", "multi_agent", "python", "records",
-    "rewards", "self_play", "tools",
+    "agents", "algorithms", "credit", "environments", "loop", "multi_agent", "records", "rewards",
+    "self_play", "tools",
 ]  # fmt: skip
 """Pages whose files and commands are typed as printed."""
 LONGEST_FILE = 60
