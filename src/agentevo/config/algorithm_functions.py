@@ -13,7 +13,7 @@ token, the advantage of an attempt or a token.
     def centred(inputs):
         return inputs.score - inputs.score.mean()
 
-Their arguments and results: docs/credit.md, docs/algorithms.md.
+Their arguments and results: docs/rewards.md, docs/algorithms.md.
 """
 
 from __future__ import annotations
