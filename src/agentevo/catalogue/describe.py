@@ -48,8 +48,8 @@ agentevo config explain algorithm.dapo    # formula, defaults and sources of one
 ```
 
 A preset is a combination of an advantage, a policy loss, an aggregation and other keys of the
-section `algorithm`. Some keys work with any preset, such as `kl_coef`, `entropy_coef`, `importance`
-and `drop_truncated`; `agentevo config explain algorithm` lists all keys.
+section `algorithm`. You can add further keys of the section, such as `kl_coef`, `entropy_coef`,
+`importance` and `drop_truncated`; `agentevo config explain algorithm` lists them.
 
 Each part below has its formula, its source, its hyper-parameters (default, range, meaning) and its
 names in other frameworks. Each function is tested against a slow version of its formula in
@@ -69,7 +69,7 @@ Key: `algorithm.advantage`. A trajectory is the record of one attempt at a task.
 - `mu_g`, `std_g`: mean and unbiased standard deviation of the scores of its group
 - `n`: number of trajectories in the group
 - `t`: index of a trained token; `k`: index of a turn
-- `r`: reward; `V`: value of the critic; `returns`: what the critic learns
+- `r`: reward; `V`: value of the critic; `returns`: the target of the critic, if there is one
 - `whiten`: shift and scale the batch's trained tokens to mean 0 and variance 1
 """,
     "policy_loss": """## Policy losses
