@@ -58,10 +58,10 @@ This page shows which model architectures you can train. AgentEvo computes any t
 whose layers are attention and feed-forward. It packs all sequences into one row of tokens, and a
 plan says which token may attend to which.
 
-Every model is checked when it is loaded. `prepare` computes a short text as transformers does alone
-and as training and the engine do, and refuses the model if the results differ (`models/trial.py`).
-So an architecture that is missing from these tables is also exact or refused, before anything is
-created.
+Every model is checked when it is loaded. `prepare` runs a short text through the model twice, as
+transformers does and as training and the engine do, and refuses the model if the results differ
+(`models/trial.py`). So an architecture that is missing from these tables is also either exact or
+refused before anything is created.
 
 `python benchmarks/architectures.py --write` made the tables with transformers {version}, on tiny
 models with random weights in float32 on a CPU: {counts}.
@@ -335,7 +335,7 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "## Refused",
         "",
-        "The last column is the reason that `prepare` gives, without the class name and the advice.",
+        "The last column is the reason that `prepare` gives, without class name and advice.",
         "",
         "| model type | class | words |",
         "|---|---|---|",
