@@ -42,9 +42,11 @@ You choose a preset in the recipe, and may replace any part or hyper-parameter o
 algorithm: {name: dapo, clip_high: 0.3, aggregation: seq-mean-token-mean}
 ```
 
+Two commands list all presets and parts, and explain one with formula, defaults and sources:
+
 ```bash
-agentevo list algorithms                  # presets and parts
-agentevo config explain algorithm.dapo    # formula, defaults and sources of one
+agentevo list algorithms
+agentevo config explain algorithm.dapo
 ```
 
 A preset is a combination of an advantage, a policy loss, an aggregation and other keys of the
