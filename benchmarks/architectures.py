@@ -54,28 +54,43 @@ MOST_CHARACTERS = 300
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 INTRODUCTION = """# Architectures
 
-AgentEvo computes any transformers model whose layers are attention and feed-forward: one row of
-tokens for all sequences, a plan that says which token sees which. `prepare` tries a short text with
-every model that is loaded, as transformers computes it alone and as training and the engine do, and
-refuses a model where they differ (`models/trial.py`). So an architecture that is not in this table
-is exact or refused as well, before anything is created.
+This page shows which model architectures you can train. AgentEvo computes any transformers model
+whose layers are attention and feed-forward. It packs all sequences into one row of tokens, and a
+plan says which token may attend to which.
 
-This is what `python benchmarks/architectures.py --write` found for transformers {version}, with
-tiny models of random weights in float32 on a CPU: {counts}.
-Figures are the largest difference of a log-prob, in nats, from transformers' eager attention on
-each sequence alone in float64: in a packed training pass, in the engine (as drawn), and in a
-training pass with LoRA on all linear layers. For gradients it is |g - g64| / |g64|. The last two
-columns are transformers' own, in float32.
+Every model is checked when it is loaded. `prepare` runs a short text through the model twice, as
+transformers does and as training and the engine do, and refuses the model if the results differ
+(`models/trial.py`). So an architecture that is missing from these tables is also either exact or
+refused before anything is created.
 
-Two types of RoPE choose frequencies by the longest sequence of a pass. `dynamic` does beyond
-`max_position_embeddings`, which no sequence exceeds here. `longrope` (Phi-3-128k, Phi-3.5,
-Phi-4-mini) does beyond `original_max_position_embeddings`: that is the model's context in AgentEvo,
-and longer requests, rows and samples are refused. To train such a model with long contexts, copy
-`long_factor` over `short_factor` (and `long_mscale` over `short_mscale`, where there are such) in
-the RoPE parameters of its config.json. It then has one set of frequencies at any length, here and
-in every engine that serves it later (`models/positions.py`).
+`python benchmarks/architectures.py --write` made the tables with transformers {version}, on tiny
+models with random weights in float32 on a CPU: {counts}.
 
-Which of the mixtures can replay what their routers chose is on [training.md](training.md).
+## How to read the figures
+
+A figure is the largest difference of a log-prob, in nats, from transformers' eager attention on
+each sequence alone in float64:
+
+- **training**: in a packed training pass
+- **engine**: in the engine, for tokens as drawn
+- **gradient**: |g - g64| / |g64| for the gradient g of the packed pass
+- **LoRA**: in a training pass with LoRA on all linear layers
+- **eager**, **its gradient**: transformers' own difference in float32, for comparison
+
+## Long contexts with RoPE scaling
+
+Two RoPE types choose their frequencies by the longest sequence of a pass:
+
+- `dynamic` does so beyond `max_position_embeddings`. No sequence here is longer.
+- `longrope` (Phi-3-128k, Phi-3.5, Phi-4-mini) does so beyond `original_max_position_embeddings`.
+  That length is the model's context in AgentEvo, and longer requests, rows and samples are refused.
+
+To train a `longrope` model with long contexts, copy `long_factor` over `short_factor` (and
+`long_mscale` over `short_mscale`, if the model has them) in the RoPE parameters of its
+`config.json`. The model then has one set of frequencies at any length, here and in every engine
+that serves it later (`models/positions.py`).
+
+For mixture-of-experts models whose routing can be replayed, see [Training](training.md).
 """
 LIMIT = 1e-4
 """Nats."""
@@ -320,7 +335,7 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "## Refused",
         "",
-        "The words are what `prepare` says, without the class before and the advice behind them.",
+        "The last column is the reason that `prepare` gives, without class name and advice.",
         "",
         "| model type | class | words |",
         "|---|---|---|",

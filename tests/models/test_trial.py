@@ -108,7 +108,7 @@ def strange():
         ("gpt-oss", "attention sinks"),
         ("bert", "BertLMHeadModel: a token sees those after it"),
         ("roberta", "RobertaForCausalLM: its positions do not begin at 0"),
-        ("nemotron", "NemotronForCausalLM does not hand on to its attention"),
+        ("nemotron", "NemotronForCausalLM does not pass its arguments on to its attention"),
         ("recurrent-gemma", "depends on the tokens around it by another way than attention"),
     ],
 )

@@ -33,7 +33,7 @@ ADVANTAGES = by_name(
     [
         CatalogueEntry(
             name="raw",
-            meaning="the trajectory's score itself, without any baseline (ARPO)",
+            meaning="the trajectory's score, without a baseline (ARPO)",
             formula="A_i = s_i",
             source="REINFORCE, Williams 1992; as ARPO in RAGEN's StarPO code, arXiv 2504.20073",
             peers={"RAGEN": "reward_norm_type arpo (March 2025); state + identity later"},
@@ -92,8 +92,8 @@ ADVANTAGES = by_name(
         CatalogueEntry(
             name="gpg",
             within_group=True,
-            meaning="score against the mean of its group, scaled up for the groups that teach "
-            "nothing",
+            meaning="score against the mean of its group, scaled up to make up for groups whose "
+            "scores are all equal",
             formula="A_i = alpha (s_i - mu_g), alpha = trajectories / trajectories in groups "
             "whose scores differ",
             source="GPG, arXiv 2504.02546",
@@ -114,7 +114,7 @@ ADVANTAGES = by_name(
             name="gdpo",
             within_group=True,
             meaning="each reward normalised within its group before they are added, so that none "
-            "drowns the others",
+            "dominates",
             formula="A_i = whiten(sum_r w_r (s_ri - mu_rg) / (std_rg + epsilon)), whitened over "
             "the batch's trained tokens; w_r default 1",
             source="GDPO, arXiv 2601.05242",
@@ -222,7 +222,7 @@ ADVANTAGES = by_name(
             within_group=True,
             meaning="return-to-go of each turn along the tree of turns, against all turns of the "
             "group",
-            formula="R_k = r_k + gamma sum of R over the turns that go on from k; A_k = (R_k - "
+            formula="R_k = r_k + gamma sum of R over the turns that continue k; A_k = (R_k - "
             "mean) / (std + epsilon), mean and std over "
             "the turns of the group, or over those as deep as k; returns R",
             source="as turn_returns, on trajectories that branch",
@@ -236,12 +236,11 @@ ADVANTAGES = by_name(
         ),
         CatalogueEntry(
             name="credit",
-            meaning="what a function of the user's says that each turn has earned "
-            "(algorithm.credit)",
+            meaning="the credit that your own function gives each turn (algorithm.credit)",
             formula="R_k = credit(group)_k; A_k = (R_k - mean) / (std + epsilon), mean and std "
             "over the turns of the group, or over its k-th turns; turn_baseline=none: A_k = R_k; "
             "returns R",
-            source="the user's own; docs/rewards.md",
+            source="your function; docs/rewards.md",
             hyper=(_SCALE, _EPSILON, _TURN_BASELINE),
             needs=("turn_ids", "turn_credit"),
         ),
@@ -257,7 +256,10 @@ ADVANTAGES = by_name(
             hyper=(
                 _GAMMA,
                 Hyperparameter(
-                    "process_coef", 1.0, "weight of the process rewards beside the outcome", low=0.0
+                    "process_coef",
+                    1.0,
+                    "weight of the process rewards; the outcome has weight 1",
+                    low=0.0,
                 ),
                 _WHITEN,
             ),
@@ -293,9 +295,9 @@ ADVANTAGES = by_name(
         ),
         CatalogueEntry(
             name=FUNCTION,
-            meaning="what a function of the user's says (algorithm.advantage_function)",
+            meaning="the advantage that your own function computes (algorithm.advantage_function)",
             formula="A = advantage(inputs), of each trajectory or of each token",
-            source="the user's own; docs/algorithms.md",
+            source="your function; docs/algorithms.md",
         ),
     ]
 )

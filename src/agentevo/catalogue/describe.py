@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentevo.catalogue import CatalogueEntry, Value
+from agentevo.catalogue import CatalogueEntry, Hyperparameter, Value
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.kl import KL
-from agentevo.catalogue.policy_losses import POLICY_LOSSES
+from agentevo.catalogue.policy_losses import POLICY_LOSSES, Switch
 from agentevo.catalogue.preference import PREFERENCE_LOSSES
 from agentevo.catalogue.preference_presets import (
     PREFERENCE_PRESETS,
@@ -27,6 +29,77 @@ ENTRIES: Mapping[str, Mapping[str, CatalogueEntry]] = {
 }
 """Key of the configuration -> the entries of that kind."""
 
+PAGE_WIDTH = 100
+"""Characters of a line of prose on the page."""
+INTRODUCTION = """# Algorithms
+
+<!-- Made by `python -m agentevo.catalogue > docs/algorithms.md`: edit src/agentevo/catalogue. -->
+
+This page lists every algorithm that you can train with: presets, and the parts that they combine.
+You choose a preset in the recipe, and may replace any part or hyper-parameter of it:
+
+```yaml
+algorithm: {name: dapo, clip_high: 0.3, aggregation: seq-mean-token-mean}
+```
+
+Two commands list all presets and parts, and explain one with formula, defaults and sources:
+
+```bash
+agentevo list algorithms
+agentevo config explain algorithm.dapo
+```
+
+A preset is a combination of an advantage, a policy loss, an aggregation and other keys of the
+section `algorithm`. You can add further keys of the section, such as `kl_coef`, `entropy_coef`,
+`importance` and `drop_truncated`; `agentevo config explain algorithm` lists them.
+
+Each part below has its formula, its source, its hyper-parameters (default, range, meaning) and its
+names in other frameworks. Each function is tested against a slow version of its formula in
+`tests/conformance`. Where the numbers of TRL and verl differ, see
+[Coming from other frameworks](coming_from.md).
+"""
+PREFERENCES = """These presets train by a preference loss, on pairs from each step's groups or on
+given pairs (`data.pairs`, `data.pairs_from`); see
+[Train on preferences](sft.md#train-on-preferences):
+"""
+KIND_TEXTS: Mapping[str, str] = {
+    "advantage": """## Advantages
+
+Key: `algorithm.advantage`. A trajectory is the record of one attempt at a task. Symbols:
+
+- `s_i`: the score of trajectory i, which is the sum of its rewards at trained tokens
+- `mu_g`, `std_g`: mean and unbiased standard deviation of the scores of its group
+- `n`: number of trajectories in the group
+- `t`: index of a trained token; `k`: index of a turn
+- `r`: reward; `V`: value of the critic; `returns`: the target of the critic, if there is one
+- `whiten`: shift and scale the batch's trained tokens to mean 0 and variance 1
+""",
+    "policy_loss": """## Policy losses
+
+Key: `algorithm.policy_loss`. A formula is the loss of one token, or of one sequence where stated.
+Symbols:
+
+- `l`: log-prob now, which carries the gradient; `o`: log-prob under the policy before the update
+- `p`: log-prob under the proximal policy; `q`: log-prob as sampled by the engine
+- `A`: advantage; `r = exp(l - o)`; `sg`: stop-gradient
+""",
+    "aggregation": """## Aggregations
+
+Key: `algorithm.aggregation`. `l_it` is the loss of token t of sequence i, and `m_it` is 1 where the
+token is trained, else 0.
+""",
+    "kl": """## KL estimators
+
+Key: `algorithm.kl`; its weight is `algorithm.kl_coef` (0). `d = logp - ref_logp`, and `sg` is
+stop-gradient.
+""",
+    "preference_loss": """## Preference losses
+
+Key: `algorithm.preference_loss`. `chosen` and `rejected` are the summed log-probs of the two
+answers, and `ref_` marks the reference policy's. `n_c` is the length of the chosen answer.
+""",
+}
+"""Key of the configuration -> heading and symbols of its part of the page."""
 FUNCTIONS = Path(__file__).parent / "functions.md"
 """The page's text about functions of the user."""
 
@@ -77,7 +150,7 @@ def _preset(preset: Preset) -> str:
     ):
         lines.append(f"  {kind:<12} {name}{_settings(hyper)}")
 
-    lines += [f"  besides      {key}={_show(value)}" for key, value in preset.keys.items()]
+    lines += [f"  other keys   {key}={_show(value)}" for key, value in preset.keys.items()]
     return "\n".join([*lines, f"  source       {preset.source}"])
 
 
@@ -130,50 +203,35 @@ def _show(value: Value) -> str:
 def markdown() -> str:
     """docs/algorithms.md: every preset and every entry."""
     lines = [
-        "# Algorithms",
-        "",
-        "Made by `python -m agentevo.catalogue > docs/algorithms.md`; the same texts come from "
-        "`agentevo config explain algorithm.NAME`.",
-        "Each function is checked against a slow version of its formula in `tests/conformance`; "
-        "where TRL's and verl's numbers differ from ours stands in [peers.md](peers.md).",
-        "",
+        INTRODUCTION,
         "## Presets",
         "",
-        "A preset is a combination of an advantage, a policy loss, an aggregation and other keys "
-        "of the recipe's algorithm section, each",
-        "of which can be chosen otherwise in a recipe.",
-        "",
-        "| `algorithm.name` | advantage | policy loss | aggregation | besides | source |",
+        "| `algorithm.name` | advantage | policy loss | aggregation | other keys | source |",
         "|---|---|---|---|---|---|",
-    ]
-    lines += [_preset_row(preset) for preset in PRESETS.values()]
-    lines += [
+        *(_preset_row(preset) for preset in PRESETS.values()),
         "",
-        "Presets that train by a preference loss, on pairs made from each step's groups or given "
-        "(`data.pairs`, `data.pairs_from`):",
-        "",
+        PREFERENCES,
         "| `algorithm.name` | preference loss | pairs | other keys | source |",
         "|---|---|---|---|---|",
+        *(_preference_row(preset) for preset in PREFERENCE_PRESETS.values()),
     ]
-    lines += [_preference_row(preset) for preset in PREFERENCE_PRESETS.values()]
     for kind, entries in ENTRIES.items():
-        lines += ["", f"## {kind}", ""]
+        lines += ["", KIND_TEXTS[kind].rstrip()]
         for entry in entries.values():
-            lines += _entry_section(entry)
+            lines += ["", *_entry_section(entry)]
 
-    page = "\n".join(lines).replace("\n\n\n", "\n\n")
-    return f"{page}\n\n{FUNCTIONS.read_text(encoding='utf-8')}"
+    return "\n".join([*lines, "", FUNCTIONS.read_text(encoding="utf-8")])
 
 
 def _preset_row(preset: Preset) -> str:
     parts = resolve_preset(preset.name, {})
-    besides = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
+    keys = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
     cells = (
         preset.name,
         parts.advantage + _settings(preset.hyper),
         parts.policy_loss,
         parts.aggregation,
-        besides,
+        keys,
         preset.source,
     )
     return f"| {' | '.join(cells)} |"
@@ -192,18 +250,79 @@ def _entry_section(entry: CatalogueEntry) -> list[str]:
     lines = [
         f"### {entry.name}",
         "",
-        f"{entry.meaning}. Source: {entry.source}.",
+        *_wrap(f"{entry.meaning[0].upper()}{entry.meaning[1:]}."),
         "",
-        f"    {entry.formula}",
+        *_formula_lines(entry.formula),
         "",
+        *_wrap(f"Source: {entry.source}."),
     ]
-    if entry.hyper:
-        settings = [
-            f"`{hyper.name}` ({hyper.range}; "
-            + ("no default" if hyper.default is None else f"default {_show(hyper.default)}")
-            + ")"
-            for hyper in entry.hyper
-        ]
-        lines += [f"Hyper-parameters: {', '.join(settings)}.", ""]
+    bullets = [_hyper_text(hyper) for hyper in entry.hyper]
+    bullets += [f"{peer}: {text}" for peer, text in entry.peers.items()]
+    if bullets:
+        lines.append("")
+    for bullet in bullets:
+        lines += _wrap(f"- {bullet}", indent="  ")
+    return lines
 
-    return lines + [f"- {peer}: {text}" for peer, text in entry.peers.items()]
+
+def _formula_lines(formula: str) -> list[str]:
+    """A block of code with each equation on a line of its own; a long one is broken at commas."""
+    lines = []
+    for equation in _parts(formula, ";"):
+        line = "   "
+        for clause in _parts(equation, ","):
+            if len(line) + 1 + len(clause) > PAGE_WIDTH and line.strip():
+                lines.append(line)
+                line = " " * 7
+            line = f"{line} {clause}"
+        lines.append(line)
+
+    return lines
+
+
+def _parts(text: str, mark: str) -> list[str]:
+    """The text cut after each mark that is outside of all brackets."""
+    parts = [""]
+    depth = 0
+    for word in text.split():
+        parts[-1] = f"{parts[-1]} {word}".strip()
+        depth += sum(word.count(bracket) for bracket in "([{")
+        depth -= sum(word.count(bracket) for bracket in ")]}")
+        if depth == 0 and word.endswith(mark):
+            parts.append("")
+    return [part for part in parts if part]
+
+
+def _hyper_text(hyper: Hyperparameter) -> str:
+    values = _short_range(hyper)
+    if hyper.default is None:
+        return f"`{hyper.name}` (required, {values}): {hyper.meaning}"
+    return f"`{hyper.name}={_show(hyper.default)}`{values and f' ({values})'}: {hyper.meaning}"
+
+
+def _short_range(hyper: Hyperparameter) -> str:
+    """The valid values for the page, shorter than `range`; empty for a switch."""
+    if isinstance(hyper.default, bool):
+        return ""
+    if isinstance(hyper, Switch):
+        return f"> {hyper.low:g}, or 0 for off"
+    if hyper.choices:
+        return ", ".join(hyper.choices)
+
+    if math.isinf(hyper.low):
+        return "" if math.isinf(hyper.high) else f"≤ {hyper.high:g}"
+    if math.isinf(hyper.high):
+        return f"{'≥' if hyper.low_allowed else '>'} {hyper.low:g}"
+    if not hyper.low_allowed:
+        return f"> {hyper.low:g}, ≤ {hyper.high:g}"
+    return f"{hyper.low:g} to {hyper.high:g}"
+
+
+def _wrap(text: str, *, indent: str = "", width: int = PAGE_WIDTH) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

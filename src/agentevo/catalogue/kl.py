@@ -6,9 +6,7 @@ from __future__ import annotations
 from agentevo.catalogue import CatalogueEntry, Hyperparameter, by_name
 
 _SCHULMAN = "Schulman, Approximating KL divergence (2020)"
-_THROUGH = (
-    "its value, with the gradient of k2, which is that of the KL itself under on-policy samples"
-)
+_THROUGH = "with the gradient of k2, which is that of the KL itself under on-policy samples"
 
 KL = by_name(
     [
@@ -39,24 +37,28 @@ KL = by_name(
         CatalogueEntry("abs", "absolute log-ratio", "|d|", "verl", peers={"verl": "abs"}),
         CatalogueEntry(
             "k1+",
-            f"k1: {_THROUGH}",
+            f"the value of k1, {_THROUGH}",
             "sg(d) + d^2/2 - sg(d^2/2)",
             "verl; arXiv 2510.01555",
             peers={"verl": "k1+"},
         ),
         CatalogueEntry(
-            "k2+", f"k2: {_THROUGH}", "d^2 / 2: the same as k2", "verl", peers={"verl": "k2+"}
+            "k2+",
+            f"the value of k2, {_THROUGH}",
+            "d^2 / 2: the same as k2",
+            "verl",
+            peers={"verl": "k2+"},
         ),
         CatalogueEntry(
             "k3+",
-            f"k3: {_THROUGH}",
+            f"the value of k3, {_THROUGH}",
             "sg(exp(-d) - 1 + d) + d^2/2 - sg(d^2/2)",
             "verl; arXiv 2510.01555",
             peers={"verl": "k3+"},
         ),
         CatalogueEntry(
             "abs+",
-            f"abs: {_THROUGH}",
+            f"the value of abs, {_THROUGH}",
             "sg(|d|) + d^2/2 - sg(d^2/2)",
             "verl",
             peers={"verl": "abs+"},

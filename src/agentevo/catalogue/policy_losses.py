@@ -52,7 +52,7 @@ def _thresholds(
             f"{divergence} up to which a token of positive advantage still trains",
             low=0.0,
         ),
-        Hyperparameter("cap", 20.0, "the ratio counts up to this", low=0.0, low_allowed=False),
+        Hyperparameter("cap", 20.0, "largest ratio that counts", low=0.0, low_allowed=False),
     )
 
 
@@ -161,7 +161,7 @@ POLICY_LOSSES = by_name(
         ),
         CatalogueEntry(
             "sapo",
-            "a smooth gate in place of the clip, sharper for negative advantages",
+            "a smooth gate instead of the clip, sharper for negative advantages",
             "-A sigmoid(tau (r - 1)) 4 / tau, tau = tau_pos if A > 0 else tau_neg",
             "SAPO, arXiv 2511.20347, eq. 5 and 6",
             (
@@ -176,8 +176,8 @@ POLICY_LOSSES = by_name(
         ),
         CatalogueEntry(
             "dppo_tv",
-            "trains a token as long as its probability has not moved too far the way its "
-            "advantage pushes",
+            "trains a token unless its probability has already moved too far in the direction of "
+            "its advantage",
             "-A sg(min(r, cap)) l where e^l - e^o <= clip_high (A > 0) or e^l - e^o >= -clip_low "
             "(A <= 0), else 0",
             "DPPO, arXiv 2602.04879 (binary total variation)",
@@ -201,7 +201,7 @@ POLICY_LOSSES = by_name(
             "dro",
             "policy gradient with a quadratic pull towards the old policy, no clip",
             "-(A l - beta / 2 (l - o)^2)",
-            "Direct Reward Optimisation, arXiv 2405.19107, with the advantage in place of r - V",
+            "Direct Reward Optimisation, arXiv 2405.19107, with the advantage instead of r - V",
             (Hyperparameter("beta", None, "strength of the pull", low=0.0, low_allowed=False),),
             peers={"verl": "dro with dro_beta", "Tinker": "dro"},
         ),
@@ -225,8 +225,8 @@ POLICY_LOSSES = by_name(
         ),
         CatalogueEntry(
             "clip_cov",
-            "PPO without the tokens whose log-prob and advantage go together most: they eat the "
-            "entropy",
+            "PPO without the tokens of largest covariance of log-prob and advantage, which reduce "
+            "entropy most",
             "PPO's clipped loss; 0 for the max(1, fraction N) unclipped tokens of largest low < "
             "cov < high,"
             " cov = (A - mean A) (l - mean l), means over the N trained tokens",
@@ -251,8 +251,8 @@ POLICY_LOSSES = by_name(
         ),
         CatalogueEntry(
             "minirl",
-            "REINFORCE weighted with the ratio; tokens that left the band on their advantage's "
-            "side drop out, of the denominator as well",
+            "REINFORCE weighted with the ratio; tokens outside the band in the direction of their "
+            "advantage are dropped, also from the denominator",
             "-sg(r) A l for tokens in the band, 0 for those with r > 1 + (clip_low + clip_high) "
             "k, A > 0, or r < 1 - clip_low k, A < 0;"
             " k = 1 if strict_in_bound else cap_ratio. Over kept tokens: token-mean if "
@@ -296,8 +296,8 @@ POLICY_LOSSES = by_name(
         ),
         CatalogueEntry(
             "decoupled_ppo",
-            "PPO around a proximal policy, weighted from the policy that sampled to the proximal "
-            "one",
+            "PPO around a proximal policy, with importance weights from the sampling policy to "
+            "the proximal one",
             "w max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(l - p), w = exp(p - "
             "q), bounded by cap",
             "Hilton et al., arXiv 2110.00641, eq. 5; AReaL, arXiv 2505.24298, eq. 5",
@@ -319,9 +319,9 @@ POLICY_LOSSES = by_name(
         ),
         CatalogueEntry(
             FUNCTION,
-            "what a function of the user's says (algorithm.loss_function)",
+            "the loss that your own function computes (algorithm.loss_function)",
             "L_t = loss(inputs)_t, from the tokens of its own row",
-            "the user's own; docs/algorithms.md",
+            "your function; docs/algorithms.md",
         ),
     ]
 )

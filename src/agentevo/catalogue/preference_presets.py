@@ -65,7 +65,7 @@ PREFERENCE_PRESETS: Mapping[str, PreferencePreset] = {
         ),
         PreferencePreset(
             "ipo",
-            "DPO's pairs with a wanted gain in place of one as large as possible",
+            "DPO's pairs with a target gain instead of one as large as possible",
             "arXiv 2310.12036",
             "ipo",
         ),

@@ -89,9 +89,8 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             "dapo",
             "GRPO with more room above than below (Clip-Higher), a mean over tokens, and "
-            "sampling until the batch is full; the paper has "
-            "length_shaping=soft_overlong besides, for answers of one turn whose length_max is "
-            "known",
+            "sampling until the batch is full; the paper also has "
+            "length_shaping=soft_overlong, for answers of one turn whose length_max is known",
             "arXiv 2503.14476",
             "grpo",
             hyper={"clip_high": 0.28},
@@ -122,7 +121,7 @@ PRESETS: Mapping[str, Preset] = {
         ),
         Preset(
             "sapo",
-            "GRPO's advantages, a smooth gate in place of the clip",
+            "GRPO's advantages, a smooth gate instead of the clip",
             "arXiv 2511.20347",
             "grpo",
             "sapo",
@@ -130,14 +129,14 @@ PRESETS: Mapping[str, Preset] = {
         ),
         Preset(
             "clip_cov",
-            "GRPO that leaves out the tokens that eat the entropy",
+            "GRPO without the tokens that reduce entropy most",
             "arXiv 2505.22617",
             "grpo",
             "clip_cov",
         ),
         Preset(
             "kl_cov",
-            "GRPO that holds back the tokens that eat the entropy",
+            "GRPO with a pull to the old policy on the tokens that reduce entropy most",
             "arXiv 2505.22617",
             "grpo",
             "kl_cov",
@@ -196,7 +195,7 @@ PRESETS: Mapping[str, Preset] = {
         ),
         Preset(
             "gpg",
-            "the plain policy gradient, scaled up for groups that teach nothing",
+            "the plain policy gradient, scaled up to make up for groups whose scores are equal",
             "arXiv 2504.02546",
             "gpg",
             "gpg",
@@ -230,8 +229,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset(
             "starpo_s",
             "StarPO made stable: only the quarter of the groups whose rewards differ most, "
-            "Clip-Higher, no KL; the paper's PPO form has a "
-            "critic besides",
+            "Clip-Higher, no KL; the paper's PPO form also has a critic",
             "arXiv 2504.20073",
             "grpo",
             aggregation="per-trajectory-token-mean",

@@ -63,7 +63,7 @@ def check_rm(config: RunConfig) -> Path:
     if config.rm.pairs is None:
         raise ConfigError(
             "rm.pairs: says nothing to train on: give a JSONL file whose lines have prompt, chosen "
-            "and rejected (docs/preferences.md)"
+            "and rejected (docs/sft.md)"
         )
 
     if config.model.lora.enabled:

@@ -298,8 +298,8 @@ def _pass(model: PreTrainedModel, what: str, **inputs: Any) -> torch.Tensor:
             return run(**inputs).logits.detach()[0].float()
     except PlanMissingError as error:
         raise ModelError(
-            f"{_name(model)} does not hand on to its attention what a pass is called with, so "
-            f"its attention can't be told which token may see which: {REMEDY}"
+            f"{_name(model)} does not pass its arguments on to its attention, so AgentEvo can't "
+            f"set which token may see which: {REMEDY}"
         ) from error
     except ModelError as error:
         raise ModelError(f"{_name(model)}: {error}") from error
