@@ -82,7 +82,9 @@ def test_explain_lists_a_section_and_all_sections(agentevo):
         r"environment\.max_actions \(.*frozen_lake.*\)\n",
         agentevo("config", "explain", "environment").out,
     )
-    assert re.search(r"^trainer +\w", agentevo("config", "explain").out, re.MULTILINE)
+    overview = agentevo("config", "explain").out
+    assert re.search(r"^trainer +\w", overview, re.MULTILINE)
+    assert len(re.findall(r"^  \w+\.[\w.]+  ", overview, re.MULTILINE)) == 15
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def export(
         bool,
         typer.Option(
             "--held-out",
-            help="Include attempts of evaluations in sft, pairs and labels. Success on their tasks"
-            " is then no longer a held-out measure. Default: excluded.",
+            help="Include attempts of evaluations in sft, pairs and labels. Success on their tasks "
+            "is then no longer a held-out measure. Default: excluded.",
         ),
     ] = False,
     overwrite: Overwrite = False,

@@ -20,8 +20,8 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A resource setting: trainer_nodes, gpus, engines, samplers, or a setting of this"
-        " kind of cluster (docs/launch.md). Repeatable.",
+        help="A resource setting: trainer_nodes, gpus, engines, samplers, or a setting of this "
+        "kind of cluster (docs/launch.md). Repeatable.",
     ),
 ]
 Values = Annotated[

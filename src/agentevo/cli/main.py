@@ -60,12 +60,12 @@ from agentevo.cli import (
 )
 from agentevo.cli.ending import end_soon
 from agentevo.cli.memory_limit import memory_problem
+from agentevo.cli.table import first_sentence
 from agentevo.credentials import without_passwords
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.extras import training_packages
 from agentevo.paths import name_problem
 
-_SENTENCE_END = re.compile(r"(?<=\.)\s")
 _LONG = re.compile(r"(\S{300})\S{100,}")
 """What is too long to be read in a message: a number or a text that a user gave."""
 LONGEST_LINE = 1200
@@ -89,11 +89,11 @@ class TopicalGroup(TyperGroup):
                 continue
 
             topic = getattr(command, "rich_help_panel", None)
-            summary = _SENTENCE_END.split(command.help or "")[0].replace("\n", " ").rstrip(".")
-            topics.setdefault(topic if isinstance(topic, str) else "", []).append((name, summary))
+            row = (name, first_sentence(command.help or ""))
+            topics.setdefault(topic if isinstance(topic, str) else "Commands", []).append(row)
 
         for topic, rows in topics.items():
-            with formatter.section(topic or "Commands"):
+            with formatter.section(topic):
                 formatter.write_dl(rows)
 
 

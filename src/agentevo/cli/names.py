@@ -9,11 +9,30 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentevo.cli.arguments import Overrides, Recipe, warn_of_kept_keys
-from agentevo.cli.table import print_table
+from agentevo.cli.table import first_sentence, print_table
 from agentevo.errors import UnknownNameError
 
 if TYPE_CHECKING:
-    from agentevo.config.keys import Explanation
+    from agentevo.config.keys import ConfigKeys, Explanation
+
+MAIN_KEYS = {
+    "What is trained": ("model.name", "model.lora.rank", "model.dtype"),
+    "What it is trained on": ("environment.type", "tasks.train", "agent.type"),
+    "How it learns": (
+        "algorithm.name",
+        "trainer.steps",
+        "trainer.groups_per_step",
+        "trainer.group_size",
+        "trainer.learning_rate",
+    ),
+    "How it samples and is measured": (
+        "sampling.max_new_tokens",
+        "engine.type",
+        "evaluation.every",
+    ),
+    "Memory": ("memory.checkpointing",),
+}
+"""The fifteen keys that a beginner meets, by topic."""
 
 models = typer.Typer(no_args_is_help=True, help="Download models, and publish trained ones.")
 config_commands = typer.Typer(
@@ -27,8 +46,8 @@ def list_names(
         typer.Argument(
             metavar="[KIND]",
             help="environments, agents, tools, rewards, algorithms, models, recipes, pipelines, "
-            "stages, engines, transports, stores, sandboxes or trackers. Without it, list the"
-            " kinds.",
+            "stages, engines, transports, stores, sandboxes or trackers. Without it, list the "
+            "kinds.",
         ),
     ] = "",
     recipe: Annotated[
@@ -146,7 +165,7 @@ def explain(
 
     keys = recipe_keys()
     if not key:
-        print_table((section.key, section.meaning) for section in keys.sections())
+        _print_overview(keys)
         return
 
     if (
@@ -163,6 +182,24 @@ def explain(
         explained = keys.explain(key)
 
     print("\n\n".join(_explanation_text(explanation) for explanation in explained))
+
+
+def _print_overview(keys: ConfigKeys) -> None:
+    """Prints the main keys by topic, then all sections."""
+    main = [keys.explain(key)[0] for topic in MAIN_KEYS.values() for key in topic]
+    width = max(len(explanation.key) for explanation in main)
+    default_width = max(len(explanation.default) for explanation in main)
+    print("The keys to set first, with their defaults:")
+    for topic, topic_keys in MAIN_KEYS.items():
+        print(f"\n{topic}")
+        for explanation in main:
+            if explanation.key in topic_keys:
+                name = f"{explanation.key:<{width}}  {explanation.default:<{default_width}}"
+                print(f"  {name}  {first_sentence(explanation.meaning)}")
+
+    print("\nAll sections:\n")
+    print_table((section.key, first_sentence(section.meaning)) for section in keys.sections())
+    print("\n`agentevo config explain SECTION` lists a section's keys.")
 
 
 def _explanation_text(explanation: Explanation) -> str:

@@ -30,8 +30,8 @@ def table(
         typer.Option(
             parser=path_word,
             metavar="FILE",
-            help="Also write the table into this Markdown file, between `<!-- table -->` and `<!--"
-            " /table -->`.",
+            help="Also write the table into this Markdown file, between `<!-- table -->` and `<!-- "
+            "/table -->`.",
         ),
     ] = None,
 ) -> None:
