@@ -45,10 +45,8 @@ def translate(anchor: str, page_path: Path, language: str) -> str:
     if not translation.is_file():
         return anchor
 
-    anchors, translated = (
-        anchors_of(page_path.with_name(f"{page_path.name}.md")),
-        anchors_of(translation),
-    )
+    anchors = anchors_of(page_path.with_name(f"{page_path.name}.md"))
+    translated = anchors_of(translation)
     if anchor not in anchors or len(anchors) != len(translated):
         return anchor  # mkdocs warns of it
 
