@@ -37,8 +37,11 @@ from agentevo.pipeline import build_pipeline, load_pipeline, packaged_pipelines
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
-NAMES = [str(page.relative_to(ROOT)) for page in PAGES if not page.stem.endswith(("_zh", ".zh"))]
-"""Without translations, which have the same blocks (test_docs.py)."""
+NAMES = [
+    str(page.relative_to(ROOT))
+    for page in PAGES
+    if not page.name.endswith(("_zh.md", ".zh.md"))  # their blocks are those of the English pages
+]
 BLOCK = re.compile(
     r"^(?:<!-- (?P<remark>[^\n]+) -->\n\n?)?(?:`(?P<file>[\w./]+)`\n\n)?"
     r"```(?P<language>\w*)\n(?P<text>.*?)^```$",
