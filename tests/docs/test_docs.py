@@ -1,6 +1,7 @@
 """What the pages name exists: links, files, configuration keys, calls."""
 
 import re
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|yaml|json|txt|css))(?:::?\w+)?`")
+BASH_COMMENT = re.compile(r"(?:^|\s+)#.*")
 KEY = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(=[^`]*)?`")
 
 
@@ -35,6 +37,26 @@ def anchors(page):
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
     kept = (re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings)
     return {heading.strip().replace(" ", "-") for heading in kept}
+
+
+def blocks(name):
+    """The fenced blocks of a page, as [language, line, line, ...], without what a translation may
+    change: comments in bash."""
+    return [
+        [language, *(as_compared(line, language) for line in text.splitlines())]
+        for language, text in FENCE.findall(read(name))
+    ]
+
+
+def as_compared(line, language):
+    return (BASH_COMMENT.sub("", line) if language == "bash" else line).rstrip()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("_zh.md", ".zh.md"))])
+def test_a_translation_has_the_blocks_of_its_page(name):
+    pairs = zip_longest(blocks(re.sub(r"[._]zh\.md$", ".md", name)), blocks(name))
+    for number, (block, translated) in enumerate(pairs, start=1):
+        assert translated == block, f"{name}: block {number} differs from the English page's"
 
 
 @pytest.mark.parametrize("name", NAMES)
