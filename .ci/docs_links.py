@@ -15,7 +15,7 @@ from typing import Any
 
 from pymdownx.slugs import slugify
 
-LINK = re.compile(r"\[([^\]\n]+)\]\((\.\./[^)\s]*)\)")
+LINK = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]*)\)")
 ANCHOR = re.compile(r"\]\(([\w./-]+)\.md#([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
