@@ -46,7 +46,8 @@ class LoraSection(Section):
     are slower; generation costs the same."""
     init: Literal["default", "gaussian", "orthogonal"] = "default"
     """Initial values of A and B. At first, the policy always equals the base. `default`: A
-    uniform, B zero; `gaussian`: A normal, B zero; `orthogonal`: both random with B A = 0 (even ranks)."""
+    uniform, B zero; `gaussian`: A normal, B zero; `orthogonal`: both random with B A = 0 (even
+    ranks)."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which bias vectors of the base are trained as well: none, all, or those of layers with
     adapters."""
