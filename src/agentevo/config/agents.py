@@ -1,7 +1,7 @@
 """The section `agent`: which registered agent plays, and its options.
 
 An agent is registered by name, as a function `run(task, policy)` or `run(task)`, async or not, or
-as a class with such a method. A class may have its own options: its `Config` is a subclass of
+as a class with such a method. A class can have its own options: its `Config` is a subclass of
 `AgentSection`. A run makes an object of the class by `Class(config)`, or by
 `Class(config, make_environment)` where the class sets `plays_environment = True`. A class that sets
 `brings_tasks = True` has a method `tasks()`, which returns the training tasks and the held-out ones
@@ -76,7 +76,8 @@ class EnvironmentAgentSection(AgentSection):
     newest observation. `turn` is for environments that show their whole state: contexts are
     shorter, and the policy learns much faster."""
     actions_per_turn: int = Field(default=1, ge=1)
-    """Most actions of one turn, separated by action_separator. Further actions are ignored."""
+    """Maximum number of actions in one turn, separated by action_separator. Further actions are
+    ignored."""
     action_separator: str = Field(default="||", min_length=1)
     """The text between two actions of one turn."""
     step_timeout_s: float | None = Field(default=None, gt=0)
@@ -149,11 +150,13 @@ class ToolAgentSection(AgentSection):
     (`answer_tag`). With answer_tag, the agent points out a reply with neither, and the attempt
     continues."""
     max_tool_calls: int | None = Field(default=None, ge=1)
-    """Most tool calls of an attempt. Default: only the number of turns limits them."""
+    """Maximum number of tool calls per attempt. Default: only the number of turns limits them."""
     max_calls_per_turn: int = Field(default=16, ge=1)
-    """Most calls of one reply. They run at the same time; further calls are refused."""
+    """Maximum number of tool calls per reply. They run at the same time; further calls are
+    refused."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens that the policy samples in one attempt. Default: only the context limits them."""
+    """Maximum number of tokens that the policy samples in one attempt. Default: only the context
+    limits them."""
     context: ContextSection = ContextSection()
     """What the policy sees of a long history."""
     browse: BrowseSection = BrowseSection()
@@ -188,11 +191,13 @@ class CodeAgentSection(AgentSection):
     (`answer_tag`). With answer_tag, the agent points out a reply with neither, and the attempt
     continues."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens that the policy samples in one attempt. Default: only the context limits them."""
+    """Maximum number of tokens that the policy samples in one attempt. Default: only the context
+    limits them."""
     context: ContextSection = ContextSection()
     """What the policy sees of a long history."""
     max_output_chars: int = Field(default=4000, ge=100)
-    """Most characters of a block's output that the policy reads: the head and the tail."""
+    """Maximum length of a block's output, in characters. Of a longer output, the policy reads the
+    head and the tail."""
     keep_files_kib: int = Field(default=1024, ge=0, le=8192)
     """Size limit, in KiB, of the files that are stored with the trajectory: those that the code
     made or changed. Files that do not fit are left out. 0 stores none."""
@@ -232,7 +237,7 @@ def agent(name: str) -> Callable[[A], A]:
 
 
 def agent_names() -> list[str]:
-    """The names that `agent.type` may have."""
+    """The valid names of `agent.type`."""
     return sorted({*SECTIONS, *agents.names()})
 
 

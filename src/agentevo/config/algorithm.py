@@ -137,8 +137,8 @@ class AlgorithmKeys(Section):
     against each attempt. Default: demonstrations with spin, best_worst with other losses of
     pairs."""
     pairs_per_group: int | None = Field(default=None, ge=1)
-    """Most pairs of one group (with rft: answers). Those with the largest difference of rewards
-    come first. Default: 1; no limit with pairs=all and pairs=demonstrations."""
+    """Maximum number of pairs per group (with rft: answers). Those with the largest difference of
+    rewards come first. Default: 1; no limit with pairs=all and pairs=demonstrations."""
     pair_margin: float = Field(default=0.0, ge=0)
     """Smallest difference between the two rewards of a pair. Equal rewards never make a pair."""
 

@@ -40,13 +40,14 @@ class BrowseSection(Section):
     """Results of at most this many tokens of the policy's tokenizer are not summarised. With a
     remote policy, 4 characters count as one token."""
     max_prompt_length: int = Field(default=60_000, ge=1)
-    """Most tokens of a result that the helper reads. The rest is left out, and a note says so."""
+    """Maximum number of tokens of a result that the helper reads. The rest is left out, and a note
+    says so."""
     default_purpose: dict[str, str] = Field(default_factory=dict)
     """Tool -> the purpose of its results, if a call has no argument `purpose` or `goal`."""
     page_separator: str = Field(default="\n=======\n", min_length=1)
     """The text between the pages of a result. All pages are summarised at the same time."""
     max_pages: int = Field(default=16, ge=1, le=256)
-    """Most pages of a result. The last page also gets the text of all further pages."""
+    """Maximum number of pages of a result. The last page also gets the text of all further pages."""
     prompt: str = PROMPT
     """The helper's prompt, with {purpose} and {content}."""
     timeout_s: float = Field(default=180.0, gt=0)

@@ -28,9 +28,10 @@ class CollectKeys(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(use_attribute_docstrings=True)
 
     dynamic_sampling: int = Field(default=0, ge=0)
-    """Most rounds of sampling per step, until there are trainer.groups_per_step groups whose
-    rewards differ. Groups of equal rewards are left out (DAPO, arXiv 2503.14476, section 3.2).
-    After the last round, the step trains on the groups that it has. 0 and 1 never sample again."""
+    """Maximum number of sampling rounds per step. Sampling repeats until there are
+    trainer.groups_per_step groups whose rewards differ; groups of equal rewards are left out (DAPO,
+    arXiv 2503.14476, section 3.2). After the last round, the step trains on the groups that it has.
+    0 and 1 never sample again."""
     rlpr_beta: float | None = Field(default=None, gt=0)
     """Leave out groups whose spread of rewards is below this share of the usual spread, a running
     mean over the steps (RLPR, arXiv 2506.18254, uses 0.5). None: no group is left out."""

@@ -28,5 +28,6 @@ class GatewaySection(Section):
     max_body_mb: float = Field(default=16.0, gt=0, le=1024)
     """Largest body of a request, in MiB."""
     requests_per_s: float = Field(default=0.0, ge=0, le=1e6)
-    """Most requests per second of each session's key, and of each address that sends wrong keys.
-    Further requests get 429 and `Retry-After`. A second's worth can arrive at once. 0: no limit."""
+    """Maximum number of requests per second for each session's key, and for each address that sends
+    wrong keys. Further requests get 429 and `Retry-After`. A burst of one second's requests is
+    allowed. 0: no limit."""

@@ -2,7 +2,7 @@ r"""`${...}` in a configuration.
 
 `${section.key}` is replaced by another value, `${.key}` by one in the same mapping,
 `${oc.env:NAME}` and `${oc.env:NAME,default}` by an environment variable, `${oc.decode:TEXT}` by a
-text read as YAML. They may appear within a text and within one another; `\${` is no interpolation.
+text read as YAML. They can appear within a text and within one another; `\${` is no interpolation.
 `${env:NAME}` is not changed (`agentevo.credentials`).
 
 Each value is resolved once, and the size of the result is counted: `a: ${b}${b}`, `b: ${c}${c}` and

@@ -48,7 +48,7 @@ NAME = "NAME"
 """Appears in a key in place of the name of a section to which a recipe gives names
 (`remote_models`)."""
 SHOWN_TRANSLATIONS = 5
-"""Most translated keys, if a recipe has a whole section of another system."""
+"""Maximum number of keys that an error translates for a whole section of another system."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class ConfigKeys:
         return f"{place}: {words}"
 
     def kinds(self, key: str) -> list[Any]:
-        """The types that a value of the key may have, or the types of the items of a list or tuple;
+        """The types that a value of the key can have, or the types of the items of a list or tuple;
         empty for an unknown key."""
         return [
             kind

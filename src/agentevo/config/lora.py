@@ -110,5 +110,5 @@ class LoraSection(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether adapters are trained in place of the whole model."""
+        """Whether adapters are trained instead of the whole model."""
         return self.rank > 0 or self.adapter is not None

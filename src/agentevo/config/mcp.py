@@ -30,8 +30,8 @@ class MCPSection(ToolSection):
     """`attempt`: each attempt has its own session, with its own state; `shared`: all attempts of a
     process share one session, for servers without a state."""
     max_sessions: int = Field(default=64, ge=1)
-    """Most sessions of attempts that are open at once in one process. Further attempts wait, and
-    the wait does not count as their time."""
+    """Maximum number of attempts' sessions that are open at once in one process. Further attempts
+    wait, and the wait does not count as their time."""
     start_timeout_s: float = Field(default=60.0, gt=0)
     """The time limit for starting or connecting to a server and listing its tools."""
     prompt: str | None = None

@@ -38,8 +38,8 @@ class MCPManagerSection(ToolSection):
     """With `image`: `shared`: all attempts of a process share one node; `attempt`: each attempt has
     its own node, made at its first call."""
     max_sessions: int = Field(default=3, ge=1)
-    """Most nodes of attempts at once in one process. Further attempts wait, and the wait does not
-    count as their time."""
+    """Maximum number of attempts' nodes at once in one process. Further attempts wait, and the wait
+    does not count as their time."""
     start_timeout_s: float = Field(default=180.0, gt=0)
     """The time limit for making a node, and for listing its tools."""
 
