@@ -41,7 +41,8 @@ class AgentSection(Section):
     type: str = "environment"
     """Registered name of the agent."""
     max_turns: int = Field(default=10, ge=1)
-    """Calls of the policy per episode. The built-in agents obey it; your own agent need not."""
+    """Maximum number of policy calls per episode. The built-in agents obey it; your own agent need
+    not."""
     timeout_s: float = Field(default=300.0, gt=0)
     """The time limit of one episode, in seconds. Beyond it, the episode is recorded as failed. Time
     during which the engine sleeps (rollout.sharing: turns) does not count."""
@@ -100,8 +101,8 @@ class CommandAgentSection(AgentSection):
     lead to the policy. The run's folder stores the values of `env`, so keep secrets in this
     process's own environment."""
     max_processes: int | None = Field(default=None, ge=1)
-    """Attempts that run at once in one process of the run. The others wait, and the wait does not
-    count as their time. Default: four per core."""
+    """Maximum number of attempts that run at once in one process of the run. The others wait, and
+    the wait does not count as their time. Default: four per core."""
 
 
 class FunctionAgentSection(AgentSection):
@@ -147,8 +148,8 @@ class ToolAgentSection(AgentSection):
     """The text after the query in the user's message."""
     final: Literal["reply", "answer_tag"] = "reply"
     """The final answer: the first `reply` without a call, or the first with <answer>...</answer>
-    (`answer_tag`). With answer_tag, the agent points out a reply with neither, and the attempt
-    continues."""
+    (`answer_tag`). With answer_tag, the agent answers a reply with neither by a message that says
+    so, and the attempt continues."""
     max_tool_calls: int | None = Field(default=None, ge=1)
     """Maximum number of tool calls per attempt. Default: only the number of turns limits them."""
     max_calls_per_turn: int = Field(default=16, ge=1)
@@ -188,8 +189,8 @@ class CodeAgentSection(AgentSection):
     """The text after the query in the user's message."""
     final: Literal["reply", "answer_tag"] = "reply"
     """The final answer: the first `reply` without code, or the first with <answer>...</answer>
-    (`answer_tag`). With answer_tag, the agent points out a reply with neither, and the attempt
-    continues."""
+    (`answer_tag`). With answer_tag, the agent answers a reply with neither by a message that says
+    so, and the attempt continues."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens that the policy samples in one attempt. Default: only the context
     limits them."""

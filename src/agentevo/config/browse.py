@@ -47,7 +47,8 @@ class BrowseSection(Section):
     page_separator: str = Field(default="\n=======\n", min_length=1)
     """The text between the pages of a result. All pages are summarised at the same time."""
     max_pages: int = Field(default=16, ge=1, le=256)
-    """Maximum number of pages of a result. The last page also gets the text of all further pages."""
+    """Maximum number of pages of a result. The last page includes the text of any further
+    pages."""
     prompt: str = PROMPT
     """The helper's prompt, with {purpose} and {content}."""
     timeout_s: float = Field(default=180.0, gt=0)

@@ -35,8 +35,8 @@ class ContextSection(Section):
     def _has_room_for_a_summary(self) -> Self:
         if self.strategy == "summary" and self.max_tokens is None:
             raise ValueError(
-                "strategy=summary needs max_tokens, well below the context's length: the policy "
-                "needs room to write a summary"
+                "strategy=summary needs max_tokens, well below the context's length, so that there "
+                "is room for the summary"
             )
 
         if self.summary_model is not None and self.strategy != "summary":

@@ -21,7 +21,7 @@ class Curriculum(Section):
     """A task's successes and attempts are those of this many newest steps that played it."""
     retire_after: int = Field(default=2, ge=0)
     """A task retires when all its attempts succeed in this many of its steps in a row. A step plays
-    retired tasks only if it has no others left. 0 retires none."""
+    retired tasks only if the others do not fill it. 0 retires none."""
     floor: float = Field(default=0.05, gt=0, le=1)
     """The smallest weight of a task that is not retired. It sets how often tasks return that were
     always or never solved."""

@@ -150,7 +150,7 @@ class ConfigKeys:
     def suggestion(
         self, key: str, *, chosen: Mapping[str, str] | None = None, section: bool | None = None
     ) -> str:
-        """`; did you mean trainer.group_size?`, or our key for that of another system, or empty.
+        """`; did you mean trainer.group_size?`, or our key for a key of another system, or empty.
         `chosen`: the type of each polymorphic section. `section`: whether the value was a mapping,
         which makes sections more likely."""
         best = self._nearest(key, chosen or {}, section)
