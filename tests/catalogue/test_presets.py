@@ -55,7 +55,10 @@ def test_what_a_recipe_chooses_wins_and_the_rest_is_the_presets():
             {"aggregation": "seq-mean-token-sum-norm"},
             "aggregation seq-mean-token-sum-norm needs norm",
         ),
-        ({"kl_target": 0.1}, "algorithm.kl_target steers a KL whose weight algorithm.kl_coef is 0"),
+        (
+            {"kl_target": 0.1},
+            "algorithm.kl_target needs a KL, but its weight algorithm.kl_coef is 0",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(tree, said):

@@ -122,7 +122,7 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
         (["--task", "{}", "http://127.0.0.1:9/mcpapi"], "no prompts, resources and tasks"),
         (["no-such-program"], "there is no program 'no-such-program'"),
         (["no_such.json"], "no_such.json"),
-        (["ftp://a/b"], "is no URL of a server"),
+        (["ftp://a/b"], "is not the URL of a server"),
         (["--call", "add", "--arguments", "{number: 3}", *SERVER], "write an object of JSON"),
     ],
 )

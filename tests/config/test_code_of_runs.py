@@ -48,10 +48,10 @@ def test_code_that_came_with_a_run_is_not_run(entry, foreign_run, capsys, monkey
     ):
         assert main([str(word) for word in words]) == 2, words
         problem = capsys.readouterr().err
-        assert "is code that lies in the run's folder" in problem, (words, problem)
+        assert "is code in the run's folder" in problem, (words, problem)
         assert "AGENTEVO_TRUST_RUNS=1" in problem and not made.exists()
 
-    with pytest.raises(ConfigError, match="is not run unasked"):
+    with pytest.raises(ConfigError, match="does not run it unasked"):
         agentevo.load_run(folder)
 
     monkeypatch.setenv("AGENTEVO_TRUST_RUNS", "1")
@@ -72,8 +72,8 @@ def test_nor_is_a_module_of_the_folder_whichever_folder_is_the_current_one(
         monkeypatch.setenv("HOME", str(tmp_path / "foreign"))
         with_code(entry)
         assert main(["config", "show", "foreign/config.yaml"]) == 2, entry
-        assert "it is not run unasked" in capsys.readouterr().err, entry
-        with pytest.raises(ConfigError, match="is not run unasked"):
+        assert "does not run it unasked" in capsys.readouterr().err, entry
+        with pytest.raises(ConfigError, match="does not run it unasked"):
             agentevo.load_run("foreign")
         assert not made.exists()
 
@@ -103,7 +103,7 @@ def test_nor_is_code_that_another_value_names(text, foreign_run, tmp_path, monke
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "~root").symlink_to(folder)
     (folder / "config.yaml").write_text(text.replace("HERE", str(folder)))
-    with pytest.raises(ConfigError, match="is not run unasked"):
+    with pytest.raises(ConfigError, match="does not run it unasked"):
         agentevo.load_run("foreign")
     assert not made.exists()
 

@@ -198,11 +198,11 @@ def test_environment_problems_are_about_the_chosen_type(environment, expected):
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ("sampling: {top_p: 0.9}", "sampling.top_p, top_k and min_p cut"),
+        ("sampling: {top_p: 0.9}", "sampling.top_p, top_k and min_p truncate"),
         ("trainer: {group_size: 1}", "trainer.group_size is 1: set it to 2 or more"),
         (
             "algorithm: {entropy_target: 0.5}",
-            "algorithm.entropy_target aims a bonus whose weight algorithm.entropy_coef is 0",
+            "algorithm.entropy_target needs an entropy bonus, but its weight",
         ),
         (
             "trainer: {minibatches: 5}",
@@ -223,15 +223,17 @@ def test_environment_problems_are_about_the_chosen_type(environment, expected):
         ("run: {overwrite: true, dir: .}", "run.overwrite would delete"),
         (
             "critic: {coef: 1.0}",
-            "critic is set, but algorithm.name=grpo has none: remove it, or choose ppo or turn_ppo",
+            "critic is set, but algorithm.name=grpo does not use it: remove it, or choose ppo "
+            "or turn_ppo",
         ),
         (
             "process_reward: {beta: 0.1}",
-            "process_reward is set, but algorithm.name=grpo has none: remove it, or choose prime",
+            "process_reward is set, but algorithm.name=grpo does not use it: remove it, or "
+            "choose prime",
         ),
         (
             "algorithm: {name: ppo}\ntrainer: {steps: 5}\ncritic: {pretrain_steps: 5}",
-            "leaves none of trainer.steps=5 to the policy",
+            "leaves no step of trainer.steps=5 for the policy",
         ),
         (
             "algorithm: {name: maxrl}\nagent: {format_penalty: 0.1}",
@@ -239,11 +241,11 @@ def test_environment_problems_are_about_the_chosen_type(environment, expected):
         ),
         (
             "algorithm: {kl_in: reward}",
-            "its weight algorithm.kl_coef is 0: set it (0.001, say) or drop kl_in",
+            "its weight algorithm.kl_coef is 0: set kl_coef (0.001, say) or remove kl_in",
         ),
         (
             "algorithm: {kl_in: reward, kl_coef: 0.1, kl: k3+}",
-            "made for its gradient, which a reward has not: choose kl=k3 or kl_in=loss",
+            "works by its gradient, and a reward has no gradient: choose kl=k3",
         ),
         (
             "algorithm: {advantage: gdpo, kl_in: reward, kl_coef: 0.1}",
@@ -260,7 +262,7 @@ def test_environment_problems_are_about_the_chosen_type(environment, expected):
         (
             "algorithm: {train_observations: true, old_logprobs: recomputed, "
             "importance: token_tis}",
-            "importance=token_tis can't weigh: set importance=none",
+            "importance=token_tis can't weigh them: set importance=none",
         ),
         (
             "algorithm: {name: decoupled_ppo, importance: token_tis, old_logprobs: recomputed}",
@@ -438,4 +440,4 @@ def test_no_pydantic_location_or_text_leaks():
 def test_a_cold_start_needs_an_environment_whose_solver_plays():
     written = "tasks: t.jsonl\nagent: {type: single_turn}\nrewards: [exact_match]\n"
     lines = refusal(written, "cold_start.episodes=10")
-    assert any("names no environment: set cold_start.episodes=0" in line for line in lines), lines
+    assert any("has no environment: set cold_start.episodes=0" in line for line in lines), lines

@@ -175,9 +175,9 @@ def test_what_a_users_code_raises_is_shown_with_its_place(user_files, text, expe
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["./gone.py"], "./gone.py is no Python file"),
+        (["./gone.py"], "./gone.py is neither a Python file"),
         (["gone_module"], "no module is called 'gone_module', and there is no gone_module.py in "),
-        (["not-a-name"], "'not-a-name' is no module's name"),
+        (["not-a-name"], "'not-a-name' is not a module's name"),
         ([3], "got [3]; needs a list of modules or files"),
         ({"a": 1}, "needs a list of modules or files"),
     ],
@@ -243,5 +243,5 @@ def test_what_an_override_names_is_never_looked_for_in_the_folder_of_a_run(
     path = user_files("config.yaml", "environment: {type: coins}\n", folder="run")
     assert load_config(str(path), ["import=[./mine.py]"]).imports == (str(here),)
     here.unlink()
-    with pytest.raises(ConfigError, match="is no Python file"):
+    with pytest.raises(ConfigError, match="is neither a Python file"):
         load_config(str(path), ["import=[./mine.py]"])

@@ -153,7 +153,7 @@ def test_what_it_stands_for(text, value, monkeypatch):
         ("${}", "names no key"),
         ("${a.nothing}", "'a.nothing' not found"),
         ("${list[3]}", "'list[3]' not found"),
-        ("x${list}", "a list or mapping can't stand within a text"),
+        ("x${list}", "a list or mapping can't be part of a text"),
         ("${...a}", "names no key"),
         ("${oc.env:NO_SUCH}", "'NO_SUCH' not found: set it"),
         ("${oc.env:\ud800}", "not found: set it"),

@@ -90,7 +90,7 @@ def test_a_judge_that_can_rank_passes_and_a_recipe_may_train_by_it(calibrated, t
 
     fine = config(weight=0.5, seed=3)
     check_calibrated(fine.rewards, fine.remote_models)
-    assert "is of another judge" in refusal(config(rubric="Be kind."))
+    assert "belongs to another judge" in refusal(config(rubric="Be kind."))
     assert "measure it (`agentevo judge calibrate" in refusal(config(calibration=None))
 
     taken = config(calibration=None, uncalibrated=True)
@@ -102,7 +102,7 @@ def test_a_judge_that_can_rank_passes_and_a_recipe_may_train_by_it(calibrated, t
     lower = config(min_rank_correlation=0.3)
     check_calibrated(lower.rewards, lower.remote_models)
     (tmp_path / "report.json").write_text("{}")
-    assert "no report of `agentevo judge calibrate`" in refusal(config())
+    assert "is not a report of `agentevo judge calibrate`" in refusal(config())
 
 
 @pytest.mark.slow
@@ -197,7 +197,10 @@ def test_training_by_a_judge_that_nobody_has_measured_is_refused(rewards, tmp_pa
     recipe.write_text(json.dumps({"tasks": str(tmp_path / "rows.jsonl")}))
 
     assert main(["train", str(recipe), *given]) == 2
-    assert "rewards: ruler: nobody knows how far this judge agrees" in capsys.readouterr().err
+    assert (
+        "rewards: ruler: this judge's agreement with the truth is not measured"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -229,8 +229,8 @@ def test_a_node_that_is_made_for_nobody_any_more_is_released():
     ("options", "said"),
     [
         ({"url": "http://h:1"}, "ends with /mcpapi"),
-        ({"url": "ftp://h/mcpapi"}, "is no URL of a server"),
-        ({"url": "http://h/mcpapi", "image": "i"}, "a node that there is already"),
+        ({"url": "ftp://h/mcpapi"}, "is not the URL of a server"),
+        ({"url": "http://h/mcpapi", "image": "i"}, "is an existing node"),
         ({"url": "http://h/mcpapi", "session": "attempt"}, "give their `image`"),
     ],
 )

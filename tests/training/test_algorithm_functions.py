@@ -239,7 +239,10 @@ def test_what_does_not_fit_together_is_refused():
         ({"loss_function": "test_clip", "policy_loss": "gspo"}, "leave one of them out"),
         ({"loss_function": "test_clip", "clip_high": 0.3}, "clip_high belongs to"),
         ({"advantage_function": "test_group", "advantage": "rloo"}, "leave one of them out"),
-        ({"advantage_function": "test_group", "credit": "any"}, "leave it or advantage_function"),
+        (
+            {"advantage_function": "test_group", "credit": "any"},
+            "leave out credit or advantage_function",
+        ),
         ({"policy_loss": "function"}, "name it with algorithm.loss_function"),
         ({"advantage": "function"}, "name it with algorithm.advantage_function"),
         ({"name": "dpo", "loss_function": "test_clip"}, "loss_function has no place"),

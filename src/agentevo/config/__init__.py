@@ -1,4 +1,4 @@
-"""The recipe: one tree that says everything about a run, read from YAML and overrides, checked
+"""The recipe: one tree that describes a whole run. It is read from YAML and overrides, and checked
 before anything is created."""
 
 from agentevo.config.agents import AgentSection, EnvironmentAgentSection

@@ -1,7 +1,7 @@
 """The section `agent`: which registered agent plays, and its options.
 
 An agent is registered by name, as a function `run(task, policy)` or `run(task)`, async or not, or
-as a class with such a method. A class may have its own options: its `Config` is a subclass of
+as a class with such a method. A class can have its own options: its `Config` is a subclass of
 `AgentSection`. A run makes an object of the class by `Class(config)`, or by
 `Class(config, make_environment)` where the class sets `plays_environment = True`. A class that sets
 `brings_tasks = True` has a method `tasks()`, which returns the training tasks and the held-out ones
@@ -32,21 +32,22 @@ A = TypeVar("A")
 
 
 class AgentSection(Section):
-    """The agent, chosen by `type` (`agentevo list agents`), with its options. These are the ones
-    that every agent has."""
+    """The agent and its options; `type` chooses it (`agentevo list agents`). This class has the
+    options that every agent has."""
 
     text_names: ClassVar[tuple[str, ...] | None] = None
-    """Patterns of the names that `texts` may have; None where only the agent's code knows."""
+    """Patterns of the names that `texts` can have. None if only the agent's code knows them."""
 
     type: str = "environment"
     """Registered name of the agent."""
     max_turns: int = Field(default=10, ge=1)
-    """Calls of the policy per episode. The built-in agents keep to it; an agent of your own may."""
+    """Maximum number of policy calls per episode. The built-in agents obey it; your own agent need
+    not."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Longest time for one episode, in seconds; then it is recorded as failed. What the engine
-    sleeps meanwhile (rollout.sharing: turns) does not count."""
+    """The time limit of one episode, in seconds. Beyond it, the episode is recorded as failed. Time
+    during which the engine sleeps (rollout.sharing: turns) does not count."""
     texts: dict[str, str] = Field(default_factory=dict)
-    """Named texts in place of the agent's own (docs/prompts.md): a mapping such as {system: ...},
+    """Named texts that replace the agent's own (docs/prompts.md): a mapping such as {system: ...},
     or a YAML file of NAME: TEXT, such as the texts.yaml that `agentevo optimize` writes."""
 
     @field_validator("texts", mode="after")
@@ -56,144 +57,153 @@ class AgentSection(Section):
 
 
 class EnvironmentAgentSection(AgentSection):
-    """How the environment agent talks to the policy and reads its answers."""
+    """How the environment agent prompts the policy and reads its replies."""
 
     text_names = ("system", "rules")
 
     type: Literal["environment"] = "environment"
     format: Literal["plain", "answer", "think_answer"] = "answer"
-    """`plain`: the whole completion is the action; `answer`: inside <answer>...</answer>;
-    `think_answer`: after <think>...</think>."""
+    """`plain`: the whole completion is the action; `answer`: the action is inside
+    <answer>...</answer>; `think_answer`: the same, after <think>...</think>."""
     answer_tag: str = Field(default="answer", pattern=r"^[A-Za-z][A-Za-z0-9_]*$")
     """The tag around the action, such as `ans` for <ans>...</ans>."""
     format_penalty: float = Field(default=0.1, ge=0)
-    """Subtracted from the reward of a turn that breaks the format or holds an invalid action.
-    Default: 0.1, and 0 with algorithm.advantage=maxrl, which divides by the mean reward."""
+    """Subtracted from the reward of a turn that breaks the format or contains an invalid
+    action. Default: 0.1; 0 with algorithm.advantage=maxrl, which divides by the mean reward."""
     system_prompt: str | None = None
-    """System message. None leaves the chat template's own default."""
+    """System message. None: the chat template's own default."""
     memory: Literal["episode", "turn"] = "episode"
-    """What the policy sees: the `episode` so far, or in each `turn` only the rules and the newest
-    observation (for environments that show their whole state: shorter contexts, and much quicker to
-    learn)."""
+    """What the policy sees: the whole `episode` so far, or in each `turn` only the rules and the
+    newest observation. `turn` is for environments that show their whole state: contexts are
+    shorter, and the policy learns much faster."""
     actions_per_turn: int = Field(default=1, ge=1)
-    """Actions that one turn may hold, separated by action_separator; the rest is ignored."""
+    """Maximum number of actions in one turn, separated by action_separator. Further actions are
+    ignored."""
     action_separator: str = Field(default="||", min_length=1)
-    """What separates several actions in one turn."""
+    """The text between two actions of one turn."""
     step_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest wait for the environment's reset or for one step, in seconds; then the attempt fails.
-    None leaves it to timeout_s."""
+    """The time limit of the environment's reset and of each step, in seconds. Beyond it, the
+    attempt fails. None: only timeout_s applies."""
 
 
 class CommandAgentSection(AgentSection):
-    """A program in any language, started once for each attempt, whose client calls the policy by
-    the run's gateway. Its environment says where the policy, its task and its rewards are
-    (docs/agents.md)."""
+    """A program in any language, started once for each attempt. Its client calls the policy through
+    the run's gateway. Environment variables give it the address of the policy, its task and the URL
+    for rewards (docs/agents.md)."""
 
     type: Literal["command"] = "command"
     command: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1)
-    """The program and its arguments, such as [node, agent.js]. No shell reads them."""
+    """The program and its arguments, such as [node, agent.js]. They run without a shell."""
     cwd: Path | None = None
-    """Folder in which it runs. Default: the recipe's."""
+    """The folder that the program runs in. Default: the recipe's."""
     env: Mapping[str, str] = Field(default_factory=dict)
-    """Variables for it, besides those of this process and those that lead to the policy. They are
-    kept in the run's folder: leave secrets in this process's own environment."""
+    """More environment variables for the program. It also gets those of this process and those that
+    lead to the policy. The run's folder stores the values of `env`, so keep secrets in this
+    process's own environment."""
     max_processes: int | None = Field(default=None, ge=1)
-    """Attempts that run at once in one process of the run; others wait, which is no part of their
-    time. Default: four for each core."""
+    """Maximum number of attempts that run at once in one process of the run. The others wait, and
+    the wait does not count as their time. Default: four per core."""
 
 
 class FunctionAgentSection(AgentSection):
-    """An agent function that a Python program passes to `agentevo.train`. It lives in that program:
-    other processes can't play it."""
+    """An agent function that a Python program passes to `agentevo.train`. It exists only in that
+    program, so other processes can't run it."""
 
     type: Literal["function"] = "function"
 
 
 class SingleTurnSection(AgentSection):
-    """Asks the policy a task's query once; the recipe's `rewards` judge the reply."""
+    """Sends a task's query to the policy once; the recipe's `rewards` score the reply."""
 
     text_names = ("system", "instruction", "examples")
 
     type: Literal["single_turn"] = "single_turn"
     system_prompt: str | None = None
-    """System message. None leaves the chat template's own default."""
+    """System message. None: the chat template's own default."""
     instruction: str | None = None
-    """What follows the query in the user's message, such as `Put the answer in <answer> tags.`"""
+    """The text after the query in the user's message, such as `Put the answer in <answer> tags.`"""
     max_turns: Literal[1] = 1
     """Calls of the policy per episode: one."""
 
 
 class ToolAgentSection(AgentSection):
-    """Asks a task's query, makes the tool calls of each reply and gives their results back, until a
-    reply is the final answer. The recipe's `rewards` judge it, or what its tools say of the state
-    that they are left in."""
+    """Sends a task's query to the policy, makes the tool calls of each reply and returns their
+    results, until a reply is the final answer. The recipe's `rewards` score it, or its tools score
+    the state that the attempt leaves."""
 
     text_names = ("system", "instruction", "examples", "tools.*")
 
     type: Literal["tool_agent"] = "tool_agent"
     tools: tuple[ToolEntry, ...] = Field(min_length=1)
-    """What it may call: names of registered tools (`agentevo list tools`), or entries with
-    options."""
+    """The tools that it can call: names of registered tools (`agentevo list tools`), or entries
+    with options."""
     format: Literal["native", "react", "search_tags"] = "native"
-    """How calls are written: `native` as the model's chat template has it, with the tools in the
-    prompt as the template writes them; `react` as text, Thought, Action and Action Input, for
-    models whose template knows no tools; `search_tags` as Search-R1's <search> and <information>,
-    for one tool that searches."""
+    """How the policy writes calls. `native`: as the model's chat template does, which also writes
+    the tools into the prompt; `react`: as the texts Thought, Action and Action Input, for models
+    whose template has no tools; `search_tags`: as Search-R1's <search> and <information>, for one
+    search tool."""
     system_prompt: str | None = None
-    """System message. None leaves the chat template's own default."""
+    """System message. None: the chat template's own default."""
     instruction: str | None = None
-    """What follows the query in the user's message."""
+    """The text after the query in the user's message."""
     final: Literal["reply", "answer_tag"] = "reply"
-    """What the final answer is: the first `reply` without a call, or the first with
-    <answer>...</answer>; a reply with neither is then told so, and the attempt goes on."""
+    """The final answer: the first `reply` without a call, or the first with <answer>...</answer>
+    (`answer_tag`). With answer_tag, the agent answers a reply with neither by a message that says
+    so, and the attempt continues."""
     max_tool_calls: int | None = Field(default=None, ge=1)
-    """Calls of tools per attempt. Default: no limit but that of the turns."""
+    """Maximum number of tool calls per attempt. Default: only the number of turns limits them."""
     max_calls_per_turn: int = Field(default=16, ge=1)
-    """Calls of one reply that are made, at the same time; further ones are refused."""
+    """Maximum number of tool calls per reply. They run at the same time; further calls are
+    refused."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that the policy may draw in one attempt. Default: no limit but the context's."""
+    """Maximum number of tokens that the policy samples in one attempt. Default: only the context
+    limits them."""
     context: ContextSection = ContextSection()
     """What the policy sees of a long history."""
     browse: BrowseSection = BrowseSection()
-    """Who summarises long results, such as web pages, before the policy reads them."""
+    """The helper model that summarises long results, such as web pages, before the policy reads
+    them."""
     max_repeats: int = Field(default=3, ge=1)
-    """How often one reply's calls may be those of the reply before, to the letter; then the attempt
-    ends."""
+    """The attempt ends when this many replies in a row repeat exactly the calls of the reply before
+    them."""
     call_penalty: float = Field(default=0.0, ge=0)
     """Subtracted from the reward of a turn with a malformed call, an unknown tool, or arguments
     that the tool does not take."""
 
 
 class CodeAgentSection(AgentSection):
-    """Writes Python code that runs in a sandbox, reads what it prints, and goes on until a reply
-    without code is the final answer. Variables live for the whole attempt; its tools are functions
-    of the code."""
+    """Writes Python code that runs in a sandbox, reads its output, and continues until a reply
+    without code is the final answer. Variables last for the whole attempt. The code calls the tools
+    as functions."""
 
     text_names = ("system", "instruction", "examples", "tools.*")
 
     type: Literal["code_agent"] = "code_agent"
     tools: tuple[ToolEntry, ...] = ()
-    """Functions of the code, as agent.tools of the tool agent."""
+    """Tools that the code calls as functions. Entries are as in agent.tools of the tool agent."""
     sandbox: SandboxSection = SandboxSection()
-    """Where the code runs, and what it may use."""
+    """Where the code runs, and what it can use."""
     system_prompt: str | None = None
-    """System message; what functions there are is written behind it. Default: how to write code."""
+    """System message. The list of functions follows it. Default: instructions for writing code."""
     instruction: str | None = None
-    """What follows the query in the user's message."""
+    """The text after the query in the user's message."""
     final: Literal["reply", "answer_tag"] = "reply"
-    """What the final answer is: the first `reply` without code, or the first with
-    <answer>...</answer>; a reply with neither is then told so, and the attempt goes on."""
+    """The final answer: the first `reply` without code, or the first with <answer>...</answer>
+    (`answer_tag`). With answer_tag, the agent answers a reply with neither by a message that says
+    so, and the attempt continues."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that the policy may draw in one attempt. Default: no limit but the context's."""
+    """Maximum number of tokens that the policy samples in one attempt. Default: only the context
+    limits them."""
     context: ContextSection = ContextSection()
     """What the policy sees of a long history."""
     max_output_chars: int = Field(default=4000, ge=100)
-    """What the policy reads of a block's output, in characters: head and tail."""
+    """Maximum length of a block's output, in characters. Of a longer output, the policy reads the
+    head and the tail."""
     keep_files_kib: int = Field(default=1024, ge=0, le=8192)
-    """What is kept with the trajectory of the files that the code has made or changed, in KiB; what
-    does not fit is left out. 0 keeps none."""
+    """Size limit, in KiB, of the files that are stored with the trajectory: those that the code
+    made or changed. Files that do not fit are left out. 0 stores none."""
     code_penalty: float = Field(default=0.0, ge=0)
-    """Subtracted from the reward of a turn whose code failed or was not closed."""
+    """Subtracted from the reward of a turn whose code failed or whose code block is not closed."""
 
 
 agents: Registry[Any] = Registry("agents")
@@ -228,12 +238,12 @@ def agent(name: str) -> Callable[[A], A]:
 
 
 def agent_names() -> list[str]:
-    """The names that `agent.type` may have."""
+    """The valid names of `agent.type`."""
     return sorted({*SECTIONS, *agents.names()})
 
 
 def agent_section(name: str) -> type[AgentSection]:
-    """The options of a known agent. Raises ConfigError if the registered object is no agent."""
+    """The options of a known agent. Raises ConfigError if the registered object is not an agent."""
     if name in SECTIONS:
         return SECTIONS[name]
     item = agents.get(name)
@@ -242,7 +252,7 @@ def agent_section(name: str) -> type[AgentSection]:
 
 
 def brings_tasks(name: str) -> bool:
-    """Whether an agent of that name gives its own tasks: a registered class with `brings_tasks =
+    """Whether an agent of that name has its own tasks: a registered class with `brings_tasks =
     True` and a method `tasks()`."""
     is_registered = name not in SECTIONS and name in agents.names()
     return is_registered and bool(getattr(agents.get(name), "brings_tasks", False))
@@ -262,12 +272,12 @@ def takes_policy(function: Any, name: str | None = None) -> bool:
     function that can be called in neither way."""
     name = name or getattr(function, "__name__", type(function).__name__)
     if not callable(function):
-        raise ConfigError(f"the agent {name!r} is no function: {_SHAPES}")
+        raise ConfigError(f"the agent {name!r} is not a function: {_SHAPES}")
 
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the agent {name!r} does not say what it takes: {_SHAPES}") from error
+        raise ConfigError(f"the agent {name!r} has no readable signature: {_SHAPES}") from error
 
     places = [
         parameter
@@ -310,7 +320,7 @@ def _check(name: str, item: Any) -> None:
 
     if getattr(item, "brings_tasks", False) and not callable(getattr(item, "tasks", None)):
         raise ConfigError(
-            f"the agent {name!r} has brings_tasks = True, and {item.__name__} has no method "
+            f"the agent {name!r} has brings_tasks = True, but {item.__name__} has no method "
             "`tasks()`: give it one that returns the tasks to train on and the held-out ones"
         )
 

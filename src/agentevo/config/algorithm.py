@@ -43,12 +43,12 @@ else:
 
 
 class AlgorithmKeys(Section):
-    """Advantages, policy loss, KL and aggregation, or a preference loss: a preset, and what is
-    chosen otherwise."""
+    """The algorithm: a preset, and the keys that differ from it. A preset has advantages, a policy
+    loss, a KL and an aggregation, or a preference loss."""
 
     name: PresetName = "grpo"
     """A preset: a named combination of advantage, policy_loss, aggregation and their
-    hyper-parameters; or of a preference loss and its."""
+    hyper-parameters, or of a preference loss and its hyper-parameters."""
     advantage: AdvantageName | None = None
     """How much better an attempt was than expected. Default: the preset's."""
     policy_loss: PolicyLossName | None = None
@@ -56,93 +56,96 @@ class AlgorithmKeys(Section):
     aggregation: AggregationName | None = None
     """How token losses become one number. Default: the preset's."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the reference policy. 0 keeps no reference copy."""
+    """Weight of the KL to the reference policy. With 0, no copy of the reference is kept."""
     kl: KLName = "k3"
-    """Estimate of that KL."""
+    """The estimator of the KL to the reference policy."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Whether the KL is a term of the loss, or taken off the reward of each token before the
-    advantages are computed."""
+    """Whether the KL is a term of the loss, or is subtracted from the reward of each token before
+    the advantages are computed."""
     kl_target: float | None = Field(default=None, gt=0)
-    """KL per token, in nats, towards which kl_coef is steered from step to step. None keeps kl_coef
-    as it is."""
+    """Target KL per token, in nats. Each step adjusts kl_coef towards it. None: kl_coef is
+    constant."""
     kl_horizon: int = Field(default=10000, ge=1)
     """Sequences over which a KL that is 20% or more off its target changes the weight by 20%."""
     reference: Literal["frozen", "synced", "ema", "base"] = "frozen"
-    """The reference policy: as it was at the start of RL, the policy of up to reference_every steps
-    ago, a running average, or with model.lora the base model, that is the policy with its adapters
-    off (no copy is kept)."""
+    """The reference policy. `frozen`: the policy at the start of RL; `synced`: the policy of up to
+    reference_every steps ago; `ema`: a running average; `base`, with model.lora: the base model,
+    which is the policy with its adapters off (no copy is kept)."""
     reference_model: str | None = None
-    """Folder of the model that the reference begins as, of the policy's own architecture, such as a
-    checkpoint. Default: the policy as it is when RL starts."""
+    """Folder of the model that the reference starts from, such as a checkpoint. It has the policy's
+    architecture. Default: the policy at the start of RL."""
     reference_every: int = Field(default=10, ge=1)
-    """RL steps after which a synced reference becomes the policy as it is then."""
+    """RL steps between two updates of a synced reference to the current policy."""
     reference_decay: float = Field(default=0.99, ge=0, le=1)
-    """Share of an ema reference that a step leaves as it was."""
+    """Share of an ema reference that each step keeps."""
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"
     """The denominator of the policy's ratio: the log-probs that the engine sampled with, or the
-    trainer's own at the start of the step (one more pass; what an engine that computes otherwise
-    needs, together with importance, and gets by default where engine.type is not torch)."""
+    trainer's own at the start of the step, which cost one more pass. An engine that computes
+    differently from the trainer needs `recomputed`, together with importance: both are the defaults
+    if engine.type is not torch."""
     importance: ImportanceName = "none"
-    """Weight of each token for having been sampled by another policy, from recomputed over rollout
-    log-probs: per token or per sequence (their product, or its geometric mean); tis cuts the weight
-    at importance_cap, mis leaves out what is outside floor and cap. Default where engine.type is
-    not torch: token_tis, with old_logprobs=recomputed, unless one of them is given."""
+    """Importance weight of each token, because another policy sampled it: the ratio of recomputed
+    to rollout log-probs, per token or per sequence (the product of the ratios, or their geometric
+    mean). tis truncates the weight at importance_cap; mis leaves out tokens whose weight is outside
+    importance_floor and importance_cap. Default if engine.type is not torch: token_tis, with
+    old_logprobs=recomputed, unless one of the two keys is set."""
     importance_cap: float = Field(default=2.0, gt=0)
-    """Largest such weight."""
+    """Largest importance weight."""
     importance_floor: float = Field(default=0.0, ge=0)
-    """Smallest such weight that mis keeps."""
+    """Smallest importance weight that mis keeps."""
     importance_age_power: float = Field(default=0.0, ge=0, le=10)
-    """Such weights decay with a token's staleness: they are divided by (1 + age)^power, the age in
-    steps. 0 leaves them as they are, 1 is the staleness-aware learning rate of arXiv 1511.05950."""
+    """Importance weights decay with a token's staleness: they are divided by (1 + age)^power, with
+    the age in steps. 0 is no decay; 1 is the staleness-aware learning rate of arXiv 1511.05950."""
     train_observations: bool = False
-    """Also trains what the policy read between its turns (results of tools, what was found), as if
-    it had written that itself: what trainers without a mask do. Only for comparison; it needs
+    """Also train on what the policy read between its turns (tool results, search results), as if
+    the policy had written it. Trainers without a mask do that. Only for comparison; it needs
     old_logprobs=recomputed."""
     credit: str | None = None
-    """A function of your own that says what each turn has earned (@agentevo.credit(NAME), key
-    import); the advantage is then `credit`, which compares the turns of a group by it."""
+    """Your own function that gives each turn a value (@agentevo.credit(NAME), key import). The
+    advantage is then `credit`, which compares the values of the turns of a group."""
     loss_function: str | None = None
-    """A function of your own that gives the loss of each token (@agentevo.policy_loss(NAME), key
-    import); policy_loss is then `function`."""
+    """Your own function that gives the loss of each token (@agentevo.policy_loss(NAME), key
+    import). policy_loss is then `function`."""
     advantage_function: str | None = None
-    """A function of your own that gives the advantage of each attempt or token
-    (@agentevo.advantage(NAME), key import); advantage is then `function`."""
+    """Your own function that gives the advantage of each attempt or token
+    (@agentevo.advantage(NAME), key import). advantage is then `function`."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    """Weight of each named part of the reward with advantage gdpo; 1 for parts that are not
-    named."""
+    """Weight of each named part of the reward, with advantage gdpo. Other parts have weight 1."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     entropy_target: float | None = Field(default=None, gt=0)
-    """Entropy worth keeping, in nats a token: the bonus weighs entropy_coef at entropy 0, less the
-    nearer the policy's mean entropy is to the target, and nothing above it. None weighs it always
-    the same."""
+    """Target entropy, in nats per token. The weight of the bonus is entropy_coef at entropy 0,
+    falls as the policy's mean entropy approaches the target, and is 0 above it. None: the weight is
+    constant."""
     drop_zero_variance: bool = True
-    """Leave out groups whose members all have the same reward, but for rounding, if the advantage
-    compares within groups: it is 0 for them. Kept, they still get the KL and entropy terms."""
+    """Leave out groups whose members all have the same reward, up to rounding, if the advantage
+    compares within groups: their advantage is 0. If kept, they still get the KL and entropy
+    terms."""
     drop_truncated: bool = False
-    """Leave out attempts that a limit ended, for their reward says little (overlong filtering,
+    """Leave out attempts that a limit ended, because their reward says little (overlong filtering,
     DAPO, arXiv 2503.14476)."""
     keep_groups: float = Field(default=1.0, gt=0, le=1)
-    """Share of a step's groups that is trained on: those with the largest spread of rewards
+    """Share of a step's groups that are trained on: those with the largest spread of rewards
     (StarPO-S, arXiv 2504.20073, uses 0.25)."""
 
     preference_loss: PreferenceLossName | None = None
-    """The loss on chosen and rejected answers, with a preset that trains by one. Default: the
+    """The loss on chosen and rejected answers, for presets with a preference loss. Default: the
     preset's."""
     pairs: Literal["best_worst", "all", "demonstrations"] | None = None
-    """What a group's pairs are: its best attempts against its worst, every two attempts with
-    different rewards, or what the environment's solver would have done against each attempt.
-    Default: demonstrations with spin, best_worst with other losses of pairs."""
+    """How a group gives pairs. `best_worst`: its best attempts against its worst; `all`: every two
+    attempts with different rewards; `demonstrations`: the actions of the environment's solver
+    against each attempt. Default: demonstrations with spin, best_worst with other losses of
+    pairs."""
     pairs_per_group: int | None = Field(default=None, ge=1)
-    """Most pairs of one group (with rft: answers), those with the largest difference of rewards
-    first. Default: 1; as many as there are with pairs=all and pairs=demonstrations."""
+    """Maximum number of pairs per group (with rft: answers). Those with the largest difference of
+    rewards come first. Default: 1; no limit with pairs=all and pairs=demonstrations."""
     pair_margin: float = Field(default=0.0, ge=0)
-    """Least difference of the two rewards of a pair, which must differ in any case."""
+    """Smallest difference between the two rewards of a pair. Equal rewards never make a pair."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_the_preset(cls, value: Any) -> Any:
-        """Adds the preset's keys where the section does not set them."""
+        """Adds the preset's keys that the section does not set."""
         name = str(value.get("name", "grpo")) if isinstance(value, dict) else ""
         preset = PRESETS.get(name) or PREFERENCE_PRESETS.get(name)
         return {**preset.keys, **value} if preset is not None else value
@@ -223,8 +226,8 @@ class AlgorithmKeys(Section):
 if TYPE_CHECKING:
 
     class AlgorithmSection(CollectKeys, AlgorithmKeys):
-        """AlgorithmKeys, CollectKeys, and below them every hyper-parameter of any entry; None is
-        the default of the chosen one."""
+        """The keys of AlgorithmKeys and CollectKeys, then every hyper-parameter of any entry; None
+        is the chosen entry's default."""
 
         def __init__(self, **keys: Any) -> None: ...
 
@@ -259,32 +262,32 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
 
     if section.kl_target is not None and section.kl_coef == 0:
         problems.append(
-            "algorithm.kl_target steers a KL whose weight algorithm.kl_coef is 0: set it (0.001, "
-            "say) or drop the target"
+            "algorithm.kl_target needs a KL, but its weight algorithm.kl_coef is 0: set kl_coef "
+            "(0.001, say) or remove kl_target"
         )
 
     if section.entropy_target is not None and section.entropy_coef == 0:
         problems.append(
-            "algorithm.entropy_target aims a bonus whose weight algorithm.entropy_coef is 0: set "
-            "it (0.1, say) or drop the target"
+            "algorithm.entropy_target needs an entropy bonus, but its weight "
+            "algorithm.entropy_coef is 0: set entropy_coef (0.1, say) or remove entropy_target"
         )
 
     if section.kl_coef == 0 and section.kl_in == "reward":
         problems.append(
-            "algorithm.kl_in=reward, but its weight algorithm.kl_coef is 0: set it (0.001, say) "
-            "or drop kl_in"
+            "algorithm.kl_in=reward needs a KL, but its weight algorithm.kl_coef is 0: set kl_coef "
+            "(0.001, say) or remove kl_in"
         )
 
     if section.kl_in == "reward" and section.kl.endswith("+"):
         problems.append(
-            f"algorithm.kl={section.kl} is made for its gradient, which a reward has not: choose "
-            f"kl={section.kl[:-1]} or kl_in=loss"
+            f"algorithm.kl={section.kl} works by its gradient, and a reward has no gradient: "
+            f"choose kl={section.kl[:-1]} or kl_in=loss"
         )
 
     if section.kl_in == "reward" and section.resolve().advantage == "gdpo":
         problems.append(
-            "algorithm.advantage=gdpo compares the reward's named parts, in which a KL has no "
-            "place: choose kl_in=loss"
+            "algorithm.advantage=gdpo compares the reward's named parts, and a KL is not one of "
+            "them: choose kl_in=loss"
         )
 
     hyper = section._hyper()
@@ -307,20 +310,20 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
     if section.importance_age_power and section.importance == "none":
         problems.append(
             f"algorithm.importance_age_power={section.importance_age_power:g} lets importance "
-            "weights decay, and importance is none: set importance=token_tis "
+            "weights decay, but importance is none: set importance=token_tis "
             "old_logprobs=recomputed, or leave it out"
         )
 
     if section.train_observations and section.old_logprobs == "rollout":
         problems.append(
-            "algorithm.train_observations trains tokens that no engine has drawn, but old_logprobs "
+            "algorithm.train_observations trains tokens that no engine sampled, but old_logprobs "
             "is rollout: set old_logprobs=recomputed, or train_observations=false"
         )
 
     if section.train_observations and section.importance != "none":
         problems.append(
-            "algorithm.train_observations trains tokens that no engine has drawn, which "
-            f"algorithm.importance={section.importance} can't weigh: set importance=none"
+            "algorithm.train_observations trains tokens that no engine sampled, and "
+            f"algorithm.importance={section.importance} can't weigh them: set importance=none"
         )
 
     return problems
@@ -336,7 +339,7 @@ def _function_contradictions(section: AlgorithmSection) -> list[str]:
         entry = getattr(section, part)
         if function is not None and entry not in (None, FUNCTION):
             problems.append(
-                f"algorithm.{key}={function} stands for the {part}, but algorithm.{part} is "
+                f"algorithm.{key}={function} replaces the {part}, but algorithm.{part} is "
                 f"{entry}: leave one of them out"
             )
         if function is None and entry == FUNCTION:
@@ -346,7 +349,7 @@ def _function_contradictions(section: AlgorithmSection) -> list[str]:
 
     if section.credit is not None and section.advantage_function is not None:
         problems.append(
-            "algorithm.credit has an advantage of its own: leave it or advantage_function out"
+            "algorithm.credit has its own advantage: leave out credit or advantage_function"
         )
 
     return problems

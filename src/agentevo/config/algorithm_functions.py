@@ -56,9 +56,10 @@ class AlgorithmFunctions(Generic[T]):
             return self.registry.get(name)
         except UnknownNameError as error:
             raise UnknownNameError(
-                f"{self.key}: {error}; one of your own is `@agentevo.{self._decorator}({name!r})` "
-                f"above a function `{self._signature}`, in a file that the recipe imports (key "
-                "import), or in the program, before it trains"
+                f"{self.key}: {error}; to add your own, write "
+                f"`@agentevo.{self._decorator}({name!r})` above a function "
+                f"`{self._signature}`, in a file that the recipe imports (key import), or in "
+                "the program before it trains"
             ) from error
 
     def register(self, name: str) -> Callable[[F], F]:
@@ -67,7 +68,7 @@ class AlgorithmFunctions(Generic[T]):
         def add(function: F) -> F:
             if not callable(function):
                 raise ConfigError(
-                    f"the {self._decorator} {name!r} is no function: make it `{self._signature}`"
+                    f"the {self._decorator} {name!r} is not a function: make it `{self._signature}`"
                 )
             self.registry.register(name)(cast(T, function))
             return function
@@ -103,8 +104,7 @@ def advantage(name: str) -> Callable[[A], A]:
 
 
 def check_names(section: AlgorithmSection) -> None:
-    """Raises UnknownNameError for a function that the section names and no module has
-    registered."""
+    """Raises UnknownNameError if the section names a function that no module has registered."""
     if section.credit is not None:
         CREDITS.find(section.credit)
     if section.loss_function is not None:

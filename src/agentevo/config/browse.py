@@ -23,13 +23,13 @@ PLACEHOLDERS = ("{purpose}", "{content}")
 
 
 class BrowseSection(Section):
-    """Long results of some tools are summarised by a helper model, for the purpose that the call
-    states, before the policy reads them. The names are those of AgentRL's browse_agent."""
+    """A helper model summarises long results of some tools, for the purpose that the call states,
+    before the policy reads them. The keys are those of AgentRL's browse_agent."""
 
     models: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], ONE_OR_MANY] = ()
-    """Names of remote_models, asked in this order until one answers. Empty: no summaries."""
+    """Names of remote_models, tried in this order until one answers. Empty: no summaries."""
     status: bool = True
-    """Whether results are summarised; false switches it off and keeps the settings."""
+    """Whether results are summarised. false switches summaries off and keeps the other settings."""
     browse_tools: tuple[Annotated[str, Field(min_length=1)], ...] = (
         "fetch_url",
         "visit",
@@ -37,27 +37,31 @@ class BrowseSection(Section):
     )
     """Names, or patterns with * and ?, of the tools whose results are summarised."""
     min_prompt_length: int = Field(default=1500, ge=0)
-    """Results of at most so many tokens, as the policy counts them, stay as they are. A token of a
-    remote policy counts as 4 characters."""
+    """Results of at most this many tokens of the policy's tokenizer are not summarised. With a
+    remote policy, 4 characters count as one token."""
     max_prompt_length: int = Field(default=60_000, ge=1)
-    """Tokens of a result that the helper reads; the rest is left out, which it is told."""
+    """Maximum number of tokens of a result that the helper reads. The rest is left out, and a note
+    says so."""
     default_purpose: dict[str, str] = Field(default_factory=dict)
-    """Tool -> what its results are read for, where a call has no argument `purpose` or `goal`."""
+    """Tool -> the purpose of its results, if a call has no argument `purpose` or `goal`."""
     page_separator: str = Field(default="\n=======\n", min_length=1)
-    """What separates the pages of a result, which are summarised at the same time."""
+    """The text between the pages of a result. All pages are summarised at the same time."""
     max_pages: int = Field(default=16, ge=1, le=256)
-    """Pages that are summarised one by one; what comes behind belongs to the last."""
+    """Maximum number of pages of a result. The last page includes the text of any further
+    pages."""
     prompt: str = PROMPT
-    """What the helper is asked, with {purpose} and {content}."""
+    """The helper's prompt, with {purpose} and {content}."""
     timeout_s: float = Field(default=180.0, gt=0)
-    """Longest time for the summary of one result, all models and pages together."""
+    """The time limit for the summary of one result, over all models and pages."""
 
     @field_validator("prompt")
     @classmethod
     def _has_its_placeholders(cls, value: str) -> str:
         for placeholder in PLACEHOLDERS:
             if placeholder not in value:
-                raise ValueError(f"it has no {placeholder}: write {' and '.join(PLACEHOLDERS)}")
+                raise ValueError(
+                    f"the prompt has no {placeholder}: write {' and '.join(PLACEHOLDERS)}"
+                )
         return value
 
     @model_validator(mode="after")

@@ -1,5 +1,5 @@
-"""Keys of the recipe's algorithm section that say which of a step's attempts are trained on, and
-how their length counts."""
+"""Keys of the recipe's algorithm section that choose the attempts of a step to train on, and how
+their length counts."""
 
 from __future__ import annotations
 
@@ -23,43 +23,45 @@ LENGTH_KEYS = {
 
 
 class CollectKeys(pydantic.BaseModel):
-    """The keys of this module, which are one half of AlgorithmSection."""
+    """One half of the keys of AlgorithmSection."""
 
     model_config = pydantic.ConfigDict(use_attribute_docstrings=True)
 
     dynamic_sampling: int = Field(default=0, ge=0)
-    """Rounds of sampling per step, at most, until there are trainer.groups_per_step groups whose
-    rewards differ; the others are left out (DAPO, arXiv 2503.14476, section 3.2). After the last
-    round the step trains on what there is. 0 and 1 never sample again."""
+    """Maximum number of sampling rounds per step. Sampling repeats until there are
+    trainer.groups_per_step groups whose rewards differ; groups of equal rewards are left out (DAPO,
+    arXiv 2503.14476, section 3.2). After the last round, the step trains on the groups that it has.
+    0 and 1 never sample again."""
     rlpr_beta: float | None = Field(default=None, gt=0)
-    """Leave out groups whose spread of rewards is below this share of the usual one, a running mean
-    over the steps (RLPR, arXiv 2506.18254, uses 0.5). None leaves out none."""
+    """Leave out groups whose spread of rewards is below this share of the usual spread, a running
+    mean over the steps (RLPR, arXiv 2506.18254, uses 0.5). None: no group is left out."""
     rlpr_decay: float | None = Field(default=None, ge=0, le=1)
-    """Share of that running mean which a step leaves as it was. Default: 0.99."""
+    """Share of that running mean that each step keeps. Default: 0.99."""
     rlpr_record_from: int | None = Field(default=None, ge=1)
     """First step whose spread is recorded. Default: 6."""
     rlpr_start: int | None = Field(default=None, ge=2)
-    """First step from which groups are left out; what was recorded until then is the first running
-    mean. Default: 11."""
+    """First step at which groups are left out. The first running mean is the average of the spreads
+    recorded before it. Default: 11."""
     length_shaping: Literal["none", "soft_overlong", "linear", "cosine", "relative"] = "none"
     """How the trained tokens n of an attempt change its reward r, after the filters.
-    `soft_overlong` (DAPO): r less up to length_weight, on the last length_buffer tokens before
-    length_max; `linear`: r - length_weight n; `relative` (Kimi k1.5): r plus or minus up to half of
-    length_weight, by n between the shortest and the longest of the group; `cosine` (arXiv
-    2502.03373): length_rewards in place of r."""
+    `soft_overlong` (DAPO): r minus up to length_weight, growing over the last length_buffer tokens
+    before length_max; `linear`: r - length_weight n; `relative` (Kimi k1.5): r plus or minus up to
+    half of length_weight, by where n is between the shortest and the longest of the group; `cosine`
+    (arXiv 2502.03373): length_rewards replace r."""
     length_max: int | None = Field(default=None, ge=1)
-    """Length that is too long, in tokens, for soft_overlong and cosine. Default:
-    sampling.max_new_tokens times agent.max_turns, the most that the environment agent can say; an
-    agent function's turns have no limit, so give one."""
+    """Length, in tokens, that is too long for soft_overlong and cosine. Default:
+    sampling.max_new_tokens times agent.max_turns, the most that the environment agent can generate.
+    Set it for an agent function, whose turns have no limit."""
     length_buffer: int | None = Field(default=None, ge=1)
-    """Last stretch before length_max, in tokens, on which the penalty of soft_overlong grows.
-    Default: a fifth of length_max."""
+    """Length of the stretch before length_max, in tokens, over which the penalty of soft_overlong
+    grows. Default: a fifth of length_max."""
     length_weight: float | None = Field(default=None, gt=0)
-    """Reward that the length is worth: the whole penalty of soft_overlong, a token's with linear,
-    shortest against longest with relative. Default: 1, but linear must be given its own."""
+    """Scale of the change of the reward: the full penalty of soft_overlong; the penalty per token
+    of linear; the difference between the shortest and the longest of relative. Default: 1; linear
+    has no default."""
     length_rewards: tuple[float, float, float, float, float] | None = None
-    """Rewards of cosine: a success of length 0, one just below length_max, a failure of length 0,
-    one just below length_max, and anything longer. Default: 2, 1, -10, 0, -10."""
+    """Rewards of cosine, for: a success of length 0, a success just below length_max, a failure of
+    length 0, a failure just below length_max, and anything longer. Default: 2, 1, -10, 0, -10."""
 
 
 def collect_contradictions(config: RunConfig) -> Iterator[str]:
@@ -69,16 +71,16 @@ def collect_contradictions(config: RunConfig) -> Iterator[str]:
     yield from _length_problems(config)
     if algorithm.dynamic_sampling > 1 and algorithm.keep_groups < 1:
         yield (
-            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} fills the step with groups "
-            "and "
-            f"algorithm.keep_groups={algorithm.keep_groups:g} takes most of them away: set "
+            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} fills the step with groups, "
+            "but "
+            f"algorithm.keep_groups={algorithm.keep_groups:g} removes most of them: set "
             "dynamic_sampling=0 or keep_groups=1"
         )
 
     if algorithm.dynamic_sampling > 1 and not algorithm.drop_zero_variance:
         yield (
             f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} leaves out groups of equal "
-            "rewards and "
+            "rewards, but "
             "algorithm.drop_zero_variance=false keeps them: set dynamic_sampling=0 or "
             "drop_zero_variance=true"
         )
@@ -111,8 +113,8 @@ def _rlpr_problems(algorithm: AlgorithmSection) -> Iterator[str]:
     start = algorithm.rlpr_start or 11
     if record_from >= start:
         yield (
-            f"algorithm.rlpr_start={start} leaves no step to record from "
-            f"algorithm.rlpr_record_from={record_from} on: "
+            f"algorithm.rlpr_start={start} leaves no step to record, because recording starts at "
+            f"algorithm.rlpr_record_from={record_from}: "
             "set rlpr_record_from below rlpr_start"
         )
 
@@ -126,8 +128,8 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
         if getattr(algorithm, key) is not None:
             users = [name for name, keys in LENGTH_KEYS.items() if key in keys]
             yield (
-                f"algorithm.{key} means nothing to algorithm.length_shaping={shaping}: remove it, "
-                f"or set length_shaping={' or '.join(users)}"
+                f"algorithm.{key} has no effect with algorithm.length_shaping={shaping}: remove "
+                f"it, or set length_shaping={' or '.join(users)}"
             )
 
     if shaping == "linear" and algorithm.length_weight is None:
@@ -150,8 +152,8 @@ def _length_problems(config: RunConfig) -> Iterator[str]:
 
     if shaping == "relative" and "baseline_rewards" in algorithm.needs:
         yield (
-            "algorithm.length_shaping=relative compares lengths within a group, to which the "
+            "algorithm.length_shaping=relative compares lengths within a group, but the "
             "greedy attempt of "
-            f"algorithm.advantage={algorithm.resolve().advantage} does not belong: choose "
+            f"algorithm.advantage={algorithm.resolve().advantage} is not in the group: choose "
             "soft_overlong, linear or cosine"
         )

@@ -42,8 +42,8 @@ def recipe_contradictions(config: RunConfig) -> Iterator[str]:
     yield from named_agent_contradictions(config)
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
         yield (
-            f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run "
-            "a folder of its own with run.dir"
+            f"run.overwrite would delete {config.run_dir.resolve()}, which contains the current "
+            "folder: give the run its own folder with run.dir"
         )
 
     if config.trainer.minibatches > config.trainer.groups_per_step:
@@ -51,15 +51,15 @@ def recipe_contradictions(config: RunConfig) -> Iterator[str]:
             f"trainer.minibatches={config.trainer.minibatches} is more than "
             f"trainer.groups_per_step={config.trainer.groups_per_step}: "
             "a group is never split, so set trainer.minibatches no higher than "
-            "trainer.groups_per_step (it is their number; of verl's ppo_mini_batch_size, a size, "
-            "it is trainer.groups_per_step / ppo_mini_batch_size)"
+            "trainer.groups_per_step (minibatches is a number of minibatches: for verl's "
+            "ppo_mini_batch_size, a size, set trainer.groups_per_step / ppo_mini_batch_size)"
         )
 
     if config.cold_start.episodes and config.environment is None:
         yield (
-            f"cold_start.episodes={config.cold_start.episodes} are played by an environment's own "
-            "solver, and the recipe names no environment: set cold_start.episodes=0, and teach "
-            "from conversations with `agentevo sft` (data.train)"
+            f"cold_start.episodes={config.cold_start.episodes} needs an environment's solver, but "
+            "the recipe has no environment: set cold_start.episodes=0, and train on "
+            "conversations with `agentevo sft` (data.train)"
         )
 
     yield from _of_the_model(config)
@@ -73,21 +73,21 @@ def _of_the_training(config: RunConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.steps > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
         yield (
-            "sampling.top_p, top_k and min_p cut the distribution that the trainer's importance "
-            "ratio assumes whole: "
+            "sampling.top_p, top_k and min_p truncate the distribution, but the trainer's "
+            "importance ratio assumes the full one: "
             "set top_p=1 top_k=0 min_p=0 (or trainer.steps=0 to evaluate only)"
         )
 
     if trainer.optimizer_from is not None and (config.agents or config.cold_start.episodes):
         yield (
-            "trainer.optimizer_from goes on with one policy's optimizer: leave agents and "
-            "cold_start out"
+            "trainer.optimizer_from continues the optimizer of one policy: leave out agents and "
+            "cold_start"
         )
 
     if trainer.epochs == 0 and config.data.given:
         yield (
-            "trainer.epochs=0 only samples, and data.pairs or data.pairs_from is given to train "
-            "on: set trainer.epochs=1, or remove it"
+            "trainer.epochs=0 only samples, but data.pairs or data.pairs_from is set, which is for "
+            "training: set trainer.epochs=1, or remove the data key"
         )
 
     if trainer.steps > 0 and trainer.group_size == 1 and not config.data.given:
@@ -105,7 +105,7 @@ def _of_the_training(config: RunConfig) -> Iterator[str]:
 
 def _of_the_advantage(config: RunConfig) -> Iterator[str]:
     """Contradictions of the chosen advantage with sections that it does not use and with rewards
-    that it can't take."""
+    that it does not support."""
     needs = config.algorithm.needs
     for key, section, need in (
         ("critic", config.critic, "values"),
@@ -113,14 +113,14 @@ def _of_the_advantage(config: RunConfig) -> Iterator[str]:
     ):
         if need not in needs and section != type(section)():
             yield (
-                f"{key} is set, but algorithm.name={config.algorithm.name} has none: remove it, "
-                f"or choose {_users(need)}"
+                f"{key} is set, but algorithm.name={config.algorithm.name} does not use it: remove "
+                f"it, or choose {_users(need)}"
             )
 
     if "values" in needs and 0 < config.trainer.steps <= config.critic.pretrain_steps:
         yield (
-            f"critic.pretrain_steps={config.critic.pretrain_steps} leaves none of "
-            f"trainer.steps={config.trainer.steps} to the policy: "
+            f"critic.pretrain_steps={config.critic.pretrain_steps} leaves no step of "
+            f"trainer.steps={config.trainer.steps} for the policy: "
             "raise trainer.steps or lower critic.pretrain_steps"
         )
 
@@ -149,7 +149,7 @@ def _users(need: str) -> str:
 
 
 def _of_the_model(config: RunConfig) -> Iterator[str]:
-    """Contradictions of the model, its adapters, and the lengths for which it has room."""
+    """Contradictions of the model, its adapters and its limits of length."""
     sampling = config.sampling
     tiny = config.model.tiny
     if config.model.name != "tiny" and tiny != TinyModel():
@@ -176,7 +176,7 @@ def _of_the_model(config: RunConfig) -> Iterator[str]:
         yield (
             f"model.lora.dropout={config.model.lora.dropout:g} is for supervised training (RL "
             "trains on the log-probs that tokens were "
-            "drawn with), and this run has none: set it to 0, or set cold_start.episodes, or "
+            "sampled with), but this run has none: set it to 0, or set cold_start.episodes, or "
             "data for `agentevo sft`"
         )
 

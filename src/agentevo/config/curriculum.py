@@ -1,5 +1,4 @@
-"""The recipe's key `tasks.curriculum`: which tasks a step trains on follows from how often their
-attempts succeeded so far."""
+"""The recipe's key `tasks.curriculum`: past success rates choose the tasks of a step."""
 
 from __future__ import annotations
 
@@ -14,26 +13,25 @@ if TYPE_CHECKING:
 
 
 class Curriculum(Section):
-    """Tasks are drawn at the edge of what the agent can do: with a weight of 4 p (1 - p), which is
-    1 for a task that half of its attempts solve and the variance of their success in units of the
-    largest. p is (s + 1) / (n + 2) of s successes in n attempts, so a task that nobody has tried
-    has weight 1."""
+    """Samples mostly tasks at the edge of the agent's ability. A task has weight 4 p (1 - p), the
+    variance of its success in units of the largest variance: 1 for a task that half of its attempts
+    solve. p is (s + 1) / (n + 2) for s successes in n attempts, so an untried task has weight 1."""
 
     window: int = Field(default=2, ge=1)
-    """So many of the newest steps that played a task say what its success is now."""
+    """A task's successes and attempts are those of this many newest steps that played it."""
     retire_after: int = Field(default=2, ge=0)
-    """A task is retired when every attempt of so many steps in a row that played it has succeeded;
-    retired ones are played only where no others are left to fill a step. 0 retires none."""
+    """A task retires when all its attempts succeed in this many of its steps in a row. A step plays
+    retired tasks only if the others do not fill it. 0 retires none."""
     floor: float = Field(default=0.05, gt=0, le=1)
-    """The least weight of a task that is not retired: how often tasks come back that were always or
-    never solved."""
+    """The smallest weight of a task that is not retired. It sets how often tasks return that were
+    always or never solved."""
 
 
 def curriculum_contradictions(config: RunConfig) -> list[str]:
     """Contradictions with other sections, as 'what: remedy'."""
     if config.tasks.curriculum is not None and config.rollout.policy != "wait":
         return [
-            "tasks.curriculum decides by the steps before which tasks a step plays, and "
+            "tasks.curriculum chooses a step's tasks by the results of earlier steps, but "
             f"rollout.policy={config.rollout.policy} queues tasks without regard to steps: set "
             "rollout.policy=wait, or leave out tasks.curriculum"
         ]

@@ -50,7 +50,7 @@ def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetai
 
 def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> str:
     """The end of a line about a value of a field: `: got 5; needs a text`. `rest`: the place within
-    the field's value, as pydantic gives it."""
+    the field's value, from pydantic."""
     inside = ""
     expected = info
     for part in rest:

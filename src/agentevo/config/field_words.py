@@ -38,8 +38,7 @@ SUFFIXES = {"s": "seconds", "gb": "GiB"}
 
 @dataclass(frozen=True)
 class InWords:
-    """Stands in `Annotated` and says what the type is called, where its own name is no word of a
-    recipe's."""
+    """In an `Annotated`, the words for a type whose own name means nothing in a recipe."""
 
     singular: str
     plural: str
@@ -55,7 +54,7 @@ def type_in_words(info: FieldInfo) -> str:
 
 def alternative_types(annotation: Any) -> list[Any]:
     """The alternatives of a union without None and without Annotated wrappings; the annotation
-    itself where it is no union."""
+    itself if it is not a union."""
     if get_origin(annotation) is Annotated:
         return alternative_types(get_args(annotation)[0])
 
@@ -77,7 +76,7 @@ def section_model(annotation: Any) -> type[pydantic.BaseModel] | None:
 
 
 def item_types(kind: Any) -> list[Any]:
-    """The types of what a list or tuple holds, else the type itself."""
+    """The types of the items of a list or tuple, else the type itself."""
     if get_origin(kind) not in LISTS:
         return [kind]
 
@@ -191,8 +190,8 @@ def _range_in_words(constraints: list[Any]) -> list[str]:
 
 
 def unit_of(name: str, meaning: str, kinds: list[Any]) -> str:
-    """The unit, from the name (`timeout_s`, `micro_batch_tokens`, `groups_per_step`), else from the
-    docstring (`..., in tokens`)."""
+    """The unit of a key, from its name (`timeout_s`, `micro_batch_tokens`, `groups_per_step`),
+    else from the docstring (`..., in tokens`)."""
     if not any(kind in (int, float) for kind in kinds):
         return ""
 
@@ -213,7 +212,7 @@ def unit_of(name: str, meaning: str, kinds: list[Any]) -> str:
 
 
 def choices_of(info: FieldInfo) -> tuple[str, ...]:
-    """The values that a field allows, where they can be listed."""
+    """The values that a field allows, if they can be listed."""
     kinds = alternative_types(info.annotation)
     if kinds == [bool]:
         return ("true", "false")
@@ -248,7 +247,7 @@ def describe_wrong_value(
 def describe_wrong_choice(
     place: str, entry: Mapping[str, Any], key: str, choices: Sequence[str], remedy: str = ""
 ) -> str:
-    """The line about an entry whose `key` names nothing that is known. `remedy`: another way to
+    """The line about an entry whose `key` has an unknown name or none. `remedy`: another way to
     correct a wrong name."""
     name = entry.get(key)
     choice = f"choose one of {', '.join(choices)}"

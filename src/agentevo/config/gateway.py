@@ -1,4 +1,4 @@
-"""The section `gateway`: the door for agents that bring a client of their own."""
+"""The section `gateway`: the HTTP server for agents that use their own client."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from agentevo.config.section import Section
 
 
 class GatewaySection(Section):
-    """How agents reach the policy that ask it through a client of their own (OpenAI's API). Nothing
-    listens before such an agent plays."""
+    """How agents with their own client (of OpenAI's API) reach the policy. The gateway listens only
+    once such an agent plays."""
 
     host: Literal["127.0.0.1", "::1", "localhost"] = "127.0.0.1"
-    """Address that it listens on: this machine alone."""
+    """Address that the gateway listens on. Only this machine can reach it."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port that it listens on; 0 takes a free one."""
+    """Port that the gateway listens on. 0 takes a free one."""
     distribution: Literal["recipe", "client"] = "recipe"
-    """Who decides temperature, top_p, top_k and min_p: the `recipe`, whatever the agent's client
-    asks; or the `client`, whose turns are context and never trained where they differ from the
-    recipe's."""
+    """Where temperature, top_p, top_k and min_p come from. `recipe`: the recipe's values replace
+    the client's; `client`: the client's values apply, and a turn with other values than the
+    recipe's is context and never trained."""
     whole_calls: bool = False
-    """Whether a stream tells a call of a tool when it is whole, and not its arguments as they are
-    drawn: then nobody hears of a call that turns out to be none, and sends its beginning back."""
+    """Whether a stream sends a tool call only when it is complete, rather than its arguments as
+    they are sampled. Then no client gets, and sends back, the beginning of a call that turns out
+    not to be a call."""
     max_body_mb: float = Field(default=16.0, gt=0, le=1024)
-    """Longest body of a request, in MiB."""
+    """Largest body of a request, in MiB."""
     requests_per_s: float = Field(default=0.0, ge=0, le=1e6)
-    """Requests a second that each session's key may make, and each address that shows wrong keys;
-    what is beyond gets 429 and `Retry-After`. A second's worth may come at once. 0 is no limit."""
+    """Maximum number of requests per second for each session's key, and for each address that sends
+    wrong keys. Further requests get 429 and `Retry-After`. A burst of one second's requests is
+    allowed. 0: no limit."""

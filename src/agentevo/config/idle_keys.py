@@ -1,7 +1,7 @@
-"""Removes keys that a recipe sets for its own preset only, where overrides choose another one.
+"""Removes keys that a recipe sets for its own preset only, if overrides choose another preset.
 
 `algorithm.name=dpo` on a recipe of GRPO keeps its clip_high, if DPO has one (`other_preset` warns
-of it). An entropy bonus, a critic or the pairs of a preference loss have no meaning for another
+about it). An entropy bonus, a critic or the pairs of a preference loss have no meaning for another
 kind of preset, and would be refused. They are removed, unless an override sets them: a key in an
 override is intended.
 """
@@ -28,9 +28,9 @@ def drop_idle_keys(
     before: Mapping[str, Any], now: dict[str, Any], changed: Collection[str]
 ) -> list[str]:
     """Removes from the tree `now` the keys that the recipe `before` sets for its own preset and
-    that the preset of `now` does not use; returns the dotted keys. `changed`: the keys that were
-    set since, dotted; a section stands there for all its keys. Invalid trees are left to be refused
-    later."""
+    that the preset of `now` does not use; returns the dotted keys. `changed`: the dotted keys
+    that were set since; a section in it means all its keys. Invalid trees stay unchanged: a later
+    check refuses them."""
     was = before.get("algorithm")
     section = now.get("algorithm")
     if not isinstance(section, dict) or not (was is None or isinstance(was, Mapping)):
@@ -71,7 +71,7 @@ def _is_changed(key: str, changed: Collection[str]) -> bool:
 
 
 def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, ...]] | None:
-    """(unused keys of the algorithm section, needs of the advantage); None where the section names
+    """(unused keys of the algorithm section, needs of the advantage); None if the section names
     something unknown."""
     if name in PREFERENCE_PRESETS:
         loss = PREFERENCE_LOSSES.get(
@@ -117,7 +117,7 @@ def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, 
     rounds = section.get("dynamic_sampling", preset.keys.get("dynamic_sampling", 0))
     if (
         rounds and section.get("drop_zero_variance") is False
-    ):  # it leaves out keys that this would keep
+    ):  # dynamic sampling leaves out groups that this would keep
         idle.add("drop_zero_variance")
     return idle, entries[0].needs
 

@@ -1,4 +1,4 @@
-"""Defaults of a recipe where the policy that samples tokens differs slightly from the trained one.
+"""Defaults of a recipe if the policy that samples tokens differs slightly from the trained one.
 
 There are two causes. An engine that is not the trainer's own computes the same weights in other
 kernels and number formats (Yao et al., "Your efficient RL framework secretly brings you off-policy
@@ -25,7 +25,7 @@ DEFAULTS = {"importance": "token_tis", "old_logprobs": "recomputed"}
 
 
 def with_importance(tree: Any) -> Any:
-    """A recipe's tree with the defaults above, where they apply. Unreadable parts are not changed;
+    """A recipe's tree with the defaults above, if they apply. Unreadable parts are not changed;
     a later check refuses them."""
     if not isinstance(tree, Mapping):
         return tree
@@ -57,7 +57,7 @@ def with_importance(tree: Any) -> Any:
 
 
 def _value(tree: Any, *keys: str, default: str) -> Any:
-    """The value at a path of mappings and sections; `default` where there is none."""
+    """The value at a path of mappings and sections; `default` if there is none."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else getattr(tree, key, None)
     return default if tree is None else tree

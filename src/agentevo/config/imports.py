@@ -1,12 +1,12 @@
-"""The recipe's key `import`: modules and files of the user, executed before names are resolved, so
-that what they register (environments, agents, rewards) can be named in the recipe.
+"""The recipe's key `import`: the user's modules and files. They are executed before names are
+resolved, so that a recipe can name the environments, agents and rewards that they register.
 
 An entry is a Python file (`./my_agent.py`), a package's folder, or the name of a module. It is
-searched next to the recipe, then in the current folder, as files of tasks are, and a module finally
-on Python's path. A run's folder is not searched: what an override names is the caller's code. Paths
-become absolute here, so that a run's config.yaml finds the code again in any process. A file's
-folder goes to the end of `sys.path`, so that the file may import its neighbours. Nothing is
-executed twice in one process.
+searched for next to the recipe, then in the current folder, like files of tasks; a module is
+searched for last on Python's path. An override's entry is the caller's code, so it is not searched
+for in a run's folder. Paths become absolute here, so that a run's config.yaml finds the code again
+in any process. A file's folder goes to the end of `sys.path`, so that the file can import its
+neighbours. Nothing is executed twice in one process.
 """
 
 from __future__ import annotations
@@ -33,25 +33,23 @@ from agentevo.user_code import load_in_time
 
 KEY = "import"
 TRUST = "AGENTEVO_TRUST_RUNS"
-"""The environment variable that says, by `1`, that code in the folders of runs is trusted."""
+"""The environment variable that, set to `1`, makes code in the folders of runs trusted."""
 OF_A_RUN = "config.yaml"
 """A file of this name is a run's configuration, independent of the other files in its folder: a
 person who passes a run on can delete every other sign of it."""
 STORE_KEYS = ("store", "store.url")
-"""The keys of a URL whose scheme names a registered store, never a module to import."""
-OF_YOUR_OWN = (
-    "; one of your own needs import=[./my_file.py], or in Python to be registered or passed first"
-)
-"""The end of a refusal of an unknown agent, environment or reward."""
+"""Keys whose value is a URL with the name of a registered store as scheme, never a module."""
+OF_YOUR_OWN = "; for your own, set import=[./my_file.py], or in Python register or pass it first"
+"""The end of the error for an unknown agent, environment or reward."""
 MAX_NAME = 250
-"""The maximal length of a file's name without its ending, as file systems have it."""
+"""The maximal length of a file's name without its suffix, on common file systems."""
 
 
 def import_all(
     tree: Mapping[str, Any], overrides: Sequence[str], *, where: str, folder: Path
 ) -> tuple[str, ...]:
-    """Imports what the recipe `tree`, read from `folder`, or an override asks for; returns the
-    entries with absolute paths. Raises ConfigError with what the user's code raised."""
+    """Imports the entries of the recipe `tree`, read from `folder`, or of an override; returns them
+    with absolute paths. Raises ConfigError with the error of the user's code."""
     import_overrides = [text for text in overrides if sources.split_override(text)[0] == KEY]
     written = sources.merge(
         {KEY: tree.get(KEY)}, import_overrides, where=where, is_text=lambda key: False
@@ -78,10 +76,10 @@ def import_all(
 
 
 def check_code_of_run(folder: Path, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
-    """Raises ConfigError where the configuration of a run in `folder` imports code that came with
-    the folder, under `import` or as another value that becomes an import. Runs name code by its
-    path on the machine where they were made. With this check, a person who passes a run on can't
-    run code on the machine of a person who looks at it. What an override names is not checked."""
+    """Raises ConfigError if the configuration of a run in `folder` imports code that came with the
+    folder, under `import` or as another value that becomes an import. Runs name code by its path on
+    the machine where they were made. With this check, a person who passes a run on can't run code
+    on the machine of a person who looks at it. Keys that an override sets are not checked."""
     if os.environ.get(TRUST) == "1":
         return
 
@@ -96,15 +94,15 @@ def check_code_of_run(folder: Path, tree: Mapping[str, Any], overrides: Sequence
             continue
         if _comes_with(entry, folder.resolve()):
             raise ConfigError(
-                f"{folder / OF_A_RUN}: {key}: {shown(entry)} is code that lies in the run's "
-                "folder, or wherever this command is called: it is not run unasked. Read it; then "
-                f"name it yourself, '{key}={'[PATH]' if key == KEY else 'VALUE'}', or set "
-                f"{TRUST}=1 (a recipe of your own has another name than {OF_A_RUN})"
+                f"{folder / OF_A_RUN}: {key}: {shown(entry)} is code in the run's folder or "
+                "the current folder: AgentEvo does not run it unasked. Read it; then name it "
+                f"yourself with '{key}={'[PATH]' if key == KEY else 'VALUE'}', or set {TRUST}=1 "
+                f"(give your own recipe another name than {OF_A_RUN})"
             )
 
 
 def _imports_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, entry) of what the recipe's `import` names."""
+    """(key, entry) of each entry of the recipe's `import`."""
     written = tree.get(KEY) or []
     for entry in written if isinstance(written, list) else [written]:
         if isinstance(entry, str):
@@ -136,7 +134,7 @@ def _modules_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _may_be_module(text: str) -> bool:
-    """Whether Python may find a file by that name, which need not be an identifier."""
+    """Whether Python can find a file by that name, which need not be an identifier."""
     return all(0 < len(part) < MAX_NAME and "/" not in part for part in text.split("."))
 
 
@@ -208,7 +206,7 @@ def import_for(recipe: str) -> None:
 
 
 def _import(entry: str, folders: Sequence[Path]) -> str:
-    """Executes one entry, unless that has been done, and returns it with an absolute path."""
+    """Executes one entry, once per process, and returns it with an absolute path."""
     looked_in = " and ".join(map(str, folders))
     if _is_path(entry):
         paths = [folder / Path(entry).expanduser() for folder in folders]
@@ -216,11 +214,11 @@ def _import(entry: str, folders: Sequence[Path]) -> str:
         if path is None:
             hint = next(filter(None, (spelling_hint(place, _is_source) for place in paths)), "")
             raise ConfigError(
-                f"{entry} is no Python file and no package's folder (looked in {looked_in}): "
+                f"{entry} is neither a Python file nor a package's folder (looked in {looked_in}): "
                 f"{hint}give the path of a file that ends in .py"
             )
     elif not _is_module_name(entry):
-        raise ConfigError(f"{entry!r} is no module's name: a file is written ./{entry}")
+        raise ConfigError(f"{entry!r} is not a module's name: write a file as ./{entry}")
     else:
         names = (f"{entry}.py", entry)
         paths = [folder / name for folder in folders for name in names]
@@ -265,7 +263,7 @@ def _spec(name: str) -> ModuleSpec | None:
 
 def _import_file(path: Path) -> None:
     """Imports a file under its own name, as Python would from its folder, or under a made-up name
-    where another module has that name."""
+    if another module has that name."""
     package = path.name == "__init__.py"
     if any(_is_file_of(module, path) for module in list(sys.modules.values())):
         return

@@ -2,7 +2,7 @@ r"""`${...}` in a configuration.
 
 `${section.key}` is replaced by another value, `${.key}` by one in the same mapping,
 `${oc.env:NAME}` and `${oc.env:NAME,default}` by an environment variable, `${oc.decode:TEXT}` by a
-text read as YAML. They may appear within a text and within one another; `\${` is no interpolation.
+text read as YAML. They can appear within a text and within one another; `\${` is no interpolation.
 `${env:NAME}` is not changed (`agentevo.credentials`).
 
 Each value is resolved once, and the size of the result is counted: `a: ${b}${b}`, `b: ${c}${c}` and
@@ -24,8 +24,8 @@ _OUTSIDE = re.compile(r"\\*+\$\{|[^\\$]++|\\++|\$")
 _WITHIN = re.compile(r"""\\*+\$\{|[{}]|"[^"]*+"|'[^']*+'|[^\\${}"']++|.""", re.DOTALL)
 _OPENING = re.compile(r"(?P<slashes>\\*+)\$\{(?P<name>env:[A-Za-z_][A-Za-z0-9_]*\})?")
 _PLACEHOLDER = re.compile(r"<YOUR_\w+>(/\S*)?")
-"""Placeholders that templates have instead of a name or a path."""
-_HINT = r"`${...}` refers to another key, a text has \${"
+"""A placeholder of a template for a name or a path."""
+_HINT = r"`${...}` refers to another key; as plain text, write \${"
 
 
 class InterpolationError(ValueError):
@@ -37,7 +37,7 @@ class InterpolationError(ValueError):
 
 def resolve_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the tree with every `${...}` resolved. Raises InterpolationError, also for `???`,
-    `<YOUR_...>` and what grows beyond the limits of `parsing`."""
+    for `<YOUR_...>` and for a result beyond the limits of `parsing`."""
     value = Resolver(tree).whole()
     assert isinstance(value, dict)
     return value
@@ -64,7 +64,7 @@ class Resolver:
             value = self._copy(key, value)
             check_depth(value)
         except (RecursionError, ParseError) as error:
-            problem = "`${...}` within one another is too deep: write the values"
+            problem = "`${...}` are nested too deeply: write the values"
             raise InterpolationError(key, problem) from error
 
         return value
@@ -82,7 +82,7 @@ class Resolver:
         elif isinstance(written, list):
             value = [self._value((*key, place), item) for place, item in enumerate(written)]
         elif isinstance(written, str) and written == "???":
-            raise InterpolationError(key, "??? stands for a value that must be given: give it")
+            raise InterpolationError(key, "??? marks a required value: give the value")
         elif isinstance(written, str) and _PLACEHOLDER.fullmatch(written):
             raise InterpolationError(key, f"{written} is a placeholder: give the value")
         elif is_interpolation(written):
@@ -108,13 +108,13 @@ class Resolver:
         if self._num_values > MAX_VALUES or self._num_characters > MAX_BYTES:
             raise InterpolationError(
                 key,
-                f"with what `${{...}}` stands for there are more than {MAX_VALUES:,} values or "
-                f"{MAX_BYTES:,} characters: write fewer of them",
+                f"with every `${{...}}` resolved, there are more than {MAX_VALUES:,} values or "
+                f"{MAX_BYTES:,} characters: write fewer `${{...}}`",
             )
 
     def _pieces(self, key: Key, text: str, place: int, *, within: bool) -> tuple[list[Any], int]:
-        """The text from `place` on as texts and values, and where it ends: `within` an
-        interpolation, behind the brace that closes it."""
+        """The text from `place` on as texts and values, and the index of its end. `within` an
+        interpolation, the end is behind the brace that closes it."""
         pieces: list[Any] = []
         num_open = 0
         while place < len(text):
@@ -150,7 +150,7 @@ class Resolver:
     def _join_pieces(self, key: Key, pieces: list[Any]) -> str:
         if any(isinstance(piece, (dict, list)) for piece in pieces):
             raise InterpolationError(
-                key, f"a list or mapping can't stand within a text or a key; {_HINT}"
+                key, f"a list or mapping can't be part of a text or a key; {_HINT}"
             )
         texts = [str(piece) for piece in pieces]
         self._count(key, 0, sum(map(len, texts)))
@@ -175,11 +175,11 @@ class Resolver:
         raise InterpolationError(
             key,
             f"`${{{shorten(name)}:...}}` is not known: write ${{section.key}}, ${{oc.env:NAME}} "
-            r"or ${oc.decode:TEXT}; a text has \${",
+            r"or ${oc.decode:TEXT}; as plain text, write \${",
         )
 
     def _value_of_name(self, key: Key, name: str) -> Any:
-        """The value that a key names, from the root, or with dots before it from above `key`."""
+        """The value that a key names: from the root, or with leading dots relative to `key`."""
         path = name.lstrip(".")
         num_dots = len(name) - len(path)
         parts = [part.strip() for part in re.split(r"[.\[\]]", path) if part.strip()]
@@ -207,7 +207,7 @@ class Resolver:
 
 
 def escape_tree(value: Any) -> Any:
-    """A tree that `resolved` turns into the given one."""
+    """A tree that `resolve_tree` turns into the given one."""
     if isinstance(value, Mapping):
         return {name: escape_tree(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -34,9 +34,8 @@ _OF_THE_MODEL = {"api", "model", "temperature", "top_p", "max_new_tokens", "extr
 
 
 def judge_digest(judge: JudgeOptions, sections: Mapping[str, RemoteModelSection]) -> str:
-    """Equal for judges that answer alike: the same models with the same settings and the same
-    prompts. The addresses of their servers do not count, and neither does a default that is written
-    out."""
+    """A digest of what decides a judge's answers: its models, their settings and its prompts. It
+    does not depend on the servers' addresses, nor on whether a default is written out."""
     models = [
         sections[name].model_dump(mode="json", include=_OF_THE_MODEL)
         for name in judge.models
@@ -64,9 +63,10 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
         if not judge.needs_calibration:
             return ""
         return (
-            "nobody knows how far this judge agrees with the truth, so it is not trained by: "
-            "measure it (`agentevo judge calibrate RECIPE --rows FILE --out FILE`) and give "
-            "calibration=FILE, or take the risk with uncalibrated=true (docs/rewards.md#judges)"
+            "this judge's agreement with the truth is not measured, so it can't be used for "
+            "training: measure it (`agentevo judge calibrate RECIPE --rows FILE --out FILE`) and "
+            "give calibration=FILE, or accept the risk with uncalibrated=true "
+            "(docs/rewards.md#judges)"
         )
 
     path = Path(judge.calibration).expanduser()
@@ -77,12 +77,14 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
         measured_digest = str(report["digest"])
         values = {name: measured[name]["value"] for name in BARS}
     except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
-        return f"calibration: {path} is no report of `agentevo judge calibrate` ({error}): {remedy}"
+        return (
+            f"calibration: {path} is not a report of `agentevo judge calibrate` ({error}): {remedy}"
+        )
 
     if measured_digest != digest:
         return (
-            f"calibration: {path} is of another judge (other models, settings, rubric or votes): "
-            f"{remedy}"
+            f"calibration: {path} belongs to another judge (other models, settings, rubric or "
+            f"votes): {remedy}"
         )
 
     problems = below_bars(judge, values)
@@ -101,7 +103,7 @@ def below_bars(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
         bar = getattr(judge, name)
         if value is None:
             if at_least:
-                problems.append(f"{what} could not be measured, and {name}={bar:g} is wanted")
+                problems.append(f"{what} could not be measured, but the bar is {name}={bar:g}")
         elif (value < bar) if at_least else (abs(value) > bar):
             problems.append(
                 f"{what} is {value:.3g}, {'below' if at_least else 'above'} {name}={bar:g}"

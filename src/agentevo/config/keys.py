@@ -48,7 +48,7 @@ NAME = "NAME"
 """Appears in a key in place of the name of a section to which a recipe gives names
 (`remote_models`)."""
 SHOWN_TRANSLATIONS = 5
-"""Keys of another system that are translated where a whole section of it was given."""
+"""Maximum number of keys that an error translates for a whole section of another system."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Explanation:
     default: str
     """The default as YAML would write it; empty for a section and for a key that must be given."""
     unit: str
-    """The unit of the value; empty where the value is a plain number, a name or a text."""
+    """The unit of the value; empty if the value is a plain number, a name or a text."""
     choices: tuple[str, ...] = ()
-    """The allowed values, where they can be listed."""
+    """The allowed values, if they can be listed."""
     option_of: tuple[str, ...] = ()
     """Types of a polymorphic section, or names of a list's entries, that have this key; empty for
     keys that are always there."""
@@ -73,8 +73,8 @@ class Explanation:
 
 
 class ConfigKeys:
-    """Every dotted key below `root`, with explanations; built once per tree. `prefix`: what stands
-    before each, such as `agent.tools.mcp.`."""
+    """Every dotted key below `root`, with explanations; built once per tree. `prefix`: the
+    text before each key, such as `agent.tools.mcp.`."""
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ class ConfigKeys:
                 ]
 
     def names(self) -> list[str]:
-        """Dotted keys in the order of the tree, sections before what they hold."""
+        """Dotted keys in the order of the tree, sections before their keys."""
         return list(self._explanations)
 
     def explain(self, key: str) -> list[Explanation]:
-        """One explanation, or several where the types of a polymorphic section disagree about the
+        """One explanation, or several if the types of a polymorphic section disagree about the
         key. Raises `UnknownNameError`."""
         if key not in self._explanations:
             raise UnknownNameError(
@@ -150,7 +150,7 @@ class ConfigKeys:
     def suggestion(
         self, key: str, *, chosen: Mapping[str, str] | None = None, section: bool | None = None
     ) -> str:
-        """`; did you mean trainer.group_size?`, or our key for one of another system, or empty.
+        """`; did you mean trainer.group_size?`, or our key for a key of another system, or empty.
         `chosen`: the type of each polymorphic section. `section`: whether the value was a mapping,
         which makes sections more likely."""
         best = self._nearest(key, chosen or {}, section)
@@ -260,7 +260,7 @@ class ConfigKeys:
         return f"{place}: {words}"
 
     def kinds(self, key: str) -> list[Any]:
-        """The types that a value of the key may have, or the types of the items of a list or tuple;
+        """The types that a value of the key can have, or the types of the items of a list or tuple;
         empty for an unknown key."""
         return [
             kind
@@ -337,8 +337,8 @@ def _walk_variants(
     names = tuple(kinds)
     default = "" if chooser.is_required() else as_yaml(chooser.default)
     meaning = (
-        f"Which {_leaf(key)} it is, and with that which other keys {key} has. `agentevo "
-        f"list {_leaf(key)}s` says what each one is."
+        f"The type of the {_leaf(key)}, which determines the other keys of {key}. `agentevo "
+        f"list {_leaf(key)}s` describes each type."
     )
     yield (
         Explanation(f"{key}.type", meaning, f"one of {', '.join(names)}", default, "", names),
@@ -366,16 +366,16 @@ def _explain_field(key: str, info: FieldInfo) -> Explanation:
 
 
 def _named_section(annotation: Any) -> type[pydantic.BaseModel] | None:
-    """Of a mapping from names to sections, their model."""
+    """The model of the sections in a mapping from names to sections; None for other types."""
     if get_origin(annotation) is not dict:
         return None
     return section_model(get_args(annotation)[1])
 
 
 def _closeness(key: str, name: str) -> float:
-    """0 (unlike) to 1.2 (equal): mostly the last name, which allows a right name in a wrong
-    section, and partly the names before it. A last name that is no typing error, and does not begin
-    as the known one in its own section, is unlike: a far guess is worse than none."""
+    """0 (unlike) to 1.2 (equal). The last name counts most, so that a right name in a wrong section
+    is close; the names before it count less. A last name is unlike if it is neither a typing error
+    nor, in the right section, begins like the known one: a far guess is worse than none."""
     wanted_parent = _parent(key)
     wanted_leaf = normal_key(_leaf(key))
     known_parent = _parent(name)

@@ -1,4 +1,4 @@
-"""Which part of the policy is trained: all of it, or LoRA adapters over a base that stays. Keys
+"""Which part of the policy is trained: the whole model, or LoRA adapters on a frozen base. Keys
 have the same meaning as in PEFT."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Rank = Annotated[int, Field(ge=1)]
 
 class LoraSection(Section):
     """LoRA adapters (arXiv 2106.09685) by PEFT (`pip install 'agentevo[lora]'`): y = W x + scale *
-    B A x with W as it was and A, B trained. Off while rank is 0 and adapter is null. Learning rates
+    B A x with W frozen and A, B trained. Off while rank is 0 and adapter is null. Learning rates
     are usually about ten times those of full fine-tuning."""
 
     rank: int = Field(default=0, ge=0)
@@ -25,15 +25,16 @@ class LoraSection(Section):
     """scale = alpha / rank (PEFT's lora_alpha). Default: twice the rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that is zeroed in supervised training (cold_start). RL and
-    evaluation never drop out: their log-probs are those that tokens were drawn with."""
+    evaluation use no dropout: their log-probs are those that tokens were sampled with."""
     targets: Texts = Field(default=(ALL_LINEAR,), min_length=1)
     """Names of the layers that get an adapter, such as [q_proj, v_proj] (PEFT's target_modules);
-    `all-linear`: every linear layer but the output layer."""
+    `all-linear`: every linear layer except the output layer."""
     exclude: Texts = ()
-    """Names of layers that get none all the same (PEFT's exclude_modules)."""
+    """Names of layers that get no adapter, although targets includes them (PEFT's
+    exclude_modules)."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Decoder layers that get adapters, from 0 (PEFT's layers_to_transform). Empty: all. Needs
-    targets by name."""
+    the names of layers in targets."""
     rank_pattern: dict[str, Rank] = Field(default={})
     """Other ranks for some layers: name (or regular expression) -> rank."""
     alpha_pattern: dict[str, Rank] = Field(default={})
@@ -41,26 +42,28 @@ class LoraSection(Section):
     rslora: bool = False
     """scale = alpha / sqrt(rank) (arXiv 2312.03732)."""
     dora: bool = False
-    """Train each output's magnitude apart from its direction (arXiv 2402.09353). Slower steps;
-    generation costs the same."""
+    """Train the magnitude of each output separately from its direction (arXiv 2402.09353). Steps
+    are slower; generation costs the same."""
     init: Literal["default", "gaussian", "orthogonal"] = "default"
-    """How A and B start; the policy is the base at first in each. `default`: A uniform, B zero;
-    `gaussian`: A normal, B zero; `orthogonal`: both random with B A = 0 (even ranks)."""
+    """Initial values of A and B. At first, the policy always equals the base. `default`: A
+    uniform, B zero; `gaussian`: A normal, B zero; `orthogonal`: both random with B A = 0 (even
+    ranks)."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which bias vectors of the base are trained as well: none, all, or those of layers with
     adapters."""
     modules_to_save: Texts = ()
-    """Names of modules that are trained whole and saved with the adapter."""
+    """Names of modules that are trained in full and saved with the adapter."""
     adapter: Annotated[Path | None, expand_home("give the folder of a saved adapter, or null")] = (
         None
     )
-    """Folder of a saved adapter (adapter_config.json) to start from, in place of a fresh one; it
-    brings its own rank and the rest."""
+    """Folder of a saved adapter (adapter_config.json) to start from, instead of a new one. It
+    brings its own rank and other settings."""
     quantize: Literal["none", "8bit", "4bit"] = "none"
     """Keep the base in 8 or 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: less memory, more
-    time. Also on a CPU. 8 bits round a token's activations by what it is computed beside, so drawn
-    and recomputed log-probs differ (by tenths of a nat), and `algorithm.importance` is token_tis
-    by default; in 4 bits they agree to the dtype's rounding."""
+    time. Also on a CPU. In 8 bits, the rounding of a token's activations depends on the other
+    tokens in the computation, so sampled and recomputed log-probs differ (by tenths of a nat), and
+    the default of `algorithm.importance` is token_tis. In 4 bits they agree up to the dtype's
+    rounding."""
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -81,7 +84,7 @@ class LoraSection(Section):
         if not self.enabled and (chosen or self.quantize != "none"):
             idle_keys = ", ".join([*chosen, *(["quantize"] if self.quantize != "none" else [])])
             raise ValueError(
-                f"{idle_keys} is for adapters, and there are none while rank is 0: set rank=16, or "
+                f"{idle_keys} is for adapters, but there are none while rank is 0: set rank=16, or "
                 "remove it"
             )
 
@@ -107,5 +110,5 @@ class LoraSection(Section):
 
     @property
     def enabled(self) -> bool:
-        """Whether adapters are trained in place of the whole model."""
+        """Whether adapters are trained instead of the whole model."""
         return self.rank > 0 or self.adapter is not None

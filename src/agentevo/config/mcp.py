@@ -14,71 +14,71 @@ from agentevo.config.tools import ToolSection
 
 
 def checked_url(url: str, example: str) -> str:
-    """The URL of a server. Raises ValueError for what is none, and for one with a password."""
+    """The URL of a server, unchanged. Raises ValueError if it is invalid or has a password."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
         raise ValueError(
-            f"{url!r} is no URL of a server: give one such as {example}, without a password"
+            f"{url!r} is not the URL of a server: give one such as {example}, without a password"
         )
     return url
 
 
 class MCPSection(ToolSection):
-    """What every MCP server has."""
+    """The options of every MCP server."""
 
     session: Literal["attempt", "shared"] = "attempt"
-    """Who has a session: every `attempt` its own, with a state of its own, or all attempts of a
-    process one that is `shared`, for servers without a state."""
+    """`attempt`: each attempt has its own session, with its own state; `shared`: all attempts of a
+    process share one session, for servers without a state."""
     max_sessions: int = Field(default=64, ge=1)
-    """Sessions of attempts that are open at once in one process; further attempts wait, which is no
-    part of their time."""
+    """Maximum number of attempts' sessions that are open at once in one process. Further attempts
+    wait, and the wait does not count as their time."""
     start_timeout_s: float = Field(default=60.0, gt=0)
-    """Longest time until a server that was started, or connected to, has named its tools."""
+    """The time limit for starting or connecting to a server and listing its tools."""
     prompt: str | None = None
-    """A prompt of the server's, which the policy reads before the task, in the system message."""
+    """A prompt of the server, which the policy reads before the task, in the system message."""
     prompt_arguments: Mapping[str, str] = Field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of `prompt`."""
     resources: bool = False
-    """Whether the policy may read the server's resources: by the tools list_resources and
+    """Whether the policy can read the server's resources, with the tools list_resources and
     read_resource."""
     outcome: str | None = None
-    """A tool that says what the attempt is worth by the state that it left: called at its end,
-    without arguments, and not shown to the policy. Its text is a number, or a JSON object of named
-    ones."""
+    """A tool that scores an attempt by its final state. It is called at the end of the attempt,
+    without arguments, and the policy does not see it. Its text is a number, or a JSON object of
+    named numbers."""
     send_task: bool = False
-    """Whether the server is told of the attempt's task: one that is started by the variable
-    AGENTEVO_TASK, one at a URL by the headers agentevo-task and agentevo-seed. The task's `answer`
-    is left out, as are `state_checks` and `solved_by_calls` of its metadata: what a server knows,
-    the policy may find out. So mind what else the metadata says."""
+    """Whether the server gets the attempt's task: a started program in the variable AGENTEVO_TASK,
+    a server at a URL in the headers agentevo-task and agentevo-seed. The task's `answer`, and
+    `state_checks` and `solved_by_calls` of its metadata, are left out, because the policy can find
+    out what a server knows. Check what else the metadata says."""
 
     @model_validator(mode="after")
     def _one_task_for_one_session(self) -> Self:
         if self.send_task and self.session == "shared":
-            raise ValueError("send_task is for a session for each attempt: leave one of them out")
+            raise ValueError("send_task needs session=attempt: set it, or leave out send_task")
         return self
 
 
 class MCPServerSection(MCPSection):
-    """One MCP server: a `command` that is started and spoken to over stdin and stdout, or a
+    """One MCP server: a `command`, which is started and communicates over stdin and stdout, or a
     `url`."""
 
     type: Literal["mcp"] = "mcp"
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")
-    """What it is called here; tells its tools from others of the same name."""
+    """The server's name in this recipe. It distinguishes tools of the same name."""
     command: str | None = None
-    """The program that is the server."""
+    """The program that runs the server."""
     args: tuple[str, ...] = ()
-    """Its arguments. No shell reads them."""
+    """Arguments of `command`, which runs without a shell."""
     env: Mapping[str, str] = Field(default_factory=dict)
-    """Variables for it, beside PATH, HOME and the like, which are all that it gets of this
-    process's own. They are kept in the run's folder: secrets go by pass_env."""
+    """Environment variables for the server. Of this process's own variables, it gets only PATH,
+    HOME and the like. The run's folder stores the values of `env`: use pass_env for secrets."""
     pass_env: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Names of variables of this process that it gets as well, such as [GITHUB_TOKEN]."""
+    """Names of this process's variables that the server also gets, such as [GITHUB_TOKEN]."""
     cwd: Path | None = None
-    """Folder in which it runs. Default: the recipe's."""
+    """The folder that the server runs in. Default: the recipe's."""
     sandbox: ProgramSandboxSection | None = None
-    """Run it in a sandbox (bubblewrap) with a work folder of its own and no network: `true`, or a
-    section that says what it may see and use beside that."""
+    """Run the server in a sandbox (bubblewrap) with its own work folder and no network: `true`, or
+    a section with what else it can see and use."""
 
     @field_validator("sandbox", mode="before")
     @classmethod
@@ -86,9 +86,9 @@ class MCPServerSection(MCPSection):
         return {} if value is True else None if value is False else value
 
     url: str | None = None
-    """Where it is, such as http://127.0.0.1:8000/mcp."""
+    """The URL of a running server, such as http://127.0.0.1:8000/mcp."""
     transport: Literal["http", "sse"] = "http"
-    """How a server at a `url` speaks: streamable HTTP, or the older SSE."""
+    """The protocol of a server at a `url`: streamable HTTP, or the older SSE."""
     api_key: str | None = None
     """`${env:NAME}`, the environment variable that holds the key for a server at a `url`, sent as
     Authorization: Bearer."""
@@ -111,7 +111,7 @@ class MCPServerSection(MCPSection):
             )
 
         if self.sandbox is not None and self.cwd is not None:
-            raise ValueError("in a sandbox it runs in a folder of its own: leave out cwd")
+            raise ValueError("a server in a sandbox runs in its own folder: leave out cwd")
         if self.command is not None and self.api_key is not None:
             raise ValueError("api_key is for a `url`: give a command its key by pass_env")
 
@@ -121,8 +121,8 @@ class MCPServerSection(MCPSection):
 class MCPFileSection(MCPSection):
     """The servers of a file as Claude, Cursor and others write it: {"mcpServers": {NAME:
     {"command": ..., "args": [...], "env": {...}} or {"url": ..., "type": "http" or "sse",
-    "headers": {...}}}}. `include` and `exclude` choose tools; what the file holds is not written
-    into the run's folder."""
+    "headers": {...}}}}. `include` and `exclude` choose tools. The content of the file is not
+    written into the run's folder."""
 
     type: Literal["mcp_file"] = "mcp_file"
     file: Path

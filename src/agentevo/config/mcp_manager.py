@@ -10,7 +10,7 @@ from agentevo.config.mcp import checked_url
 from agentevo.config.tools import ToolSection
 
 PATH = "/mcpapi"
-"""What the URL of a node's API ends with."""
+"""The end of the URL of a node's API."""
 
 
 class MCPManagerSection(ToolSection):
@@ -20,7 +20,7 @@ class MCPManagerSection(ToolSection):
 
     type: Literal["mcp_manager"] = "mcp_manager"
     name: str = Field(default="manager", pattern=r"^[A-Za-z0-9_-]{1,40}$")
-    """What it is called here; tells its tools from others of the same name."""
+    """The manager's name in this recipe. It distinguishes tools of the same name."""
     url: str
     """A node's API, such as http://host:8014/mcpapi or http://host:8080/container/ID/mcpapi; or,
     with `image`, the manager's own, such as http://host:8080."""
@@ -29,19 +29,19 @@ class MCPManagerSection(ToolSection):
     api_key: str | None = None
     """`${env:NAME}`, the environment variable that holds a key, sent as Authorization: Bearer."""
     image: str | None = None
-    """Makes nodes of its own: the image of the containers that the manager starts, such as
+    """The image of the containers that the manager starts as new nodes, such as
     agentdock-node:explore. They are released at the end."""
     creator: str | None = None
-    """Who the manager is told makes the nodes. It lets one creator have three of them at once;
-    without a name there is no such limit."""
+    """The name that the manager gets as the creator of the nodes. It allows three nodes at once per
+    creator; without a name there is no such limit."""
     session: Literal["shared", "attempt"] = "shared"
-    """Who has a node, where `image` makes them: all attempts of a process one, or every `attempt`
-    its own, made with its first call."""
+    """With `image`: `shared`: all attempts of a process share one node; `attempt`: each attempt has
+    its own node, made at its first call."""
     max_sessions: int = Field(default=3, ge=1)
-    """Nodes of attempts that there are at once in one process; further attempts wait, which is no
-    part of their time."""
+    """Maximum number of attempts' nodes at once in one process. Further attempts wait, and the wait
+    does not count as their time."""
     start_timeout_s: float = Field(default=180.0, gt=0)
-    """Longest time until a node is made, and until it has named its tools."""
+    """The time limit for making a node, and for listing its tools."""
 
     @field_validator("url")
     @classmethod
@@ -55,17 +55,17 @@ class MCPManagerSection(ToolSection):
                 raise ValueError(
                     f"the url of a node's API ends with {PATH}, such as "
                     f"http://127.0.0.1:8014{PATH}: add it, or give the `image` of the nodes that "
-                    "the manager at this url is to make"
+                    "the manager at this url makes"
                 )
 
             if self.session == "attempt" or self.creator is not None:
                 raise ValueError(
-                    "session: attempt and creator are for nodes that are made: give their `image`, "
-                    "or leave them out"
+                    "session=attempt and creator are for nodes that the manager makes: give their "
+                    "`image`, or leave out session and creator"
                 )
         elif self.url.endswith(PATH):
             raise ValueError(
-                f"{self.url} is a node that there is already, and `image` makes new ones: give the "
+                f"{self.url} is an existing node, but `image` makes new ones: give the "
                 "manager's url, such as http://127.0.0.1:8080, or leave image out"
             )
 

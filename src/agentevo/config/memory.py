@@ -12,19 +12,20 @@ if TYPE_CHECKING:
 
 
 class MemorySection(Section):
-    """What training keeps in memory, and where: for `agentevo train`, `agentevo sft` and the cold
-    start alike. `agentevo doctor` says which key helps when a recipe does not fit. Weights in
+    """What training keeps in memory, and where, for `agentevo train`, `agentevo sft` and the cold
+    start. `agentevo doctor` says which key helps when a recipe does not fit. Weights in
     bfloat16 (model.dtype) are always trained by float32 copies."""
 
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """What a decoder layer keeps for the backward pass: all it needs (`none`); matrix products and
-    attention, the rest being computed again (`selective`); only its input (`full`: least memory,
-    about a third more computing)."""
+    """What a decoder layer keeps for the backward pass: everything that it needs (`none`); matrix
+    products and attention, with the rest recomputed (`selective`); only its input (`full`: least
+    memory, about a third more computation)."""
     offload_activations: bool = False
-    """Keep on the CPU, until the backward pass, what decoder layers keep. Needs a GPU; not with
-    checkpointing=selective."""
+    """Move the tensors that decoder layers keep to the CPU until the backward pass. Needs a GPU.
+    Not with checkpointing=selective."""
     offload_optimizer: bool = False
-    """Keep optimizer state and float32 weights on the CPU, and step there. Needs a GPU."""
+    """Keep optimizer state and float32 weights on the CPU, and do the optimizer step there. Needs a
+    GPU."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit` keeps the two moments in 8 bits per number and a scale per 256 (arXiv
     2110.02861), by torchao: pip install 'agentevo[8bit]'."""
@@ -42,8 +43,8 @@ def memory_contradictions(config: RunConfig) -> Iterator[str]:
     memory = config.memory
     if memory.offload_activations and memory.checkpointing == "selective":
         yield (
-            "memory.offload_activations moves nothing of what memory.checkpointing=selective "
-            "keeps: set the latter to full or none"
+            "memory.offload_activations can't move the tensors that memory.checkpointing=selective "
+            "keeps: set checkpointing to full or none"
         )
 
     if config.model.device == "cpu":
@@ -51,8 +52,8 @@ def memory_contradictions(config: RunConfig) -> Iterator[str]:
 
 
 def offload_refusal(key: str) -> str:
-    """The refusal of an offload whose model is on the CPU already."""
+    """The error for an offload of a model that is on the CPU already."""
     return (
-        f"memory.{key} moves what a GPU holds to the CPU, and the model is on the CPU "
+        f"memory.{key} moves tensors from a GPU to the CPU, but the model is on the CPU "
         f"already: set memory.{key}=false"
     )
