@@ -144,8 +144,8 @@ def refusal(text: str | bytes, *overrides: str) -> list[str]:
         ),
         (
             "agents: {critic: {frozen: true}}",
-            "agents.critic: `frozen` is no key of an agent: write `train: false` for one whose "
-            "weights stay as they are, and `train: true` for one that learns",
+            "agents.critic: `frozen` is not a key of an agent: write `train: false` for an agent "
+            "whose weights stay fixed, and `train: true` for one that learns",
         ),
     ],
 )

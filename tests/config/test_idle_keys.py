@@ -59,7 +59,7 @@ def test_equal_groups_are_left_out_by_a_preset_whatever_the_recipe_says_for_its_
 def test_what_is_left_out_is_told():
     lines = kept_keys(RL, ["algorithm.name=dpo"], where="r.yaml")
     assert lines == [
-        "r.yaml sets for algorithm.name=grpo what dpo has no use for, left out: "
+        "r.yaml sets keys for algorithm.name=grpo that dpo does not use; they are left out: "
         "algorithm.entropy_coef=0.2, algorithm.kl_coef=0.1, algorithm.clip_high=0.3"
     ]
 

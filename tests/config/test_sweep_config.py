@@ -239,7 +239,9 @@ def test_the_only_variant_is_named_if_it_is_what_is_wrong():
 
 def test_a_sweep_can_not_be_read_as_one_run():
     Path("r.yaml").write_text(BASE + SWEEP)
-    with pytest.raises(ConfigError, match=r"r\.yaml: sweep: these are several runs.*sweep=null"):
+    with pytest.raises(
+        ConfigError, match=r"r\.yaml: sweep: this recipe is several runs.*sweep=null"
+    ):
         load_config("r.yaml")
 
 

@@ -427,7 +427,7 @@ def test_a_later_short_form_sets_its_one_key(held_out, name):
         ({"agents": {"solver": {}, "critic": {}}}, "the agents solver and proposer"),
         ({"agents": {"proposer": {}, "solver": {}}}, "in this order"),
         ({"agents": {"solver": {"train": False}, "proposer": {}}}, r"agents\.solver"),
-        ({"algorithm": {"name": "remax"}}, "not in a run with named agents"),
+        ({"algorithm": {"name": "remax"}}, "not supported in a run with named agents"),
     ],
 )
 def test_contradictions_are_refused(held_out, sections, what):
