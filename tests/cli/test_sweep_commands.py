@@ -30,7 +30,7 @@ def test_a_dry_run_lists_the_members_and_creates_nothing(agentevo):
 
 def test_sweeps_are_explained_and_listed(agentevo):
     assert (
-        "\n  sweep.seeds\n      Each variant is run once"
+        "\n  sweep.seeds\n      Each variant runs once"
         in agentevo("config", "explain", "sweep").out
     )
     assert "\nsweep " in agentevo("config", "explain").out

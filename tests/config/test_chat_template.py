@@ -49,8 +49,8 @@ def test_the_default_is_the_tokenizers_own():
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("hermez", "'hermez' is no file: give a Jinja file, or a template's name"),
-        ("empty.jinja", "is no Jinja template"),
+        ("hermez", "'hermez' is not a file: give a Jinja file, or a template's name"),
+        ("empty.jinja", "is not a Jinja template"),
         ("bytes.jinja", "can't be read"),
         ("dollar.jinja", "the template has"),
         (3, "'3' is no file"),

@@ -140,7 +140,7 @@ def refusal(text: str | bytes, *overrides: str) -> list[str]:
         (
             "trainer: {groups_per_step: 65536, group_size: 64}",
             "trainer: groups_per_step=65536 and group_size=64 make 4,194,304 attempts a step, "
-            "which are all in memory at its end: choose smaller ones, 1,048,576 attempts at most",
+            "which are all in memory at its end: choose smaller values, 1,048,576 attempts at most",
         ),
         (
             "agents: {critic: {frozen: true}}",

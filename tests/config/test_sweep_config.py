@@ -157,7 +157,7 @@ def test_the_dir_of_a_sweep_holds_its_runs():
         (
             BASE + SWEEP,
             ["sweep.seeds=[1,1]"],
-            "override: sweep.seeds: got [1, 1]; a seed is there twice",
+            "override: sweep.seeds: got [1, 1]; a seed is listed twice",
         ),
         (BASE + SWEEP, ["sweep.seeds=[3,-1]"], "override: sweep.seeds[1]: got -1; needs"),
         (

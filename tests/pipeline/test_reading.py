@@ -132,7 +132,7 @@ def test_words_of_the_command_line_go_to_the_pipeline_its_stages_and_their_recip
         ({"a": {"kind": "filter", "options": {"source": "x", "best": 1}}}, "is no option"),
         ({"a": {"kind": "filter", "options": {"source": "x"}, "config": {"a": 1}}},
          "reads no recipe"),
-        ({"a": {"kind": "sft"}}, "says nothing to train on"),
+        ({"a": {"kind": "sft"}}, "there is no training data"),
         ({"seed": {}}, "which is a key"),
         ({"../a": {}}, "use letters"),
         ({"a": {"repeat": 1000, "stages": {"b": {}, "c": {}}}}, "at most 1,000"),
