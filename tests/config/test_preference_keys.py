@@ -107,13 +107,13 @@ def test_what_a_recipe_chooses_wins_and_the_rest_is_the_presets():
         ),
         (
             {"pairs": "all"},
-            "pairs works only with presets that train by a preference loss, and name=grpo does not: "
-            "remove it, or choose one of dpo",
+            "pairs works only with presets that train by a preference loss, and name=grpo does "
+            "not: remove it, or choose one of dpo",
         ),
         (
             {"preference_loss": "dpo"},
-            "preference_loss works only with presets that train by a preference loss, and name=grpo does "
-            "not",
+            "preference_loss works only with presets that train by a preference loss, and "
+            "name=grpo does not",
         ),
         ({"label_smoothing": 0.1}, "label_smoothing belongs to preference loss dpo"),
         ({"name": "dpoo"}, "algorithm.name: got 'dpoo'; did you mean dpo?"),

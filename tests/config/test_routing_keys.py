@@ -38,7 +38,8 @@ def test_the_engine_records_what_is_replayed():
     [
         (
             ["trainer.routing_replay=rollout", "engine.routed_experts=false"],
-            "routing_replay=rollout replays the routing that the engine records, but engine.routed_experts is",
+            "routing_replay=rollout replays the routing that the engine records, but "
+            "engine.routed_experts is",
         ),
         (
             ["trainer.routing_replay=rollout", "engine.type=vllm"],

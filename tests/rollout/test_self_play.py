@@ -417,8 +417,8 @@ def test_a_later_short_form_sets_its_one_key(held_out, name):
 @pytest.mark.parametrize(
     ("sections", "what"),
     [
-        ({"tasks": {"train": ["a.jsonl"]}}, "self_play and train both say"),
-        ({"tasks": {"curriculum": True}}, "self_play and curriculum both say"),
+        ({"tasks": {"train": ["a.jsonl"]}}, "self_play and train both choose"),
+        ({"tasks": {"curriculum": True}}, "self_play and curriculum both choose"),
         ({"tasks": {"eval": []}}, "give eval"),
         ({"tasks": {"self_play": {"family": "test_words", "group_size": 3}}}, "does not divide"),
         ({"rollout": {"staleness": 1}}, r"set rollout\.staleness=0"),

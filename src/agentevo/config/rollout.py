@@ -71,7 +71,7 @@ class RolloutSection(Section):
     sharing: Literal["turns", "overlap"] = "turns"
     """Sampler and trainer in one process: the engine sleeps and frees its key-value memory while
     the trainer computes (`turns`), or keeps a copy of the weights and continues (`overlap`). With
-    either, attempts can wait for tools in the background."""
+    either, tools and environments continue to run."""
     transport: str | None = None
     """How new weights reach the engines: `shared` (the engine computes with the trainer's weights),
     `copy` (the engine gets a copy, in one process), `folder` (files in the run's folder, for

@@ -45,8 +45,8 @@ class SandboxSection(Section):
     max_files: int = Field(default=10_000, ge=10)
     """Maximum number of files and folders in the work folder."""
     output_kib: int = Field(default=32, ge=1, le=16_384)
-    """Size limit of stdout, of stderr and of a value, each, in KiB. A longer output keeps its first
-    and last half of this size."""
+    """Size limit of stdout, of stderr and of a value, each, in KiB. A longer output keeps its
+    beginning and its end, half of this size each."""
     start_timeout_s: float = Field(default=30.0, gt=0)
     """Time limit of a sandbox's start, in seconds."""
     timeout_s: float = Field(default=30.0, gt=0, lt=1e6)

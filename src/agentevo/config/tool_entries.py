@@ -1,4 +1,4 @@
-"""An entry of `agent.tools`: which kinds there are, and how each may be written."""
+"""An entry of `agent.tools`: its kinds, and how each is written."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def with_type(entry: Any) -> Any:
 
 
 def meant_type(entry: Mapping[str, Any]) -> tuple[str, str] | None:
-    """For an entry without a type that is no registered tool: the key that shows this, and the type
-    that is probably meant."""
+    """For an entry without a type that can't be a registered tool: the key that shows this, and the
+    probable type."""
     if "type" in entry:
         return None
     if "command" in entry:

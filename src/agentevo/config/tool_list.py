@@ -1,4 +1,4 @@
-"""Reads `agent.tools`: entries with the paths that a recipe means, or the problems of each."""
+"""Reads `agent.tools`: resolves the paths of each entry, or reports its problems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentevo.config.tasks import with_absolute_paths
 from agentevo.config.tool_entries import KINDS, meant_type, with_type
 
 SHOWN = ("read_only", "read_write")
-"""Keys of a sandbox with files and folders of the host."""
+"""Keys of a sandbox that name files and folders of the host."""
 
 
 def read_tools(agent: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -46,7 +46,8 @@ def _read(place: str, entry: Any, folder: Path) -> tuple[Any, list[str]]:
     if meant is not None:
         key, kind = meant
         return None, [
-            f"{place}: without a type it is a registered tool, which has no {key}: add type: {kind}"
+            f"{place}: an entry without a type is a registered tool, which has no {key}: add "
+            f"type: {kind}"
         ]
 
     options = with_type(entry)
