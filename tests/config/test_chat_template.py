@@ -53,8 +53,8 @@ def test_the_default_is_the_tokenizers_own():
         ("empty.jinja", "is not a Jinja template"),
         ("bytes.jinja", "can't be read"),
         ("dollar.jinja", "the template has"),
-        (3, "'3' is no file"),
-        ("x" * 9000, "is no file"),
+        (3, "'3' is not a file"),
+        ("x" * 9000, "is not a file"),
     ],
 )
 def test_what_is_no_template_is_refused(template, words, tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ def test_the_recipe_chooses_it(monkeypatch):
     with pytest.raises(ConfigError, match="and this run has none"):
         check_transport(config(samplers=0), is_separate=False)
     with pytest.raises(
-        ConfigError, match=r"works only with rollout.transport=object_store, not broadcast"
+        ConfigError, match=r"only with rollout.transport=object_store, not broadcast"
     ):
         config(weights={"url": "file:///x"})
     with pytest.raises(ConfigError, match=r"rollout.weights.delta is for weights in files"):

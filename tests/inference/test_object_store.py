@@ -261,9 +261,7 @@ def test_the_recipe_chooses_the_store(tmp_path):
         check_transport(config(weights={"url": "nowhere://x"}), is_separate=True)
     with pytest.raises(ConfigError, match=r"needs an address: set rollout.weights.url"):
         check_transport(config(transport="object_store"), is_separate=True)
-    with pytest.raises(
-        ConfigError, match=r"works only with rollout.transport=object_store, not folder"
-    ):
+    with pytest.raises(ConfigError, match=r"only with rollout.transport=object_store, not folder"):
         config(transport="folder", weights={"url": url})
     with pytest.raises(ConfigError, match="in float32 every weight changes"):
         config(weights={"delta": True})

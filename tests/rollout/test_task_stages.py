@@ -173,7 +173,7 @@ def test_a_step_whose_stage_is_not_decided_yet_has_no_tasks(tmp_path):
             "no task to train on is of the stage 'a' (where difficulty '1')",
         ),
         ([{"name": "a", "until_step": 1}], "tasks: stages[0]: the last stage lasts to the end"),
-        ([{"name": "a"}, {"name": "b"}], "stages[0]: nothing ends it"),
+        ([{"name": "a"}, {"name": "b"}], "stages[0]: the stage has no end"),
         ([{"name": "a", "until_step": 1}, {"name": "a"}], "the name of another stage"),
         (
             [{"name": "a", "until_step": 4}, {"name": "b", "until_step": 4}, {"name": "c"}],

@@ -96,8 +96,8 @@ def preference_contradictions(config: RunConfig) -> Iterator[str]:
         if data.given:
             yield (
                 "data.pairs and data.pairs_from need a preference loss, and "
-                "algorithm.name={section.name} has none: choose one of {', "
-                "'.join(PREFERENCE_PRESETS)}, or remove them"
+                f"algorithm.name={section.name} has none: "
+                f"choose one of {', '.join(PREFERENCE_PRESETS)}, or remove them"
             )
         return
 

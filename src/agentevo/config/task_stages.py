@@ -130,7 +130,7 @@ def stage_contradictions(config: RunConfig) -> list[str]:
     if by_success and config.rollout.policy != "wait":
         return [
             "tasks.stages: until_success chooses the tasks of a step by the results of earlier "
-            "steps, and rollout.policy={config.rollout.policy} queues tasks independently of "
+            f"steps, and rollout.policy={config.rollout.policy} queues tasks independently of "
             "steps: set rollout.policy=wait, or give until_step instead"
         ]
 
