@@ -129,7 +129,7 @@ def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
         (["slurm", "coins", "--set", "partitoin=a"], "did you mean partition?"),
         (["slurm", "coins", "--set", "gpus=many"], "slurm.gpus"),
         (["slurm", "coins", "run.overwrite=true"], "run.overwrite"),
-        (["slurm", "coins", "--out", "my launch"], "no blank"),
+        (["slurm", "coins", "--out", "my launch"], "can't contain a blank"),
         (
             ["slurm", "coins", "memory.optimizer=adamw_8bit", "trainer.parallel.shard=2",
              "--set", "gpus=2"],

@@ -110,7 +110,7 @@ def weights_of(config: RunConfig, agent: str) -> str:
 
 
 def with_model_of(config: RunConfig, policy: str) -> RunConfig:
-    """The recipe with the model of one policy in place of the main one's."""
+    """The recipe with one policy's model instead of the main policy's."""
     section = config.agents.get(policy)
     if section is None or section.model is None:
         return config
@@ -203,7 +203,7 @@ def _of_one(config: RunConfig, section: NamedAgentSection) -> Iterator[str]:
     if section.is_earlier and owner is None:
         yield ": version and lag choose among another agent's weights: add weights_of=NAME"
     if section.version is not None and section.lag is not None:
-        yield ": version and lag are two ways to choose weights: leave one out"
+        yield ": version and lag both choose the weights: remove one of them"
     if section.is_earlier and section.train:
         yield ".train: earlier weights are not trained: remove train, or version and lag"
 

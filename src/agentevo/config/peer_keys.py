@@ -44,7 +44,7 @@ class PeerKey:
     def sentence(self) -> str:
         """`TRL's num_generations is trainer.group_size here`, with the remark."""
         subject = (
-            f"what others call {self.key}"
+            f"other systems' {self.key}"
             if self.system == ELSEWHERE
             else f"{self.system}'{'s' * (not self.system.endswith('s'))} {self.key}"
         )

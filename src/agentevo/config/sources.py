@@ -357,8 +357,8 @@ def written_in(
 
 
 def _first_absent(key: str, tree: Mapping[str, Any]) -> str:
-    """The outermost section of `key` that is missing in the tree as written; the key itself where
-    none is missing, or where a `${...}` replaces one."""
+    """The outermost section of `key` that is missing in the tree as written; the key itself if none
+    is missing, or if a `${...}` replaces one."""
     section: Any = tree
     parts = key.split(".")
     for count, part in enumerate(parts, start=1):

@@ -24,7 +24,7 @@ KINDS: Mapping[str, type[ToolSection]] = {
 
 
 def with_type(entry: Any) -> Any:
-    """The entry with its type, where only one type is possible: a name belongs to a registered
+    """The entry with its type added, if only one type is possible: a name belongs to a registered
     tool."""
     if isinstance(entry, str):
         return {"type": "function", "name": entry}

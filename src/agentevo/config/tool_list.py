@@ -74,8 +74,8 @@ def _read(place: str, entry: Any, folder: Path) -> tuple[Any, list[str]]:
 
 
 def _with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A server that is started, with the folder in which it runs: the recipe's. In a sandbox it has
-    a folder of its own, and its program and files are searched in the recipe's folder."""
+    """A server's options with its working folder, the recipe's. In a sandbox it has its own folder,
+    and its program and files are searched in the recipe's folder."""
     sandbox = options.get("sandbox")
     if sandbox is None or sandbox is False:
         return {**options, "cwd": str(folder)}

@@ -1,8 +1,8 @@
 """Values that are invalid in every section. The tree is checked for them before the sections' own
 checks, also in sections of other packages and of user code.
 
-- true or false where a number or a text belongs, which pydantic would take for 1, 0 or "True"
-- numbers that are not finite, or beyond NUMBERS where the key names no bound of its own
+- true or false for a number or a text, which pydantic would read as 1, 0 or "True"
+- numbers that are not finite, or beyond NUMBERS if the key has no bound
 - values that are valid in another system, or mean something else there (peer_keys.md)
 - texts that files, databases or tokenizers can't store, and paths that file systems can't
 """

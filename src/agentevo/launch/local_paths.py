@@ -85,7 +85,7 @@ def carry_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
 
 
 def _add_file(key: str, path: Path, text: str, files: dict[str, str]) -> str:
-    """The file's path from the recipe. Raises ConfigError where another file has its name."""
+    """The file's path relative to the recipe. Raises ConfigError if another file has its name."""
     if files.setdefault(path.name, text) != text:
         raise ConfigError(
             f"{key}: two files are called {path.name}: rename one of them, since they are copied "

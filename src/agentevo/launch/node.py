@@ -154,8 +154,8 @@ def _run_children(
 
 
 def _wait_for_head(reader: HeartbeatReader) -> int | None:
-    """The trainer's exit code. A node that was asked to end waits for it: one that ends first would
-    take the trainer's node with it, where the cluster ends a job with its first node."""
+    """The trainer's exit code. A node that was asked to end waits for it: if the cluster ends a job
+    with its first node, a node that ends first would end the trainer's node, too."""
     deadline = time.monotonic() + GRACE_S
     while (code := reader.poll()) is None and time.monotonic() < deadline:
         time.sleep(LOOK_S)
@@ -164,7 +164,7 @@ def _wait_for_head(reader: HeartbeatReader) -> int | None:
 
 class _TrainerProcess:
     """The trainer's ranks on this node, which end with the context. The first rank of the node is
-    asked to stop; it passes that on to the first of all, which stops after its step and ends the
+    asked to stop. It forwards the request to rank 0, which stops after its step and ends the
     others."""
 
     def __init__(
@@ -238,7 +238,7 @@ class _TrainerProcess:
 
 def _end_with_parent() -> None:
     """In a rank before it begins: it is killed when its node's process is, by any cause. Otherwise
-    the trainer of the next start would find the run taken."""
+    the trainer of the next start would find the run locked."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

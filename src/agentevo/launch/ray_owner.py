@@ -1,11 +1,11 @@
 """`agentevo launch own`: a launch's nodes as actors of a Ray cluster, one per bundle of a placement
 group. Each keeps one process, `agentevo launch node`.
 
-A lost node is reported and restarted: a node without the trainer alone, while the others continue,
-wherever Ray places its bundle again; the trainer's node with the whole launch, which continues from
-where the run stands (`restarts` times). Every call to Ray has a deadline, since an actor whose node
-has died does not answer for a while. Processes end with their actor, and actors with this owner.
-All nodes see the launch's folder and the run's, as with other clusters.
+A lost node is reported and restarted. A node without the trainer restarts alone on the node that
+Ray chooses for its bundle, while the others continue. If the trainer's node is lost, the whole
+launch restarts (at most `restarts` times) and resumes the run. Every call to Ray has a deadline,
+since an actor whose node has died does not answer for a while. Processes end with their actor, and
+actors with this owner. All nodes see the launch's folder and the run's, as with other clusters.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Cluster(Fleet):
     file: ClassVar[str]
     """The file that the cluster's tool reads, in the launch's folder."""
     runs_mount: ClassVar[str] = ""
-    """The folder of runs in its containers; empty where nodes see this machine's folders."""
+    """The folder of runs in its containers; empty if nodes see this machine's folders."""
 
     def check(self, launch: PlannedLaunch, folder: str) -> None:
         """Raises ConfigError for a launch that this cluster can't run. `folder`: the launch's, as

@@ -4,9 +4,8 @@
     trained on  tasks of stages, questions in their conversations, prompts of their pairs
 
 An environment's tasks need no comparison: seeds of training, evaluation and demonstrations are
-never the same (rollout/tasks.py), whatever run.seed is. Not compared: the observations of an
-environment under two seeds, and the conversations that `command` stages make with those of
-environments.
+never the same (rollout/tasks.py), for any run.seed. Not compared: the observations of an
+environment under two seeds, and the conversations of `command` stages with those of environments.
 """
 
 from __future__ import annotations

@@ -327,7 +327,9 @@ class _Life:
             url = server.standing.state.stages[server.id].says["url"]
             self.view.note_end(server.name, f"serves at {url}", server.seconds, ok=True)
             recipe = short(server.job.recipe) if server.job.recipe is not None else ""
-            self.view.note(f"{server.name}: by itself: agentevo serve --openai {recipe}")
+            self.view.note(
+                f"{server.name}: to serve it without the pipeline: agentevo serve --openai {recipe}"
+            )
 
         for server, how in failed:
             server.standing.ended_server(server.decided, how, server.seconds)
@@ -335,7 +337,7 @@ class _Life:
             for run in self.under_way:
                 users = {used.stage for used in run.decided.inputs}
                 if run.standing is server.standing and server.id in users:
-                    self.view.note(f"{run.name}: stops, as {server.name} has ended")
+                    self.view.note(f"{run.name}: stops, because {server.name} has ended")
                     run.is_asked_to_stop = True
                     run.process.send_signal(signal.SIGINT)
 

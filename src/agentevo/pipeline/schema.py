@@ -206,7 +206,8 @@ class PipelineConfig(Section):
         planned = sum(stage.repeat * max(1, len(stage.stages)) for stage in self.stages.values())
         if planned > MAX_STAGES:
             raise ValueError(
-                f"there are {planned:,} stages, and at most {MAX_STAGES:,} are allowed: lower repeat"
+                f"the pipeline has {planned:,} stages, and the maximum is {MAX_STAGES:,}: lower "
+                "repeat"
             )
 
         needs_held_out = [name for name, stage in self.stages.items() if stage.stop is not None]

@@ -1,7 +1,7 @@
 """The servers of a pipeline's stages: starts, monitors and ends them.
 
     starting -> answers -> ended, when no remaining stage needs it
-             -> failed     ended by itself, or did not answer in time
+             -> failed     ended unexpectedly, or did not answer in time
 
 A server ends with this process and the stages that use it, however they end: each of them holds the
 pipe that keeps it alive (inference/guarded_server.py). A resumed stage that needs a server which
@@ -34,7 +34,7 @@ ASK_TIMEOUT_S = 2.0
 
 @dataclass(eq=False)
 class StageServer:
-    """One server under way."""
+    """One running server."""
 
     standing: Standing
     decided: Decided

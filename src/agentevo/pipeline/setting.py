@@ -88,8 +88,8 @@ def files_outside(config: RunConfig | None, dir_: Path) -> dict[str, str]:
 
 
 def _digest_of_corpus(path: Path) -> str:
-    """Computed once while the corpus does not change: it may have gigabytes, and each stage
-    asks."""
+    """Cached while the corpus does not change, since it can have gigabytes and each stage needs its
+    digest."""
     stat = path.stat()
     return _known_digest(str(path), stat.st_size, stat.st_mtime_ns)
 

@@ -64,7 +64,7 @@ class StageChoice:
 
 @dataclass
 class Decided:
-    """A stage that is to be run now."""
+    """A stage that starts now."""
 
     instance: Instance
     job: Job

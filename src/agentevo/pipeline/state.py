@@ -156,8 +156,8 @@ def as_setting(tree: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def digest_of_path(path: Path) -> str | None:
-    """sha256 of a file, or of the files of a model's folder with their names; None where there is
-    nothing."""
+    """sha256 of a file, or of the files of a model's folder with their names; None if there is no
+    file."""
     if path.is_file():
         return _digest_of_file(path)
     if not path.is_dir():
