@@ -63,8 +63,8 @@ class RolloutSection(Section):
     began, and the trainer waits for slow ones; no attempt is lost; in one process the engine keeps
     `staleness` copies of the trained weights. The other policies take groups as they finish.
     `cancel`: attempts that became too old are stopped. `mask`: tokens that became too old are not
-    trained on, and their reward stays in the group's baseline. `correct`: as mask, and newer tokens
-    are weighted by importance (needs algorithm.importance)."""
+    trained on, and their reward stays in the group's baseline. `correct`: as mask, and tokens
+    within the bound are weighted by importance (needs algorithm.importance)."""
     in_flight: Literal["continue", "finish"] = "continue"
     """What happens to running requests when new weights arrive: they continue with the new weights,
     or finish with the old weights first."""

@@ -234,8 +234,8 @@ class TrainerSection(Section):
     depend on it."""
     optimizer_from: Path | None = None
     """Folder of a checkpoint whose optimizer state (AdamW's moments) this run continues with. The
-    learning rate starts its own schedule. The weights come from model.name, not from this folder.
-    Default: a new optimizer."""
+    learning rate starts its own schedule. Set model.name to the same checkpoint, whose weights the
+    run starts from. Default: a new optimizer."""
     prefix_merging: bool = True
     """Compute a common prefix of several samples only once. The result does not depend on it. If
     false, every sample is computed in full, as in most trainers; this is slower, and useful for
