@@ -92,7 +92,7 @@ def test_one_name_is_one_text_of_an_attempt():
         texts.text("system", "b")
     with pytest.raises(BadRequestError, match="another default"):
         texts.examples("system")
-    with pytest.raises(BadRequestError, match="no name"):
+    with pytest.raises(BadRequestError, match="is not a valid name"):
         texts.text("two words", "a")
 
 

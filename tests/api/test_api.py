@@ -321,7 +321,7 @@ def test_sft_from_python(tmp_path):
     )
     assert run.summary["steps"] == 2 and run.checkpoint.name == "step-000002"
 
-    with pytest.raises(ConfigError, match="data: says nothing to train on"):
+    with pytest.raises(ConfigError, match="data: there is no training data"):
         agentevo.sft({}, model=tiny)
 
 

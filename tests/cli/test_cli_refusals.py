@@ -95,7 +95,7 @@ def test_one_line_exit_code_2_and_nothing_created(agentevo, words, expected):
         (["train", "small.yaml", "rollout.staleness=1e26"], "rollout.staleness: got 1e+26"),
         (["train", "small.yaml", "trainer.group_size=1e26"], "trainer.group_size: got 1e+26"),
         (["train", "small.yaml", "trainer.group_size=9" + "9" * 20], "at most 1048576"),
-        (["train", "small.yaml", "trainer.steps=???"], "??? is no value: give one"),
+        (["train", "small.yaml", "trainer.steps=???"], "??? is not a value: give one"),
         (["train", "small.yaml", "run.threads=1e8"], "at most 1024"),
         (["train", "small.yaml", "run.seed=" + "9" * 5000], "a whole number of 5000 characters"),
         (["train", "small.yaml", "trainer=" + "[" * 5000], "nested in more than 64 levels"),

@@ -374,7 +374,7 @@ def test_sft_dry_run_and_refusals(agentevo):
     )
 
     code, out, err = agentevo("sft", "small.yaml")
-    assert code == 2 and "says nothing to train on" in err
+    assert code == 2 and "there is no training data" in err
 
     code, out, err = agentevo("sft", "chats.yaml", "model.tiny.tokenizer=word")
     assert code == 2 and "set it to byte" in err

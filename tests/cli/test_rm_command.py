@@ -38,7 +38,7 @@ def pairs():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rm.pairs=null"], "rm.pairs: says nothing to train on: give a JSONL file"),
+        (["rm.pairs=null"], "rm.pairs: there is no training data: give a JSONL file"),
         (["rm.pairs=nowhere.jsonl"], "rm.pairs: nowhere.jsonl"),
         (["rm.eval=nowhere.jsonl"], "rm.eval: nowhere.jsonl"),
         (["rm.eval_share=0"], "holds out 0"),
@@ -58,7 +58,7 @@ def test_adapters_are_refused(pairs, agentevo):
         "model: {name: a/b, lora: {rank: 4}}\nrm: {pairs: pairs.jsonl}\n"
     )
     code, _, err = agentevo("rm", "rewards.yaml")
-    assert code == 2 and "model.lora: a reward model is trained whole" in err
+    assert code == 2 and "model.lora: a reward model does not support adapters" in err
 
 
 def test_a_torn_line_is_named_before_anything_is_created(pairs, agentevo):

@@ -48,13 +48,13 @@ def test_code_that_fails_is_exit_code_1(
         (["small.yaml", "memory_mib=1"], "memory_mib: "),
         (["small.yaml", "memry_mib=100"], "keys: type, url, api_key, memory_mib"),
         (["small.yaml", "type=remote"], "needs the url"),
-        (["small.yaml", "url=http://box:1"], "give type: remote"),
+        (["small.yaml", "url=http://box:1"], "set type: remote"),
         (["small.yaml", "type=remote", "url=box:1"], "url: "),
         (["small.yaml", "type=remote", "url=http://box:1", "api_key=abc"], "${env:NAME}"),
         (["small.yaml", "type=bubblewarp"], "did you mean 'bubblewrap'"),
         (["small.yaml", "timeout_s=1e9"], "timeout_s: "),
         (["small.yaml", "file_mib=9", "disk_mib=8"], "lower it"),
-        (["small.yaml", "env={PATH: x}"], "the sandbox's own"),
+        (["small.yaml", "env={PATH: x}"], "is set by the sandbox itself"),
     ],
 )
 def test_what_can_not_be_run_is_exit_code_2(

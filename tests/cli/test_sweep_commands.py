@@ -30,7 +30,7 @@ def test_a_dry_run_lists_the_members_and_creates_nothing(agentevo):
 
 def test_sweeps_are_explained_and_listed(agentevo):
     assert (
-        "\n  sweep.seeds\n      Each variant is run once"
+        "\n  sweep.seeds\n      Each variant runs once"
         in agentevo("config", "explain", "sweep").out
     )
     assert "\nsweep " in agentevo("config", "explain").out
@@ -50,7 +50,7 @@ def test_sweeps_are_explained_and_listed(agentevo):
             "--resume goes on with the sweep",
         ),
         (["train", "many.yaml", "--resume"], "there is no sweep to resume"),
-        (["eval", "many.yaml"], "add sweep=null for the recipe without its variants"),
+        (["eval", "many.yaml"], "add sweep=null to run the recipe without its variants"),
         (["doctor", "many.yaml"], "add sweep=null"),
         (["config", "show", "many.yaml"], "add sweep=null"),
         (["config", "explain", "sweep.seed"], "did you mean sweep.seeds?"),

@@ -49,12 +49,12 @@ def test_the_default_is_the_tokenizers_own():
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("hermez", "'hermez' is no file: give a Jinja file, or a template's name"),
-        ("empty.jinja", "is no Jinja template"),
+        ("hermez", "'hermez' is not a file: give a Jinja file, or a template's name"),
+        ("empty.jinja", "is not a Jinja template"),
         ("bytes.jinja", "can't be read"),
         ("dollar.jinja", "the template has"),
-        (3, "'3' is no file"),
-        ("x" * 9000, "is no file"),
+        (3, "'3' is not a file"),
+        ("x" * 9000, "is not a file"),
     ],
 )
 def test_what_is_no_template_is_refused(template, words, tmp_path, monkeypatch):

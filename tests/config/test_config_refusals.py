@@ -140,12 +140,12 @@ def refusal(text: str | bytes, *overrides: str) -> list[str]:
         (
             "trainer: {groups_per_step: 65536, group_size: 64}",
             "trainer: groups_per_step=65536 and group_size=64 make 4,194,304 attempts a step, "
-            "which are all in memory at its end: choose smaller ones, 1,048,576 attempts at most",
+            "which are all in memory at its end: choose smaller values, 1,048,576 attempts at most",
         ),
         (
             "agents: {critic: {frozen: true}}",
-            "agents.critic: `frozen` is no key of an agent: write `train: false` for one whose "
-            "weights stay as they are, and `train: true` for one that learns",
+            "agents.critic: `frozen` is not a key of an agent: write `train: false` for an agent "
+            "whose weights stay fixed, and `train: true` for one that learns",
         ),
     ],
 )

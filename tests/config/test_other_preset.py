@@ -23,10 +23,10 @@ def told(*overrides: str, tree: dict = TREE) -> list[str]:
 def test_what_stays_is_told_with_the_presets_own_and_the_remedy():
     lines = told("algorithm.name=gspo")
     assert lines == [
-        "r.yaml sets for algorithm.name=grpo what stays with gspo:",
+        "r.yaml sets values for algorithm.name=grpo, and they stay in effect with gspo:",
         "  algorithm.clip_high=0.28    gspo's own is 0.0004",
         "  algorithm.entropy_coef=0.2  gspo's own is 0.0",
-        "to take gspo's own, add: algorithm.clip_high=0.0004 algorithm.entropy_coef=0.0",
+        "to use gspo's own, add: algorithm.clip_high=0.0004 algorithm.entropy_coef=0.0",
     ]
 
 

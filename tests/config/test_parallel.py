@@ -47,9 +47,9 @@ STAGES = "trainer.parallel.pipeline=2"
         ([STAGES, "algorithm.name=prime"], "a process reward .*: set pipeline to 1"),
         ([STAGES, "reward_model.name=x"], "a token reward model .*: set pipeline to 1"),
         ([STAGES, "trainer.routing_replay=rollout"], "routing .*: set pipeline to 1"),
-        ([STAGES, "memory.offload_activations=true"], "nobody has tried .*: set it to false"),
+        ([STAGES, "memory.offload_activations=true"], "is untested: set it to false"),
         ([STAGES, "model.lora.rank=4"], r"adapters \(model\.lora\) .*: set pipeline to 1"),
-        (["trainer.parallel.tensor=2", "model.lora.rank=4"], "are not cut by trainer.parallel"),
+        (["trainer.parallel.tensor=2", "model.lora.rank=4"], "expert can't split adapters"),
     ],
 )
 def test_what_parts_do_not_compute_is_refused_with_the_recipe(words, message):

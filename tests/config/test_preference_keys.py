@@ -59,22 +59,21 @@ def test_what_a_recipe_chooses_wins_and_the_rest_is_the_presets():
     [
         (
             {"name": "dpo", "advantage": "grpo"},
-            "name=dpo trains by the preference loss dpo, in which advantage has no place: remove "
-            "it",
+            "name=dpo trains by the preference loss dpo, which does not use advantage: remove it",
         ),
         (
             {"name": "dpo", "policy_loss": "gspo", "kl": "k1"},
-            "in which policy_loss, kl has no place",
+            "which does not use policy_loss, kl",
         ),
         (
             {"name": "dpo", "kl_coef": 0.1},
-            "in which kl_coef has no place: remove it (or set it to its default); its pull to "
+            "which does not use kl_coef: remove it (or set it to its default); its pull to "
             "the reference is",
         ),
-        ({"name": "orpo", "entropy_coef": 0.1}, "in which entropy_coef has no place"),
+        ({"name": "orpo", "entropy_coef": 0.1}, "which does not use entropy_coef"),
         (
             {"name": "kto", "importance": "token_tis", "old_logprobs": "recomputed"},
-            "in which old_logprobs, importance has no place",
+            "which does not use old_logprobs, importance",
         ),
         ({"name": "dpo", "clip_low": 0.1}, "preference loss dpo has no hyper-parameter 'clip_low'"),
         (
@@ -108,13 +107,13 @@ def test_what_a_recipe_chooses_wins_and_the_rest_is_the_presets():
         ),
         (
             {"pairs": "all"},
-            "pairs is for presets that train by a preference loss, and name=grpo does not: "
-            "remove it, or choose one of dpo",
+            "pairs works only with presets that train by a preference loss, and name=grpo does "
+            "not: remove it, or choose one of dpo",
         ),
         (
             {"preference_loss": "dpo"},
-            "preference_loss is for presets that train by a preference loss, and name=grpo does "
-            "not",
+            "preference_loss works only with presets that train by a preference loss, and "
+            "name=grpo does not",
         ),
         ({"label_smoothing": 0.1}, "label_smoothing belongs to preference loss dpo"),
         ({"name": "dpoo"}, "algorithm.name: got 'dpoo'; did you mean dpo?"),
@@ -136,12 +135,12 @@ def test_what_makes_no_sense_is_refused(algorithm, said):
         (
             {"name": "dpo"},
             {"data": {"pairs": "a.jsonl", "pairs_from": "runs/a"}},
-            "data.pairs and data.pairs_from both say",
+            "data.pairs and data.pairs_from both set",
         ),
         (
             {},
             {"data": {"pairs": "a.jsonl"}},
-            "are for a preference loss, and algorithm.name=grpo has none: choose one of dpo",
+            "need a preference loss, and algorithm.name=grpo has none: choose one of dpo",
         ),
         (
             {"name": "dpo", "pairs": "all"},
@@ -151,9 +150,13 @@ def test_what_makes_no_sense_is_refused(algorithm, said):
         (
             {"name": "spin"},
             {"data": {"pairs_from": "runs/a"}},
-            "asks the environment's solver about sampled tasks, not about stored groups",
+            "lets the environment's solver play sampled tasks, not stored groups",
         ),
-        ({"name": "dpo"}, {"reward_model": {"name": "x"}}, "reward_model.name pays single tokens"),
+        (
+            {"name": "dpo"},
+            {"reward_model": {"name": "x"}},
+            "reward_model.name scores single tokens",
+        ),
         (
             {"name": "dpo"},
             {"trainer": {"group_size": 1}},

@@ -38,23 +38,24 @@ def test_the_engine_records_what_is_replayed():
     [
         (
             ["trainer.routing_replay=rollout", "engine.routed_experts=false"],
-            "routing_replay=rollout replays what the engine records, but engine.routed_experts is",
+            "routing_replay=rollout replays the routing that the engine records, but "
+            "engine.routed_experts is",
         ),
         (
             ["trainer.routing_replay=rollout", "engine.type=vllm"],
-            "engine.routed_experts: engine.type=vllm is not asked which experts it chose",
+            "engine.routed_experts: engine.type=vllm does not report the chosen experts",
         ),
         (
             ["engine.routed_experts=true", "engine.type=sglang"],
-            "engine.routed_experts: engine.type=sglang is not asked which experts it chose",
+            "engine.routed_experts: engine.type=sglang does not report the chosen experts",
         ),
         (
             ["trainer.routing_replay=rollout", "algorithm.name=dpo"],
-            "routing_replay=rollout: algorithm.name=dpo compares answers by passes of its own",
+            "routing_replay=rollout: algorithm.name=dpo compares answers in separate passes",
         ),
         (
             ["trainer.routing_replay=update"],
-            "routing_replay=update records in the pass that computes the old log-probs again",
+            "routing_replay=update records in the pass that recomputes the old log-probs",
         ),
         (
             [
@@ -62,7 +63,7 @@ def test_the_engine_records_what_is_replayed():
                 "algorithm.old_logprobs=recomputed",
                 "trainer.parallel.context=2",
             ],
-            "routing_replay=update: with trainer.parallel.context each process computes a stretch",
+            "routing_replay=update: with trainer.parallel.context each process computes a part",
         ),
         (["trainer.routing_replay=R3"], "trainer.routing_replay"),
     ],

@@ -157,7 +157,7 @@ def test_the_dir_of_a_sweep_holds_its_runs():
         (
             BASE + SWEEP,
             ["sweep.seeds=[1,1]"],
-            "override: sweep.seeds: got [1, 1]; a seed is there twice",
+            "override: sweep.seeds: got [1, 1]; a seed is listed twice",
         ),
         (BASE + SWEEP, ["sweep.seeds=[3,-1]"], "override: sweep.seeds[1]: got -1; needs"),
         (
@@ -239,7 +239,9 @@ def test_the_only_variant_is_named_if_it_is_what_is_wrong():
 
 def test_a_sweep_can_not_be_read_as_one_run():
     Path("r.yaml").write_text(BASE + SWEEP)
-    with pytest.raises(ConfigError, match=r"r\.yaml: sweep: these are several runs.*sweep=null"):
+    with pytest.raises(
+        ConfigError, match=r"r\.yaml: sweep: this recipe is several runs.*sweep=null"
+    ):
         load_config("r.yaml")
 
 

@@ -178,5 +178,5 @@ def test_other_agents_tools_are_their_own(tmp_path):
 
 @pytest.mark.parametrize("agent", ["tool_agent", "code_agent"])
 def test_one_of_several_agents_can_not_be_the_one_that_uses_tools(agent, tmp_path):
-    with pytest.raises(ConfigError, match=f"agent.type={agent}: not in a run with named agents"):
+    with pytest.raises(ConfigError, match=f"agent.type={agent}: not supported in a run with"):
         loaded(tmp_path, "multiply", agent={"type": agent}, agents={"solver": {}, "critic": {}})

@@ -47,7 +47,9 @@ def test_the_recipe_chooses_it(monkeypatch):
     assert dict(LISTS["transports"]())["broadcast"].startswith("a process group")
     with pytest.raises(ConfigError, match="and this run has none"):
         check_transport(config(samplers=0), is_separate=False)
-    with pytest.raises(ConfigError, match=r"is for rollout.transport=object_store, not broadcast"):
+    with pytest.raises(
+        ConfigError, match=r"only with rollout.transport=object_store, not broadcast"
+    ):
         config(weights={"url": "file:///x"})
     with pytest.raises(ConfigError, match=r"rollout.weights.delta is for weights in files"):
         config(weights={"delta": True}, model={"dtype": "bfloat16"})

@@ -237,7 +237,7 @@ def test_a_file_name_that_leads_elsewhere_is_refused(rooms, tmp_path):
 
 
 BAD = {
-    "bucket": "is no address",
+    "bucket": "is not a URL",
     "s3://key:secret@bucket/x": "password",
     "s3://bucket/x?key=1": "password",
     "s3://bucket/x?part=1": "has a password or options",
@@ -261,7 +261,7 @@ def test_the_recipe_chooses_the_store(tmp_path):
         check_transport(config(weights={"url": "nowhere://x"}), is_separate=True)
     with pytest.raises(ConfigError, match=r"needs an address: set rollout.weights.url"):
         check_transport(config(transport="object_store"), is_separate=True)
-    with pytest.raises(ConfigError, match=r"is for rollout.transport=object_store, not folder"):
+    with pytest.raises(ConfigError, match=r"only with rollout.transport=object_store, not folder"):
         config(transport="folder", weights={"url": url})
     with pytest.raises(ConfigError, match="in float32 every weight changes"):
         config(weights={"delta": True})

@@ -126,7 +126,7 @@ def test_a_node_waits_for_its_recipe_and_says_so(small_config, tmp_path, monkeyp
     arguments = ([], config, lambda: next(looks), lambda: False, notes.append)
     node_module._run_children(*arguments)
 
-    assert notes == ["waiting for the trainer to go on with trainer.steps as given here"]
+    assert notes == ["waiting for the trainer to use the new values of trainer.steps"]
     assert not begun
 
     monkeypatch.setattr(node_module, "RECIPE_S", 0.0)

@@ -118,7 +118,7 @@ def test_lost_processes_and_nodes_are_told_and_begun_again(cluster, tmp_path):
         owned.wait(lambda: owned.step() >= 1, "the run goes on")
         os.kill(int(owned.started(1)[0]), signal.SIGKILL)
         owned.wait(lambda: len(owned.started(1)) == 2, "its process is begun again")
-        assert "node 1: ended with exit code 137; it is begun again" in owned.log.read_text()
+        assert "node 1: ended with exit code 137; it is restarted" in owned.log.read_text()
 
         ray.init(address=made.address, log_to_driver=False)
         (group,) = ray.util.placement_group_table().values()

@@ -129,7 +129,7 @@ def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
         (["slurm", "coins", "--set", "partitoin=a"], "did you mean partition?"),
         (["slurm", "coins", "--set", "gpus=many"], "slurm.gpus"),
         (["slurm", "coins", "run.overwrite=true"], "run.overwrite"),
-        (["slurm", "coins", "--out", "my launch"], "no blank"),
+        (["slurm", "coins", "--out", "my launch"], "can't contain a blank"),
         (
             ["slurm", "coins", "memory.optimizer=adamw_8bit", "trainer.parallel.shard=2",
              "--set", "gpus=2"],
@@ -163,7 +163,7 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path, capsys):
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "thesis.tex").write_text("mine")
     assert main(["launch", "slurm", "coins"]) == 2
-    assert "holds something else" in capsys.readouterr().err
+    assert "has other contents" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "launch").iterdir()] == ["thesis.tex"]
 
 
@@ -222,7 +222,7 @@ def test_places_of_this_machine_go_along_with_containers_or_are_refused(tmp_path
             write_launch(str(recipe), words, read_cluster("compose", {}), tmp_path / "other")
 
     rows.write_bytes(b"\xff\xfe" * 10)
-    with pytest.raises(ConfigError, match=r"tasks\.train\.0: it can't go along.*not UTF-8"):
+    with pytest.raises(ConfigError, match=r"tasks\.train\.0: it can't be copied.*not UTF-8"):
         write_launch(str(recipe), [], read_cluster("skypilot", {}), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -244,7 +244,7 @@ def test_nodes_that_share_folders_read_places_of_this_machine_by_their_absolute_
     assert main(words) == 0
     said = capsys.readouterr().err
     assert f"every node reads model.name under {tmp_path}/ckpt" in said
-    assert "set engine.type=vllm where they have vLLM" in said
+    assert "set engine.type=vllm if they have vLLM" in said
     written = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
     assert written["model"]["name"] == f"{tmp_path}/ckpt"
 

@@ -308,16 +308,28 @@ def test_a_remote_model_plays_one_of_them(tmp_path):
         (
             {"solver": {}, "critic": {}},
             {"remote_models": {"critic": {"model": "m"}}},
-            "'critic' is a remote model too",
+            "'critic' is also the name of a remote model",
         ),
-        ({"solver": {"train": False}}, {}, "is trained: at least one must be"),
+        ({"solver": {"train": False}}, {}, "is trained: set train: true for at least one"),
         ({"solver": {}, "rival": {"lag": 2}}, {}, "agents.rival: version and lag"),
-        ({"solver": {}, "rival": {"weights_of": "solvr"}}, {}, "'solvr' has no weights"),
-        ({"solver": {"model": TINY}}, {}, "agents.solver.model: the first agent"),
-        ({"sol ver": {}}, {}, "'sol ver' is no name"),
+        (
+            {"solver": {}, "rival": {"weights_of": "solvr"}},
+            {},
+            "'solvr' does not have its own weights",
+        ),
+        ({"solver": {"model": TINY}}, {}, "agents.solver.model: the first trained agent"),
+        ({"sol ver": {}}, {}, "'sol ver' is not a valid name"),
         ({"solver": {"trian": True}}, {}, "agents.solver.trian: unknown key"),
-        ({"solver": {}}, {"rollout": {"samplers": 1}}, "rollout.samplers: not in a run with"),
-        ({"solver": {}}, {"algorithm": "remax"}, "algorithm.name=remax: not in a run with"),
+        (
+            {"solver": {}},
+            {"rollout": {"samplers": 1}},
+            "rollout.samplers: not supported in a run with",
+        ),
+        (
+            {"solver": {}},
+            {"algorithm": "remax"},
+            "algorithm.name=remax: not supported in a run with",
+        ),
     ],
 )
 def test_what_can_not_be_is_refused_before_anything_is_made(tmp_path, agents, more, said):

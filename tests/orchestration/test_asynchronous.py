@@ -220,7 +220,7 @@ def test_a_training_step_longer_than_every_deadline_costs_no_attempt(
 
 def test_what_cannot_be_apart_is_refused(tmp_path, small_config, quiet_view):
     for keys, message in [
-        (("rollout.staleness=1", "profile=true"), "profile follows one process"),
+        (("rollout.staleness=1", "profile=true"), "profile needs one process"),
         (("rollout.policy=correct",), "set algorithm.importance=token_tis"),
         (
             ("rollout.staleness=1", "algorithm.dynamic_sampling=3"),

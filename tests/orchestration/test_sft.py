@@ -335,7 +335,7 @@ def test_which_attempts_are_the_best():
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
-        ((), "says nothing to train on"),
+        ((), "there is no training data"),
         (("data.train=nowhere.jsonl",), "does not exist"),
         (("data.best_of=nowhere",), "is not the folder of a run"),
         (("data.train=a/b", "data.min_reward=1"), "min_reward: chooses among"),

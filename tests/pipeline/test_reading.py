@@ -114,28 +114,28 @@ def test_words_of_the_command_line_go_to_the_pipeline_its_stages_and_their_recip
     ("stages", "said"),
     [
         ({"a": {"model": "${stages.b.checkpoint}"}, "b": {"model": "${stages.a.checkpoint}"}},
-         "wait for one another"),
+         "wait for each other"),
         ({"a": {"model": "${stages.a.checkpoint}"}}, "refers to itself"),
         ({"a": {"model": "${stages.bb.checkpoint}"}, "b": SFT}, "did you mean b"),
         ({"a": {"model": "${stages.b.file}"}, "b": SFT}, "makes no file"),
-        ({"a": {"needs": ["nothing"]}}, "no such stage"),
+        ({"a": {"needs": ["nothing"]}}, "no stage is called 'nothing'"),
         ({"a": {"kind": "trian"}}, "did you mean 'train'"),
-        ({"a": {"trainer": {"steps": 1}}}, "is no key of a stage"),
+        ({"a": {"trainer": {"steps": 1}}}, "is not a key of a stage"),
         ({"a": {"config": {"trainer": {"stpes": 1}}}}, "trainer.stpes"),
-        ({"a": {"config": {"run": {"seed": 1}}}}, "which the pipeline decides"),
+        ({"a": {"config": {"run": {"seed": 1}}}}, "which the pipeline sets"),
         ({"a": {"model": "${previous.checkpoint}"}}, "only a repeated stage"),
-        ({"a": {"repeat": 2, "model": "${previous.checkpoint}"}}, "the first round has none"),
-        ({"a": {"model": "${stages.b.checkpoint.x.y}"}, "b": SFT}, "is no reference"),
-        ({"a": {"when": "rl is good"}}, "is no condition"),
+        ({"a": {"repeat": 2, "model": "${previous.checkpoint}"}}, "the first round has no"),
+        ({"a": {"model": "${stages.b.checkpoint.x.y}"}, "b": SFT}, "is not a valid reference"),
+        ({"a": {"when": "rl is good"}}, "is not a valid condition"),
         ({"a": {"stop": {}}}, "set repeat"),
-        ({"a": {"stages": {"b": {}}, "model": "tiny"}}, "and no model"),
-        ({"a": {"kind": "filter", "options": {"source": "x", "best": 1}}}, "is no option"),
+        ({"a": {"stages": {"b": {}}, "model": "tiny"}}, "not model"),
+        ({"a": {"kind": "filter", "options": {"source": "x", "best": 1}}}, "is not an option"),
         ({"a": {"kind": "filter", "options": {"source": "x"}, "config": {"a": 1}}},
          "reads no recipe"),
-        ({"a": {"kind": "sft"}}, "says nothing to train on"),
+        ({"a": {"kind": "sft"}}, "there is no training data"),
         ({"seed": {}}, "which is a key"),
         ({"../a": {}}, "use letters"),
-        ({"a": {"repeat": 1000, "stages": {"b": {}, "c": {}}}}, "at most 1,000"),
+        ({"a": {"repeat": 1000, "stages": {"b": {}, "c": {}}}}, "the maximum is 1,000"),
     ],
 )  # fmt: skip
 def test_what_can_not_work_is_refused_in_words(stages: dict[str, Any], said: str, tmp_path: Path):
@@ -147,7 +147,7 @@ def test_what_can_not_work_is_refused_in_words(stages: dict[str, Any], said: str
 
 def test_an_override_of_nothing_is_told_with_the_stages():
     assert "did you mean warm" in refusal({"warm": SFT}, "wram.sft.epochs=2")
-    assert "names a stage and no key" in refusal({"warm": SFT}, "warm=2")
+    assert "names a stage without a key" in refusal({"warm": SFT}, "warm=2")
 
 
 def test_what_a_stage_does_not_state_is_no_gain():
@@ -220,7 +220,7 @@ def test_values_of_the_wrong_kind_are_refused_in_plain_words():
         ({"tasks": 5}, "options.tasks: got 5; needs a list of texts (default [])"),
         ({"tasks": "a b"}, "options.tasks: got 'a b'; needs a list of texts, as in [a, b]"),
         ({"attempts": 0}, "options.attempts: got 0; needs a whole number, at least 1, at most"),
-        ({"frob": 1}, "options.frob: is no option of the kind evaluate, which has attempts"),
+        ({"frob": 1}, "options.frob: is not an option of the kind evaluate, which has attempts"),
     ):
         stage = {"kind": "evaluate", "options": options}
         assert f"p.yaml: stages.s: {words}" in refusal(stage)
@@ -250,7 +250,7 @@ def test_conditions_compare_one_number():
     assert condition("${stages.rl.gain} >= 0.1").holds(0.1)
     assert not condition("${stages.rl.gain} < -1e-3").holds(0.0)
     for wrong in ("1 < 2", "${stages.rl.gain} > nan", "${a} > 1 and 2", "${a} = 1"):
-        with pytest.raises(ValueError, match="no condition"):
+        with pytest.raises(ValueError, match="not a valid condition"):
             condition(wrong)
 
 

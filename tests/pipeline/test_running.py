@@ -84,8 +84,8 @@ def test_a_stage_is_run_once_and_again_only_where_something_changed(tmp_path: Pa
 
     shown = run(folder, chain(log, "B"), resume=True)  # b changed, so c's input did
     assert ran(log)[3:] == ["B", "c"]
-    assert "b: is run again: options.run was" in shown
-    assert "c: is run again: input.b.file was" in shown
+    assert "b: runs again: options.run was" in shown
+    assert "c: runs again: input.b.file was" in shown
 
     (folder / "stages/b/f").write_text("by hand")
     shown = run(folder, chain(log, "B"), resume=True)
@@ -93,7 +93,7 @@ def test_a_stage_is_run_once_and_again_only_where_something_changed(tmp_path: Pa
     assert (folder / "stages/c/f").read_text() == "cby hand"
 
     (folder / "stages/a/f").unlink()  # the same again gives the same: nobody else is run
-    assert "a: is run again: what it made is gone" in run(folder, chain(log, "B"), resume=True)
+    assert "a: runs again: its output is gone" in run(folder, chain(log, "B"), resume=True)
     assert ran(log)[6:] == ["a"]
 
 
@@ -137,7 +137,7 @@ def test_a_failed_stage_ends_what_follows_and_no_other_and_is_tried_again(tmp_pa
     assert ran(log) == ["a", "d", "b", "c"]
 
     nothing = {"a": program(log, "x", code="pass")}
-    with pytest.raises(AgentEvoError, match="has not made"):
+    with pytest.raises(AgentEvoError, match="without the output"):
         run(tmp_path / "q", nothing)
     with pytest.raises(AgentEvoError, match="can't be started"):
         run(tmp_path / "r", {"a": {"kind": "command", "options": {"run": ["/nonexistent"]}}})
@@ -186,9 +186,9 @@ def test_each_seed_has_a_folder_and_a_folder_has_one_pipeline(tmp_path: Path):
     assert "Means over 2 seeds (3, 5)" in (folder / "table.md").read_text()
     assert "report of" in (folder / "report.html").read_text()
 
-    with pytest.raises(ConfigError, match="holds a pipeline already"):
+    with pytest.raises(ConfigError, match="already holds a pipeline"):
         run(folder, {"a": program(log, "a")})
-    with pytest.raises(ConfigError, match="was begun with seeds"):
+    with pytest.raises(ConfigError, match="was started with seeds"):
         run(folder, {"a": program(log, "a")}, resume=True)
     with pytest.raises(ConfigError, match="no pipeline to resume"):
         run(tmp_path / "none", {"a": program(log, "a")}, resume=True)

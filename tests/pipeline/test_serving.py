@@ -272,7 +272,7 @@ def test_what_serves_nothing_has_no_url(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no url: refer to one of the kind serve"):
         build_pipeline(tree(tmp_path, {"one": one, "two": two}))
     tiny = {"judge": {"kind": "serve", "config": {"model": {"name": "tiny"}}}}
-    with pytest.raises(ConfigError, match="say which one is served"):
+    with pytest.raises(ConfigError, match="set the model to serve"):
         build_pipeline(tree(tmp_path, tiny))
 
 

@@ -161,5 +161,5 @@ def test_a_change_runs_what_it_touches_again_and_nothing_else(whole: Path):
     run_pipeline(pipeline, resume=True, view=SweepView("p", stream=stream, plain=True))
 
     state = read_state(whole)
-    assert "best: is run again: options.per_task" in stream.getvalue()
+    assert "best: runs again: options.per_task" in stream.getvalue()
     assert {name for name, stage in state.stages.items() if stage.starts > 1} == {"best", "spin.1"}

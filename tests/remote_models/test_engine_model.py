@@ -106,8 +106,8 @@ def test_it_stands_in_for_a_server_that_is_away(folder):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"base_url": "http://127.0.0.1:1"}, "leave base_url, api_key and extra out"),
-        ({"model": "tiny"}, "knows nothing"),
+        ({"base_url": "http://127.0.0.1:1"}, "remove base_url, api_key and extra"),
+        ({"model": "tiny"}, "has random weights"),
     ],
 )
 def test_a_local_model_with_a_server_is_refused(given, words):

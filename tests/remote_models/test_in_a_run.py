@@ -147,10 +147,10 @@ def test_a_missing_key_is_refused_before_anything_is_created(tmp_path, monkeypat
     [
         ({"model": "m", "api_key": KEY}, "a key would be written"),
         ({"model": "m", "modle": 1}, "did you mean remote_models.teacher.model"),
-        ({"model": "m", "budget": {"cost": 1.0}}, "nothing says what a token costs"),
-        ({"model": "m", "base_url": "teacher:8000"}, "is no URL"),
+        ({"model": "m", "budget": {"cost": 1.0}}, "budget.cost needs the price of a token"),
+        ({"model": "m", "base_url": "teacher:8000"}, "is not a URL"),
         ({"model": "m", "base_url": "http://me:${env:PW}@host/v1"}, "give the key as api_key"),
-        ({"model": "m", "extra": {"max_tokens": 9}}, "max_tokens: each call sets this by itself"),
+        ({"model": "m", "extra": {"max_tokens": 9}}, "max_tokens: each call sets this itself"),
         ({"model": "m", "extra": {"n": 4, "stream": True}}, "n, stream: each call sets"),
         ({}, "remote_models.teacher.model: missing"),
     ],

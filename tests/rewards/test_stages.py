@@ -70,11 +70,11 @@ def test_ids_of_tasks_do_not_pass_for_steps():
 @pytest.mark.parametrize(
     ("rewards", "problem"),
     [
-        ([{"name": "tool_use", "until_step": 5}], "none counts at the end"),
-        ([{"name": "tool_use", "from_step": 2}], "none counts at step 1"),
+        ([{"name": "tool_use", "until_step": 5}], "no reward counts at the end"),
+        ([{"name": "tool_use", "from_step": 2}], "no reward counts at step 1"),
         (
             [{"name": "tool_use", "until_step": 5}, {"name": "returned", "from_step": 7}],
-            "none counts at step 6",
+            "no reward counts at step 6",
         ),
         (
             [{"name": "tool_use", "from_step": 5, "until_step": 4}, "returned"],

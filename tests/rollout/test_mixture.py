@@ -110,7 +110,7 @@ def test_a_run_plays_the_mixture_and_the_same_one_when_it_is_resumed(tmp_path):
     [
         ([2], {}, "weights has 1 numbers for 2 sources of train"),
         ([2, 0], {}, "tasks.weights"),
-        ([2, 1], {"eval": []}, "nothing says which of their tasks are held out"),
+        ([2, 1], {"eval": []}, "the held-out tasks must be given"),
     ],
 )
 def test_a_wrong_mixture_is_refused(tmp_path, weights, changes, problem):

@@ -417,8 +417,8 @@ def test_a_later_short_form_sets_its_one_key(held_out, name):
 @pytest.mark.parametrize(
     ("sections", "what"),
     [
-        ({"tasks": {"train": ["a.jsonl"]}}, "self_play and train both say"),
-        ({"tasks": {"curriculum": True}}, "self_play and curriculum both say"),
+        ({"tasks": {"train": ["a.jsonl"]}}, "self_play and train both choose"),
+        ({"tasks": {"curriculum": True}}, "self_play and curriculum both choose"),
         ({"tasks": {"eval": []}}, "give eval"),
         ({"tasks": {"self_play": {"family": "test_words", "group_size": 3}}}, "does not divide"),
         ({"rollout": {"staleness": 1}}, r"set rollout\.staleness=0"),
@@ -427,7 +427,7 @@ def test_a_later_short_form_sets_its_one_key(held_out, name):
         ({"agents": {"solver": {}, "critic": {}}}, "the agents solver and proposer"),
         ({"agents": {"proposer": {}, "solver": {}}}, "in this order"),
         ({"agents": {"solver": {"train": False}, "proposer": {}}}, r"agents\.solver"),
-        ({"algorithm": {"name": "remax"}}, "not in a run with named agents"),
+        ({"algorithm": {"name": "remax"}}, "not supported in a run with named agents"),
     ],
 )
 def test_contradictions_are_refused(held_out, sections, what):

@@ -173,7 +173,7 @@ def test_a_step_whose_stage_is_not_decided_yet_has_no_tasks(tmp_path):
             "no task to train on is of the stage 'a' (where difficulty '1')",
         ),
         ([{"name": "a", "until_step": 1}], "tasks: stages[0]: the last stage lasts to the end"),
-        ([{"name": "a"}, {"name": "b"}], "stages[0]: nothing ends it"),
+        ([{"name": "a"}, {"name": "b"}], "stages[0]: the stage has no end"),
         ([{"name": "a", "until_step": 1}, {"name": "a"}], "the name of another stage"),
         (
             [{"name": "a", "until_step": 4}, {"name": "b", "until_step": 4}, {"name": "c"}],
@@ -181,9 +181,9 @@ def test_a_step_whose_stage_is_not_decided_yet_has_no_tasks(tmp_path):
         ),
         (
             [{"name": "a", "until_success": 1}, {"name": "b", "until_step": 4}, {"name": "c"}],
-            "stages[1].until_step: a stage before it has none",
+            "stages[1].until_step: an earlier stage has none",
         ),
-        ([{"name": "a", "sources": ["no.jsonl"]}], "no.jsonl is no source of train"),
+        ([{"name": "a", "sources": ["no.jsonl"]}], "no.jsonl is not a source of train"),
         ([{"name": "a", "until": 3}], "stages[0].until: unknown key; did you mean until_step?"),
         ([{"where": {}}], "stages[0].name: missing"),
         ([{"name": "a", "until_step": "soon"}], "stages[0].until_step: got 'soon'; needs a whole"),
@@ -208,7 +208,7 @@ def test_stages_need_tasks_that_fill_a_step_held_out_ones_and_an_order_of_steps(
         TaskSource(config(tmp_path, two, "trainer.groups_per_step=11"), None)
     with pytest.raises(ConfigError, match="reported for each stage: give eval"):
         config(tmp_path, two, "tasks.eval=[]")
-    with pytest.raises(ConfigError, match="until_success decides by the steps before"):
+    with pytest.raises(ConfigError, match="until_success chooses the tasks of a step"):
         config(tmp_path, two, "rollout.staleness=1", "rollout.policy=mask")
     with pytest.raises(ConfigError, match="stages choose among the tasks of train"):
         build_config({"environment": {"type": "coins"}, "tasks": {"stages": two}})

@@ -1,5 +1,4 @@
-"""The section `agents`: the agents of one rollout by name, and whose weights each of them plays
-with.
+"""The section `agents`: the agents of one rollout by name, and the weights that each plays with.
 
     agents:
       solver: {}                             # trained: the recipe's model
@@ -29,45 +28,47 @@ if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-"""A name is part of ids and of the names of metrics and folders."""
+"""Names become part of ids, metric names and folder names."""
 
 _ONE_POLICY = ("code_agent", "environment", "single_turn", "tool_agent")
 """Built-in agents, which use one policy."""
 
 _OTHER_WORDS = ("frozen", "freeze", "trained", "trainable")
-"""The names of `train`, or of its contrary, in other systems."""
+"""Other systems' names for `train` or its opposite."""
 
 
 class NamedAgentSection(Section):
     """One of several agents in a rollout, `policy["NAME"]`."""
 
     train: bool | None = None
-    """Whether what it says is trained on. Default: yes, unless version, lag or remote say that it
-    is not."""
+    """Whether the agent's replies are trained on. Default: true, or false if version, lag or remote
+    is set."""
     model: ModelSection | None = None
-    """A model of its own. Default: the recipe's, with adapters or a copy of its own."""
+    """A separate model for this agent. Default: the recipe's model, with separate adapters or a
+    separate copy."""
     weights_of: str | None = None
-    """The agent whose weights it plays with (self-play): the newest ones, unless version or lag say
-    otherwise."""
+    """The agent whose weights this agent plays with (self-play). It uses the newest weights unless
+    version or lag is set."""
     version: int | None = Field(default=None, ge=0)
-    """Self-play against one version: what that many steps left behind; before that, the newest."""
+    """Self-play against one version: the weights after this number of steps. Before that step, the
+    newest weights."""
     lag: int | None = Field(default=None, ge=1)
-    """Self-play against the weights of so many steps ago."""
+    """Self-play against the weights from this many steps ago."""
 
     remote: str | None = None
-    """The remote model (a name of remote_models) that plays it, and is never trained."""
+    """The remote model (a name in remote_models) that plays this agent. It is never trained."""
 
     @model_validator(mode="before")
     @classmethod
     def _says_train(cls, value: Any) -> Any:
-        """Refuses other systems' names of `train` and gives ours."""
+        """Refuses the names that other systems use for `train`, and names ours in the error."""
         synonym = next(
             (key for key in _OTHER_WORDS if isinstance(value, Mapping) and key in value), ""
         )
         if synonym:
             raise ValueError(
-                f"`{synonym}` is no key of an agent: write `train: false` for one whose weights "
-                "stay as they are, and `train: true` for one that learns"
+                f"`{synonym}` is not a key of an agent: write `train: false` for an agent whose "
+                "weights stay fixed, and `train: true` for one that learns"
             )
 
         return value
@@ -103,13 +104,13 @@ def trained_agents(config: RunConfig) -> tuple[str, ...]:
 
 
 def weights_of(config: RunConfig, agent: str) -> str:
-    """The policy to which an agent's weights belong, or belonged."""
+    """The policy whose current or earlier weights an agent plays with."""
     section = config.agents.get(agent)
     return agent if section is None or section.weights_of is None else section.weights_of
 
 
 def with_model_of(config: RunConfig, policy: str) -> RunConfig:
-    """The recipe with the model of one policy in place of the main one's."""
+    """The recipe with one policy's model instead of the main policy's."""
     section = config.agents.get(policy)
     if section is None or section.model is None:
         return config
@@ -132,8 +133,8 @@ def remote_agents(config: RunConfig) -> dict[str, str]:
 
 
 def version_of(config: RunConfig, agent: str, version: int) -> int | None:
-    """The version of its own weights with which an agent plays while the trained weights have that
-    version. None where its weights never change."""
+    """The version of its weights that an agent plays with when the trained weights are at
+    `version`. None if its weights never change."""
     section = config.agents.get(agent)
     if section is not None and section.is_earlier:
         return section.version_at(version)
@@ -141,7 +142,8 @@ def version_of(config: RunConfig, agent: str, version: int) -> int | None:
 
 
 def check_one_policy(config: RunConfig) -> None:
-    """Raises ConfigError for named agents where samplers or engines are separate processes."""
+    """Raises ConfigError for named agents in a run whose samplers or engines are separate
+    processes."""
     if config.agents:
         raise ConfigError(
             "agents: the engines of a run in several processes serve one policy: train several "
@@ -156,18 +158,20 @@ def trained_policies(config: RunConfig) -> tuple[str, ...]:
 
 
 def named_agent_contradictions(config: RunConfig) -> list[str]:
-    """Problems of named agents, and what a run with them can't do, as 'what: remedy'."""
+    """Problems of named agents, and keys that a run with them does not support, as 'what:
+    remedy'."""
     if not config.agents:
         return []
 
     problems = [
-        f"agents: {name!r} is no name: take a letter, then letters, digits, _ and -, 64 at most"
+        f"agents: {name!r} is not a valid name: start with a letter, then use letters, digits, _ "
+        "and -, at most 64"
         for name in config.agents
         if not _NAME.fullmatch(name)
     ]
     problems += [
-        f"agents: {name!r} is a remote model too, and clients could not tell which they ask: give "
-        "one of them another name"
+        f"agents: {name!r} is also the name of a remote model, and clients could not choose "
+        "between the two: rename one of them"
         for name, section in config.agents.items()
         if name in config.remote_models and section.remote != name
     ]
@@ -178,13 +182,14 @@ def named_agent_contradictions(config: RunConfig) -> list[str]:
     ]
     if not trained_agents(config):
         problems.append(
-            f"agents: none ({', '.join(config.agents)}) is trained: at least one must be"
+            f"agents: none of {', '.join(config.agents)} is trained: set train: true for at least "
+            "one"
         )
     elif not problems and config.agents[trained_policies(config)[0]].model is not None:
         main = trained_policies(config)[0]
         problems.append(
-            f"agents.{main}.model: the first agent that is trained has the recipe's model: set "
-            "model in its place"
+            f"agents.{main}.model: the first trained agent uses the recipe's model: set model "
+            "instead"
         )
 
     return [*problems, *_of_the_run(config)]
@@ -196,11 +201,11 @@ def _of_one(config: RunConfig, section: NamedAgentSection) -> Iterator[str]:
     target = None if owner is None else config.agents.get(owner)
 
     if section.is_earlier and owner is None:
-        yield ": version and lag are of another agent's weights: add weights_of=NAME"
+        yield ": version and lag choose among another agent's weights: add weights_of=NAME"
     if section.version is not None and section.lag is not None:
-        yield ": version and lag are two ways to choose weights: leave one out"
+        yield ": version and lag both choose the weights: remove one of them"
     if section.is_earlier and section.train:
-        yield ".train: earlier weights are not trained: leave train, or version and lag"
+        yield ".train: earlier weights are not trained: remove train, or version and lag"
 
     if section.remote is not None and section.remote not in config.remote_models:
         model_names = ", ".join(config.remote_models) or "none"
@@ -208,19 +213,19 @@ def _of_one(config: RunConfig, section: NamedAgentSection) -> Iterator[str]:
 
     settings = (section.train, section.model, section.weights_of, section.version, section.lag)
     if section.remote is not None and any(settings):
-        yield ".remote: nothing else can be said of a remote model's agent"
+        yield ".remote: an agent that a remote model plays has no other keys: remove them"
     if owner is not None and section.model is not None:
-        yield f".model: it has the weights of {owner}: leave one of the two out"
+        yield f".model: weights_of says that it uses the weights of {owner}: remove one of the two"
 
     if owner is not None and (target is None or target.weights_of is not None):
         owners = [name for name, agent in config.agents.items() if agent.weights_of is None]
-        yield f".weights_of: {owner!r} has no weights of its own: name one of {owners}"
+        yield f".weights_of: {owner!r} does not have its own weights: choose one of {owners}"
     elif target is not None and not target.is_trained and (section.is_earlier or section.train):
-        yield f".weights_of: {owner} is not trained, so there is nothing to follow"
+        yield f".weights_of: {owner} is not trained, so it has no earlier or newer weights"
 
 
 def _of_the_run(config: RunConfig) -> Iterator[str]:
-    """What is made for one policy."""
+    """Keys that work with one policy only."""
     algorithm = config.algorithm
     refused = {
         f"agent.type={config.agent.type}": config.agent.type in _ONE_POLICY
@@ -237,4 +242,4 @@ def _of_the_run(config: RunConfig) -> Iterator[str]:
     }
     for key, is_set in refused.items():
         if is_set:
-            yield f"{key}: not in a run with named agents: leave it, or agents, out"
+            yield f"{key}: not supported in a run with named agents: remove it, or agents"

@@ -25,42 +25,42 @@ class OptimizeSection(Section):
     it."""
 
     texts: tuple[str, ...] = ()
-    """Names of the texts that it may change. Default: all that the agent asks for and the method
-    can write."""
+    """Names of the texts to change. Default: every text of the agent that the method can write."""
     method: Literal["auto", "apo", "gepa", "few_shot", "phrases"] = "auto"
-    """`apo`: a beam of texts, each criticised by the writer and edited by that; `gepa`: the writer
-    reflects on attempts, and texts that are best at some task are kept; `few_shot`: examples from
-    the agent's own best attempts; `phrases`: seeded edits without a writer, of sentences and the
-    list `phrases`. `auto`: gepa with a writer, else few_shot where the agent asks for examples,
-    else phrases."""
+    """`apo`: a beam of texts; the writer criticises each text, then edits it by the critique.
+    `gepa`: the writer reflects on attempts, and the search keeps each text that is the best at some
+    task. `few_shot`: examples from the agent's own best attempts. `phrases`: seeded edits of
+    sentences and of the list `phrases`, without a writer. `auto`: gepa with a writer, else few_shot
+    if the agent uses examples, else phrases."""
     writer: str | None = None
-    """Who writes: a name of remote_models, or `policy`, the model that plays."""
+    """The model that writes the texts: a name in remote_models, or `policy`, the model that
+    plays."""
     tasks: int = Field(default=48, ge=6)
-    """Tasks of the search, the first that training would draw: a third to learn from, the others to
-    judge texts by. Held-out tasks are never among them."""
+    """Number of tasks in the search, taken from the start of the training order: one third to learn
+    from, the rest to judge texts. They never include held-out tasks."""
     attempts: int = Field(default=800, ge=1)
-    """Most attempts, the comparison on held-out tasks and lost ones included."""
+    """Maximum number of attempts, including lost ones and the comparison on held-out tasks."""
     minutes: float | None = Field(default=None, gt=0)
-    """Most minutes, all resumptions together. Attempts that run then are broken off."""
+    """Maximum time in minutes, over all resumptions. Attempts that still run then are stopped."""
     cost: float | None = Field(default=None, gt=0)
-    """Most money for remote models, in the currency of their prices: shared evenly among those that
-    have one."""
+    """Maximum cost of remote models, in the currency of their prices. It is split evenly among the
+    models that have a price."""
     attempts_per_task: int = Field(default=1, ge=1)
-    """Attempts at a task by which a text is judged: 1 for a greedy policy."""
+    """Attempts per task when a text is judged; 1 for a greedy policy."""
     temperature: float = Field(default=0.0, ge=0)
-    """At which the policy plays."""
+    """Sampling temperature of the policy."""
     rounds: int = Field(default=6, ge=1)
-    """Rounds of the search, where the budget lasts."""
+    """Rounds of the search, if the budget allows."""
     beam_width: int = Field(default=3, ge=1)
-    """Texts that a round of `apo`, `few_shot` and `phrases` goes on from."""
+    """Texts that a round of `apo`, `few_shot` or `phrases` starts from."""
     branches: int = Field(default=4, ge=1)
-    """New texts of each of them."""
+    """New texts made from each of them."""
     batch: int = Field(default=4, ge=1)
     """Tasks whose attempts the writer reads at once."""
     examples: int = Field(default=4, ge=1)
-    """Most conversations in a text of examples."""
+    """Maximum number of conversations in a text of examples."""
     max_chars: int = Field(default=4000, ge=1)
-    """Longest text that a writer may give."""
+    """Maximum length of a text by the writer, in characters."""
     phrases: tuple[str, ...] = PHRASES
     """Sentences that `phrases` tries to add."""
 
@@ -76,8 +76,8 @@ class OptimizeSection(Section):
     def _writes(self) -> Self:
         if self.method in ("apo", "gepa") and self.writer is None:
             raise ValueError(
-                f"method {self.method} has texts written: set optimize.writer to a name of "
-                "remote_models, or to policy"
+                f"method {self.method} needs a model that writes texts: set optimize.writer to a "
+                "name in remote_models, or to policy"
             )
 
         if self.temperature == 0 and self.attempts_per_task > 1:

@@ -26,9 +26,10 @@ def kept_keys(
     where: str,
     options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The warning, as lines. There are none where overrides (and before them `options`, whole
-    sections) name no other preset than the recipe (`tree`), or where the recipe sets only that
-    preset's own values. The remedy is for the command line, or with `options` for Python."""
+    """The lines of the warning. Empty if the overrides and `options` (whole sections, applied
+    before the overrides) keep the preset of the recipe (`tree`), or if the recipe sets only the new
+    preset's own values. The remedy is written for the command line, or for Python if `options` is
+    given."""
     is_text = config_keys().is_text
     before = sources.merge(tree, [], where=where, is_text=is_text).get("algorithm")
     now = sources.merge(
@@ -65,7 +66,10 @@ def _dropped_lines(
     settings: Mapping[str, Any], dropped: Sequence[str], where: str, was: str, name: str
 ) -> list[str]:
     written = ", ".join(_written(key, settings[key]) for key in dropped)
-    line = f"{where} sets for algorithm.name={was} what {name} has no use for, left out: {written}"
+    line = (
+        f"{where} sets keys for algorithm.name={was} that {name} does not use; they are left out: "
+        f"{written}"
+    )
     return [line] if dropped else []
 
 
@@ -81,13 +85,12 @@ def _kept_lines(
     width = max(len(_written(key, value)) for key, value in retained.items())
     remedies = [_written(key, preset_values.get(key)) for key in retained]
     return [
-        f"{where} sets for algorithm.name={was} what stays with {name}:",
+        f"{where} sets values for algorithm.name={was}, and they stay in effect with {name}:",
         *(
             f"  {_written(key, value):<{width}}  {name}'s own is {_yaml(preset_values.get(key))}"
             for key, value in retained.items()
         ),
-        f"to take {name}'s own, add: "
-        f"{f'overrides={remedies}' if in_python else ' '.join(remedies)}",
+        f"to use {name}'s own, add: {f'overrides={remedies}' if in_python else ' '.join(remedies)}",
     ]
 
 

@@ -27,18 +27,17 @@ def follows() -> bool:
 
 
 def check_alone(what: str) -> None:
-    """Raises ConfigError where a launcher has started several processes of a command that is one
-    process."""
+    """Raises ConfigError if a launcher started several processes of a single-process command."""
     if world_size() > 1:
         raise ConfigError(
-            f"WORLD_SIZE={world_size()}: {what} is one process: start it without torchrun"
+            f"WORLD_SIZE={world_size()}: {what} runs in one process: start it without torchrun"
         )
 
 
 class ParallelSection(Section):
-    """How the processes of a training share the work. shard x tensor x context x pipeline must
-    divide their number; what is left over are replicas, and each of shard x replicas processes (or
-    pipelines) has its own part of every minibatch."""
+    """How the training processes share the work. shard x tensor x context x pipeline must divide
+    the number of processes; the quotient is the number of replicas. Each of shard x replicas
+    processes (or pipelines) gets its own part of every minibatch."""
 
     shard: int = Field(default=1, ge=1)
     """Processes that each keep a part of every weight, of its gradient and of its moments (FSDP),
@@ -65,15 +64,15 @@ class ParallelSection(Section):
         return {key: size for key, size in self.model_dump().items() if size > 1}
 
     def shared_by(self, world: int) -> str:
-        """How `world` processes share the work, such as shard=2 x replicas=2; empty where there is
-        nothing to share. Raises ValueError as `replicas`."""
+        """How `world` processes share the work, such as shard=2 x replicas=2; empty for a single
+        process. Raises ValueError as `replicas` does."""
         replicas = self.replicas(world)
         sizes = self.above_one | ({"replicas": replicas} if replicas > 1 else {})
         return " x ".join(f"{key}={size}" for key, size in sizes.items())
 
     def replicas(self, world: int) -> int:
-        """How many copies of the model `world` processes hold. Raises ValueError, naming the
-        keys, where the sizes don't fit."""
+        """How many copies of the model `world` processes hold. Raises ValueError with the keys if
+        the sizes don't fit."""
         inner = self.shard * self.tensor * self.context * self.pipeline
         if world % inner:
             raise ValueError(
@@ -95,28 +94,28 @@ class ParallelSection(Section):
 
 
 def parallel_contradictions(config: RunConfig) -> list[str]:
-    """What can't be trained in parts as trainer.parallel says, with any number of processes, as
-    'what: remedy'."""
+    """Settings that trainer.parallel does not support with any number of processes, as 'what:
+    remedy'."""
     parallel = config.trainer.parallel
     problems = list[str]()
     if config.memory.optimizer == "adamw_8bit" and parallel.is_spread:
         problems.append(
-            "memory.optimizer=adamw_8bit: moments of 8 bits have one scale for 256 numbers, which "
-            "lie on several processes under trainer.parallel: set memory.optimizer=adamw, of which "
-            "each process keeps a part alone"
+            "memory.optimizer=adamw_8bit: 256 moments of 8 bits share one scale, and "
+            "trainer.parallel splits them over several processes: set memory.optimizer=adamw, "
+            "whose moments can be split"
         )
 
     if config.model.lora.enabled and max(parallel.tensor, parallel.expert) > 1:
         problems.append(
-            "model.lora: adapters are not cut by trainer.parallel.tensor or expert: set both to 1, "
-            "and share the base by trainer.parallel.shard, long sequences by context"
+            "model.lora: trainer.parallel.tensor and expert can't split adapters: set both to 1, "
+            "and split the base model by trainer.parallel.shard, long sequences by context"
         )
 
     return problems + _of_stages(config) if parallel.pipeline > 1 else problems
 
 
 def _of_stages(config: RunConfig) -> list[str]:
-    """What the stages of a pipeline can't compute."""
+    """Settings that pipeline stages do not support."""
     parallel = config.trainer.parallel
     needs = config.algorithm.needs
 
@@ -125,9 +124,9 @@ def _of_stages(config: RunConfig) -> list[str]:
     if other_sizes:
         sizes_text = " and ".join(f"{key}={size}" for key, size in other_sizes.items())
         problems.append(
-            f"trainer.parallel.pipeline={parallel.pipeline} together with {sizes_text}: stages of "
-            "a pipeline are not divided further: set the others to 1 (more processes become "
-            "replicas of the pipeline), or pipeline to 1"
+            f"trainer.parallel.pipeline={parallel.pipeline} together with {sizes_text}: pipeline "
+            "stages can't be split further: set the others to 1 (more processes become replicas "
+            "of the pipeline), or pipeline to 1"
         )
 
     features = {
@@ -140,17 +139,17 @@ def _of_stages(config: RunConfig) -> list[str]:
         ),
     }
     problems += [
-        f"{what} together with trainer.parallel.pipeline={parallel.pipeline}: stages of a pipeline "
-        "compute policy and reference alone: set pipeline to 1, and share the models by "
+        f"{what} together with trainer.parallel.pipeline={parallel.pipeline}: pipeline stages "
+        "compute only the policy and the reference: set pipeline to 1, and split the models by "
         "trainer.parallel.shard"
         for what, is_asked in features.items()
         if is_asked
     ]
     if config.memory.offload_activations:
         problems.append(
-            "memory.offload_activations together with trainer.parallel.pipeline: nobody has tried "
-            "what stages keep of several micro-batches off the device: set it to false, and "
-            "memory.checkpointing=full"
+            "memory.offload_activations together with trainer.parallel.pipeline: offloading the "
+            "activations of several micro-batches in pipeline stages is untested: set it to "
+            "false, and memory.checkpointing=full"
         )
 
     return problems

@@ -17,7 +17,7 @@ from agentevo.config.field_words import as_number
 
 PAGE = Path(__file__).with_suffix(".md")
 ELSEWHERE = "Elsewhere"
-"""Heading of the words that belong to no single system."""
+"""Heading of the words that several systems use."""
 VALUES = "Values"
 SHOWN = 3
 """The number of systems that are named for one key."""
@@ -27,11 +27,11 @@ _BOUND = re.compile(r"(above|below) (-?[\d.]+)|between (-?[\d.]+) and (-?[\d.]+)
 
 @dataclass(frozen=True)
 class PeerKey:
-    """What stands here for a key of another system."""
+    """The equivalent here of a key of another system."""
 
     system: str
     key: str
-    """With `.*` at its end: all keys below it."""
+    """A key that ends with `.*` covers all keys below it."""
     equivalent: str
     """Our keys, a command, `not needed` or `not there`."""
     remark: str
@@ -44,7 +44,7 @@ class PeerKey:
     def sentence(self) -> str:
         """`TRL's num_generations is trainer.group_size here`, with the remark."""
         subject = (
-            f"what others call {self.key}"
+            f"other systems' {self.key}"
             if self.system == ELSEWHERE
             else f"{self.system}'{'s' * (not self.system.endswith('s'))} {self.key}"
         )
@@ -52,9 +52,10 @@ class PeerKey:
         return f"{subject} {answer} here{f': {self.remark}' if self.remark else ''}"
 
     def likeness(self, key: str) -> tuple[int, int]:
-        """How surely `key` is this one, and by how many names: 3 if it ends with all of it, 2 if it
-        is the end of it or this is a single name, 1 if the last name is the same and says enough by
-        itself, 0 if it is below it; else -1. For one name alone the first two are equally sure."""
+        """How well `key` matches this key, and on how many names. 3: `key` ends with this whole
+        key. 2: `key` is the end of this key, or `key` is a single name. 1: the last names are equal
+        and specific enough. 0: `key` is below this key. -1: no match. For a single name, 3 and 2
+        are the same."""
         names = self.key.split(".")
         if names[-1] == "*":
             section = ".".join(names[:-1])
@@ -75,7 +76,7 @@ class PeerKey:
 
 @dataclass(frozen=True)
 class PeerValue:
-    """A value of one of our keys that is right elsewhere, or means something else there."""
+    """A value of one of our keys that is valid in another system, or means something else there."""
 
     key: str
     values: str
@@ -129,8 +130,8 @@ def peer_values() -> tuple[PeerValue, ...]:
 
 
 def translations(key: str) -> list[PeerKey]:
-    """The names of `key` in other systems, under any section, and most likely: one key of each
-    system, and of those with the same counterpart here the first."""
+    """The most likely keys of other systems for `key`, in any section: at most one for each system.
+    Of keys with the same equivalent here, only the first."""
     written = normal_key(key)
     ranked = [(peer.likeness(written), peer) for peer in peer_keys()]
     best = max((likeness for likeness, _ in ranked), default=(-1, 0))
@@ -167,7 +168,7 @@ def is_whole_key(key: str, peers: Sequence[PeerKey]) -> bool:
 
 
 def value_in_our_words(key: str, value: object) -> str | None:
-    """The remark about a value that is right in another system, or has another meaning there; else
+    """The remark about a value that is valid in another system or means something else there; else
     None."""
     return next(
         (

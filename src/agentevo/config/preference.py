@@ -43,9 +43,9 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
         idle = _changed_keys(section, OF_PREFERENCE)
         if idle:
             raise ValueError(
-                f"{', '.join(idle)} is for presets that train by a preference loss, and "
-                f"name={section.name} does not: "
-                f"remove it, or choose one of {', '.join(PREFERENCE_PRESETS)}"
+                f"{', '.join(idle)} works only with presets that train by a preference loss, and "
+                f"name={section.name} does not: remove it, or choose one of "
+                f"{', '.join(PREFERENCE_PRESETS)}"
             )
 
         return
@@ -59,7 +59,7 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
             else ""
         )
         raise ValueError(
-            f"{subject}, in which {', '.join(idle)} has no place: remove it (or set it to its "
+            f"{subject}, which does not use {', '.join(idle)}: remove it (or set it to its "
             f"default){beta_hint}"
         )
 
@@ -89,13 +89,13 @@ def preference_contradictions(config: RunConfig) -> Iterator[str]:
 
     if data.pairs is not None and data.pairs_from is not None:
         yield (
-            "data.pairs and data.pairs_from both say what is trained on: give only one of the two"
+            "data.pairs and data.pairs_from both set the training data: give only one of the two"
         )
 
     if preference is None:
         if data.given:
             yield (
-                "data.pairs and data.pairs_from are for a preference loss, and "
+                "data.pairs and data.pairs_from need a preference loss, and "
                 f"algorithm.name={section.name} has none: "
                 f"choose one of {', '.join(PREFERENCE_PRESETS)}, or remove them"
             )
@@ -103,15 +103,14 @@ def preference_contradictions(config: RunConfig) -> Iterator[str]:
 
     if config.reward_model.name is not None:
         yield (
-            f"reward_model.name pays single tokens, which algorithm.name={section.name} does not "
-            "look at: remove it"
+            f"reward_model.name scores single tokens, which algorithm.name={section.name} does "
+            "not use: remove it"
         )
 
     if preference.pairs == "demonstrations" and data.pairs_from is not None:
         yield (
-            "algorithm.pairs=demonstrations asks the environment's solver about sampled tasks, "
-            "not about stored groups: "
-            "set algorithm.pairs=best_worst, or remove data.pairs_from"
+            "algorithm.pairs=demonstrations lets the environment's solver play sampled tasks, "
+            "not stored groups: set algorithm.pairs=best_worst, or remove data.pairs_from"
         )
 
     idle = (
@@ -121,8 +120,8 @@ def preference_contradictions(config: RunConfig) -> Iterator[str]:
     )
     if idle:
         yield (
-            f"data.pairs says what the pairs are, so algorithm.{', algorithm.'.join(idle)} does "
-            "nothing: remove it"
+            f"data.pairs sets the pairs, so algorithm.{', algorithm.'.join(idle)} does nothing: "
+            "remove it"
         )
 
     if preference.pairs == "demonstrations" and not data.given and config.environment is None:

@@ -1,15 +1,15 @@
-"""One tree that says everything about a run: `RunConfig`.
+"""`RunConfig`: the whole configuration of a run as one tree.
 
 A YAML recipe fills it, dotted `a.b=c` overrides change it, and the result is frozen. Every default
-is the vetted setting and is documented once, under its field; `agentevo config explain KEY` prints
-that text. Importing this module imports no torch.
+is a tested setting. It is documented once, under its field, and `agentevo config explain KEY`
+prints that text. Importing this module imports no torch.
 
-Order of work: YAML -> the user's modules (`imports`) -> overrides -> unknown keys refused with the
-nearest right one -> types -> contradictions. All of it happens before anything is created.
+Order of work: YAML -> the user's modules (`imports`) -> overrides -> unknown keys (refused, with
+the nearest valid key) -> types -> contradictions. All of it happens before anything is created.
 `sources` reads; `keys` explains keys and problems.
 
-The model that the registry has for their `type` reads `environment` and `agent`, so those of other
-packages and of user code (`import`) have the same checks as ours.
+`environment` and `agent` are read by the model that is registered for their `type`, so those of
+other packages and of user code (`import`) get the same checks as ours.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class RunConfig(Section):
     model_config = pydantic.ConfigDict(serialize_by_alias=True)
 
     imports: tuple[str, ...] = Field(default=(), alias="import")
-    """Your own modules and Python files, such as [./my_agent.py], looked for beside the
-    recipe, then in the current folder. What they register (agents, environments, rewards) can then
-    be named in the recipe."""
+    """Your own modules and Python files, such as [./my_agent.py]. Files are searched next to the
+    recipe, then in the current folder. The recipe can name the agents, environments and rewards
+    that they register."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     environment: SerializeAsAny[EnvironmentConfig] | None = None
@@ -99,25 +99,25 @@ class RunConfig(Section):
     options. A recipe must have one; only a run of an agent function on given tasks (Python API) has
     none."""
     tasks: TasksSection = TasksSection()
-    """Tasks in place of an environment's. Off while train is empty."""
+    """Tasks from files or datasets instead of an environment. Off if train is empty."""
     agent: SerializeAsAny[AgentSection] = EnvironmentAgentSection()
-    """Who plays, chosen by `type` (`agentevo list agents`), with its options. Default:
-    `environment`, or `single_turn` where there are tasks."""
+    """The agent, chosen by `type` (`agentevo list agents`), with its options. Default:
+    `environment`, or `single_turn` if the recipe has tasks."""
     agents: dict[str, NamedAgentSection] = Field(default_factory=dict)
-    """Several agents in one rollout, by name, such as {solver: {}, critic: {train: false}}: what
-    the recipe's agent asks as `policy["solver"]`, and a client by `model: solver`. Each has train,
+    """Several agents in one rollout, by name, such as {solver: {}, critic: {train: false}}. The
+    recipe's agent calls one as `policy["solver"]`, a client as `model: solver`. Each has train,
     model, weights_of, version and lag (docs/multi_agent.md). Empty: one policy."""
     rewards: tuple[SerializeAsAny[RewardConfig], ...] = ()
-    """What an attempt is worth, as a list of rewards (`agentevo list rewards`), each a name or a
-    mapping such as {name: format, pattern: ..., weight: 0.1}: their weighted sum replaces what the
-    agent returned, and the first of them says what counts as success."""
+    """The rewards of an attempt (`agentevo list rewards`), each a name or a mapping such as {name:
+    format, pattern: ..., weight: 0.1}. Their weighted sum replaces the agent's own reward, and the
+    first one decides what counts as success."""
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     gateway: GatewaySection = GatewaySection()
     remote_models: dict[str, RemoteModelSection] = Field(default_factory=dict)
-    """Models behind HTTP APIs, each under the name that agents and clients ask for: teachers,
-    judges, frozen agents. They answer, and are never trained."""
+    """Models behind HTTP APIs, each under the name by which agents and clients call it: teachers,
+    judges, frozen agents. They are never trained."""
     trainer: TrainerSection = TrainerSection()
     memory: MemorySection = MemorySection()
     critic: CriticSection = CriticSection()
@@ -151,7 +151,7 @@ class RunConfig(Section):
 
     @property
     def run_dir(self) -> Path:
-        """Absolute, since an agent may change the current folder of the whole process."""
+        """Absolute, since an agent can change the current folder of the process."""
         named = self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
         return self._started_in / named
 
@@ -170,19 +170,19 @@ class RunConfig(Section):
 
     @property
     def environment_agent(self) -> EnvironmentAgentSection:
-        """The section of the environment agent. Raises ConfigError where another agent plays: an
-        environment's solver can demonstrate only that agent's conversations."""
+        """The section of the environment agent. Raises ConfigError for another agent: an
+        environment's solver can demonstrate only the environment agent's conversations."""
         if not isinstance(self.agent, EnvironmentAgentSection):
             raise ConfigError(
                 f"agent.type: {self.agent.type} has no demonstrations of an environment's solver: "
-                "set agent.type=environment, or leave out what asks for them "
-                "(cold_start, data.demonstrations, algorithm.pairs)"
+                "set agent.type=environment, or remove the keys that need them (cold_start, "
+                "data.demonstrations, algorithm.pairs)"
             )
         return self.agent
 
     @property
     def length_max(self) -> int:
-        """Trained tokens at which an attempt counts as too long."""
+        """Number of trained tokens at which an attempt counts as too long."""
         return self.algorithm.length_max or self.sampling.max_new_tokens * self.agent.max_turns
 
 
@@ -219,8 +219,8 @@ def build_config(
     name: str = "run",
     needs_environment: bool = True,
 ) -> RunConfig:
-    """Does what `load_config` does, from a mapping. `where` begins each line about a problem,
-    `folder` is where relative imports start (default: the current one), `name` is the default of
+    """Does what `load_config` does, from a mapping. Each problem line begins with `where`. `folder`
+    is the folder of relative imports (default: the current one). `name` is the default of
     `run.name`."""
     imports = import_all(tree, overrides, where=where, folder=folder or Path.cwd())
     keys = config_keys()
@@ -229,9 +229,9 @@ def build_config(
 
     if plain.pop("sweep", None) is not None:
         raise ConfigError(
-            f"{sources.written_in('sweep:', overrides, where)}: sweep: these are several runs, "
-            "which only `agentevo train` takes "
-            "(--dry-run lists them): add sweep=null for the recipe without its variants"
+            f"{sources.written_in('sweep:', overrides, where)}: sweep: this recipe is several "
+            "runs, which only `agentevo train` accepts (--dry-run lists them): add sweep=null to "
+            "run the recipe without its variants"
         )
 
     plain["import"] = imports
@@ -269,7 +269,7 @@ def build_config(
 
 
 def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
-    """Writes out the short forms of rewards and tasks, and the defaults that follow from the other
+    """Expands the short forms of rewards and tasks, and sets the defaults that depend on other
     keys. Returns the problems of the rewards and tools."""
     run = plain.setdefault("run", {})
     if isinstance(run, dict):
@@ -309,7 +309,7 @@ def config_keys() -> ConfigKeys:
 
 @lru_cache(maxsize=2)
 def _keys_with(variants: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]) -> ConfigKeys:
-    """Takes a tenth of a second, and returns the same keys until something is registered."""
+    """Cached until something is registered, since building the keys takes a tenth of a second."""
     return ConfigKeys(RunConfig, {section: dict(models) for section, models in variants})
 
 
@@ -323,8 +323,8 @@ def section_variants() -> Variants:
 
 def key_variants() -> Variants:
     """`section_variants`, and the models of the rewards that `rewards` may list. An object that
-    another package has registered and that is no reward is left out here, and refused where it is
-    named."""
+    another package registered and that is not a reward is left out here, and refused when a recipe
+    names it."""
     models = {}
     for name in rewards.names():
         with suppress(AgentEvoError):

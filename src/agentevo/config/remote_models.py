@@ -1,5 +1,5 @@
-"""The section `remote_models`: models behind another party's HTTP API, by the name under which
-agents and clients call them. They answer and are never trained."""
+"""The section `remote_models`: models behind another party's HTTP API, each under the name by which
+agents and clients call it. They are never trained."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class PriceSection(Section):
     """What a remote model costs, in one currency for the whole recipe, per million tokens."""
 
     prompt: float = Field(default=0.0, ge=0)
-    """Price of a million tokens of prompts."""
+    """Price of a million prompt tokens."""
     cached: float | None = Field(default=None, ge=0)
-    """Price of a million tokens of prompts that the server had already. Default: the price of the
-    others."""
+    """Price of a million prompt tokens that were in the server's cache. Default: the price of other
+    prompt tokens."""
     completion: float = Field(default=0.0, ge=0)
-    """Price of a million tokens of answers."""
+    """Price of a million completion tokens."""
 
     def of(self, prompt: int, cached: int, completion: int) -> float:
         """The cost of that many tokens; `cached` of the prompt's tokens were in the server's
@@ -60,15 +60,15 @@ class PriceSection(Section):
 
 
 class BudgetSection(Section):
-    """What a run may use of a remote model, all of its processes and resumptions together. A call
-    that might go beyond it is not made."""
+    """The limits of a run's use of a remote model, over all of its processes and resumptions. A
+    call that could exceed a limit is not made."""
 
     requests: int | None = Field(default=None, ge=1)
-    """Most requests, repeated ones among them."""
+    """Maximum number of requests, including retries."""
     tokens: int | None = Field(default=None, ge=1)
-    """Most tokens, of prompts and answers together."""
+    """Maximum number of tokens, prompts and completions together."""
     cost: float | None = Field(default=None, gt=0)
-    """Most money, in the currency of `price`."""
+    """Maximum cost, in the currency of `price`."""
 
     @property
     def limits(self) -> bool:
@@ -79,49 +79,47 @@ class RemoteModelSection(Section):
     """One remote model."""
 
     api: Literal["openai", "anthropic", "engine"] = "openai"
-    """Which API the server has: OpenAI's chat completions (vLLM, SGLang, Ollama and most others
-    have it, too), or Anthropic's messages. `engine`: there is no server, the model is computed in
-    each process that asks it."""
+    """The server's API: OpenAI chat completions (also vLLM, SGLang, Ollama and most others), or
+    Anthropic messages. `engine`: no server; each process that calls the model runs it."""
     base_url: str = ""
-    """Where the server is, such as http://127.0.0.1:8000/v1. Default: the API's own."""
+    """URL of the server, such as http://127.0.0.1:8000/v1. Default: the API's public URL."""
     model: str = Field(min_length=1)
-    """What the server calls the model. With `api: engine` as in model.name: a folder, a run for its
-    best checkpoint, or a known model; it is greedy where `temperature` is null."""
+    """The server's name of the model. With `api: engine`, as in model.name: a folder, a run (its
+    best checkpoint), or a known model; decoding is greedy if `temperature` is null."""
     device: DeviceName = "auto"
-    """With `api: engine`: what computes, as model.device."""
+    """With `api: engine`: the device, as in model.device."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """With `api: engine`: number format of weights and computation."""
     api_key: str | None = None
-    """`${env:NAME}`, the environment variable that holds the key; the key itself is refused, as it
-    would be written into the run's folder. null sends none."""
+    """`${env:NAME}`, the environment variable that holds the key; a key itself is refused, since it
+    would be written into the run's folder. null sends no key."""
     max_new_tokens: int = Field(default=1024, ge=1)
-    """Longest answer, in tokens, where a call does not say."""
+    """Maximum length of a completion, in tokens, if the call does not set it."""
     temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature, where a call does not say. null leaves it to the server."""
+    """Sampling temperature, if the call does not set it. null leaves it to the server."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Nucleus sampling, likewise."""
+    """Nucleus sampling mass (top-p), likewise."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of every request, as the server knows them, such as {reasoning_effort:
-    low}."""
+    """Further fields of every request that the server supports, such as {reasoning_effort: low}."""
     timeout_s: float = Field(default=120.0, gt=0, le=3600)
-    """Longest time for one request."""
+    """Time limit of one request, in seconds."""
     deadline_s: float = Field(default=600.0, gt=0, le=86400)
-    """Longest time for a call with all its repeated requests, and its wait for its turn."""
+    """Time limit of a call, in seconds, with all its retries and its wait in the queue."""
     max_tries: int = Field(default=6, ge=1)
-    """Most requests for one call, where the server is busy, away or answers nonsense."""
+    """Maximum number of requests for one call, if the server is busy, unreachable or replies with
+    something invalid."""
     max_at_once: int = Field(default=16, ge=1, le=1024)
-    """Most requests at once, in one process."""
+    """Maximum number of concurrent requests in one process."""
     budget: BudgetSection = BudgetSection()
     price: PriceSection | None = None
     """Prices per million tokens."""
     cache: bool = False
-    """Keep answers by all that was asked (model, settings, prompt and seed): what was asked before
-    is answered from there, and costs nothing."""
+    """Cache replies by the whole request (model, settings, prompt and seed). A repeated request is
+    served from the cache, at no cost."""
     cache_dir: Path | None = None
-    """Folder of the answers that are kept; any number of runs may share one. Default: in the run's
-    folder."""
+    """Folder of the cache. Several runs can share one. Default: in the run's folder."""
     cache_mib: int = Field(default=1024, ge=1)
-    """Most MiB of answers that are kept: of more the oldest go."""
+    """Maximum size of the cache, in MiB. Beyond it, the oldest replies are deleted."""
 
     @field_validator("base_url")
     @classmethod
@@ -130,12 +128,12 @@ class RemoteModelSection(Section):
         if "@" in parts.netloc or parts.query or REFERENCE.search(url):
             raise ValueError(
                 "a user, a password or a key in a URL would be written into the run's folder, and "
-                "paths are put behind it: give the key as api_key: ${env:NAME}, and nothing behind "
-                "a `?`"
+                "the API's paths are appended to the URL: give the key as api_key: ${env:NAME}, "
+                "and remove the part after `?`"
             )
 
         if url and (parts.scheme not in ("http", "https") or not parts.hostname):
-            raise ValueError(f"{url!r} is no URL: give one such as http://127.0.0.1:8000/v1")
+            raise ValueError(f"{url!r} is not a URL: give one such as http://127.0.0.1:8000/v1")
 
         return url.rstrip("/")
 
@@ -145,8 +143,8 @@ class RemoteModelSection(Section):
         taken = sorted(_OWN_FIELDS.intersection(extra))
         if taken:
             raise ValueError(
-                f"{', '.join(taken)}: each call sets this by itself, and the budget counts with "
-                "it: leave it out; the length of answers is max_new_tokens"
+                f"{', '.join(taken)}: each call sets this itself, and the budget depends on it: "
+                "remove it; the maximum length of a completion is max_new_tokens"
             )
         return extra
 
@@ -154,14 +152,12 @@ class RemoteModelSection(Section):
     def _an_engine_has_no_server(self) -> Self:
         if self.api == "engine" and (self.base_url or self.api_key is not None or self.extra):
             raise ValueError(
-                "api: engine computes the model in this process: leave base_url, api_key and extra "
-                "out, or name the API of the server"
+                "api: engine runs the model in this process: remove base_url, api_key and extra, "
+                "or set api to the server's API"
             )
 
         if self.api == "engine" and self.model == "tiny":
-            raise ValueError(
-                "model tiny is made anew for each run, and knows nothing: name another"
-            )
+            raise ValueError("model tiny has random weights in each run: choose another model")
 
         return self
 
@@ -169,8 +165,8 @@ class RemoteModelSection(Section):
     def _cost_needs_a_price(self) -> Self:
         if self.budget.cost is not None and self.price is None:
             raise ValueError(
-                "budget.cost counts money, and nothing says what a token costs: give price, such "
-                "as {prompt: 0.4, completion: 1.6} per million tokens"
+                "budget.cost needs the price of a token: give price, such as "
+                "{prompt: 0.4, completion: 1.6} per million tokens"
             )
         return self
 
@@ -183,18 +179,18 @@ def name_problems(names: list[str], policy: str) -> list[str]:
     """Names that a remote model can't have, as 'what: remedy'. `policy`: the trained model."""
     taken = [name for name in names if name in (policy, "policy")]
     return [
-        f"remote_models: {name!r} is what clients call the policy: choose another name"
+        f"remote_models: {name!r} is the name by which clients call the policy: choose another name"
         for name in taken
     ] + [
-        f"remote_models: {name[:100]!r} is no name: use letters and digits, and behind the first "
-        "any of _.:/- too"
+        f"remote_models: {name[:100]!r} is not a valid name: start with a letter or digit, then "
+        "use letters, digits and _.:/-"
         for name in names
         if not _NAME.fullmatch(name)
     ]
 
 
 def unknown_helpers(names: Collection[str], agent: Section) -> Iterator[str]:
-    """Helpers of the section `agent` that are missing in `remote_models`, as 'what: remedy'."""
+    """Models that the section `agent` names and `remote_models` lacks, as 'what: remedy'."""
     context = getattr(agent, "context", None)
     browse = getattr(agent, "browse", None)
 

@@ -1,5 +1,5 @@
-"""The recipe's list `rewards`: each entry read by the options of the registered reward that it
-names."""
+"""The recipe's list `rewards`. Each entry is checked against the options of the registered reward
+that it names."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def read_rewards(value: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
         lines.append(
-            f"rewards: {duplicate} is listed twice: give one entry with a larger "
-            "weight, or each a label of its own"
+            f"rewards: {duplicate} is listed twice: give one entry with a larger weight, or a "
+            "different label to each"
         )
 
     if configs and not lines:
@@ -104,15 +104,14 @@ def penalty_contradictions(config: RunConfig) -> list[str]:
 
     keys = [key for key in ("call_penalty", "code_penalty") if getattr(config.agent, key, 0)]
     return [
-        f"agent.{key} is a part of what the agent returns, and `rewards` counts in its place: add "
-        f"`returned` to the list, as in rewards=[{', '.join([*listed, 'returned'])}], or leave "
-        f"{key} out"
+        f"agent.{key} is part of the agent's own reward, which `rewards` replaces: add `returned` "
+        f"to the list, as in rewards=[{', '.join([*listed, 'returned'])}], or remove {key}"
         for key in keys
     ]
 
 
 def _stage_problems(configs: Sequence[RewardConfig]) -> list[str]:
-    """Stages that end before they begin, and steps in which no reward counts."""
+    """Rewards that end before they begin, and steps in which no reward counts."""
     for index, config in enumerate(configs):
         if config.until_step is not None and config.until_step < config.from_step:
             return [
@@ -122,15 +121,16 @@ def _stage_problems(configs: Sequence[RewardConfig]) -> list[str]:
 
     if not any(config.counts_at(None) for config in configs):
         return [
-            "rewards: none counts at the end, and in evaluations: leave until_step out of one of "
-            "them"
+            "rewards: no reward counts at the end of the run and in evaluations: remove "
+            "until_step from one of them"
         ]
 
     starts = [1, *(config.until_step + 1 for config in configs if config.until_step is not None)]
     for step in sorted(starts):
         if not any(config.counts_at(step) for config in configs):
             return [
-                f"rewards: none counts at step {step}: let from_step or until_step leave no gap"
+                f"rewards: no reward counts at step {step}: change from_step or until_step so "
+                "that there is no gap"
             ]
 
     return []

@@ -1,5 +1,5 @@
-"""The recipe's keys for reward models (`agentevo rm`): which comparisons, and how they are trained
-on."""
+"""The recipe's keys for reward models (`agentevo rm`): the pairs of answers, and how to train on
+them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ class RMSection(Section):
     """How `agentevo rm` trains a reward model on pairs of answers; other commands don't read it."""
 
     pairs: PairsFile = None
-    """A JSONL file, each line {"prompt": [messages], "chosen": ..., "rejected": ...}, an answer
-    being a text or a list of messages; a line may have a `margin` of its own. It is looked for
-    beside the recipe, then in the current folder."""
+    """A JSONL file, each line {"prompt": [messages], "chosen": ..., "rejected": ...}. An answer is
+    a text or a list of messages. A line can have its own `margin`. The file is searched next to the
+    recipe, then in the current folder."""
     eval: PairsFile = None
     """Held-out pairs, likewise. Default: eval_share of `pairs`."""
     eval_share: Share = 0.1
-    """Share of the pairs, drawn by run.seed, that is held out where `eval` is null."""
+    """Share of the pairs, chosen at random by run.seed, that is held out if `eval` is null."""
     margin: float = Field(default=0.0, ge=0)
-    """By how much the chosen answer is to be better, at least, where a line has no margin."""
+    """The minimum difference between the rewards of the chosen and the rejected answer, for lines
+    without a margin."""
     center: float = Field(default=0.0, ge=0)
-    """Weight of the square of the two rewards' sum, which keeps rewards around 0."""
+    """Weight of the squared sum of the two rewards, a loss term that keeps rewards around 0."""
     max_tokens: int | None = Field(default=None, ge=8)
-    """Longest conversation, in tokens: of a longer one the end counts. Default: the model's
+    """Maximum length of a conversation, in tokens; a longer one keeps its end. Default: the model's
     context."""
     epochs: int = Field(default=1, ge=1)
-    """Passes over the pairs, each in an order of its own."""
+    """Passes over the pairs, each in a different order."""
     batch_pairs: int = Field(default=32, ge=1)
     """Pairs per optimizer step."""
     micro_batch_pairs: int = Field(default=8, ge=1)
@@ -58,18 +59,18 @@ class RMSection(Section):
 
 
 def check_rm(config: RunConfig) -> Path:
-    """The file of pairs. Raises ConfigError for a recipe without one, or with values that a reward
-    model can't have."""
+    """The file of pairs. Raises ConfigError for a recipe without one, or with values that don't
+    apply to a reward model."""
     if config.rm.pairs is None:
         raise ConfigError(
-            "rm.pairs: says nothing to train on: give a JSONL file whose lines have prompt, chosen "
-            "and rejected (docs/sft.md)"
+            "rm.pairs: there is no training data: give a JSONL file whose lines have prompt, "
+            "chosen and rejected (docs/sft.md)"
         )
 
     if config.model.lora.enabled:
         raise ConfigError(
-            "model.lora: a reward model is trained whole: leave model.lora out, or start from a "
-            "smaller model"
+            "model.lora: a reward model does not support adapters: remove model.lora, or start "
+            "from a smaller model"
         )
 
     return config.rm.pairs

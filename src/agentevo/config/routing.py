@@ -1,4 +1,5 @@
-"""Routing replay: which keys belong together, and what records the routing (docs/training.md)."""
+"""Routing replay: the keys that depend on one another, and where the routing is recorded
+(docs/training.md)."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ KEY = "trainer.routing_replay"
 
 
 def with_recording(tree: Any) -> Any:
-    """A recipe's tree in which the engine records what trainer.routing_replay=rollout replays,
-    where the recipe does not say whether it does; unreadable parts stay as they are."""
+    """A recipe's tree with engine.routed_experts=true if trainer.routing_replay is rollout and the
+    recipe does not set engine.routed_experts. Invalid parts are not changed."""
     if not isinstance(tree, Mapping):
         return tree
 
@@ -48,9 +49,9 @@ def routing_contradictions(config: RunConfig) -> Iterator[str]:
 
     if config.engine.routed_experts and config.engine.type != OWN:
         yield (
-            f"engine.routed_experts: engine.type={config.engine.type} is not asked which experts "
-            f"it chose, only the embedded engine tells: set engine.type={OWN}, or {KEY}=update, "
-            "which records in the trainer's own pass, and engine.routed_experts=false"
+            f"engine.routed_experts: engine.type={config.engine.type} does not report the chosen "
+            f"experts, only the embedded engine does: set engine.type={OWN}, or {KEY}=update, "
+            "which records them in the trainer's own pass, and engine.routed_experts=false"
         )
 
     if mode == "none":
@@ -58,26 +59,26 @@ def routing_contradictions(config: RunConfig) -> Iterator[str]:
 
     if mode == "rollout" and not config.engine.routed_experts:
         yield (
-            f"{KEY}=rollout replays what the engine records, but engine.routed_experts is false: "
-            "leave that out"
+            f"{KEY}=rollout replays the routing that the engine records, but "
+            "engine.routed_experts is false: remove engine.routed_experts"
         )
 
     if algorithm.preference() is not None:
         yield (
-            f"{KEY}={mode}: algorithm.name={algorithm.name} compares answers by passes of its own, "
+            f"{KEY}={mode}: algorithm.name={algorithm.name} compares answers in separate passes, "
             f"which replay nothing: set {KEY}=none"
         )
     elif mode == "update" and not recomputes(algorithm):
         yield (
-            f"{KEY}=update records in the pass that computes the old log-probs again, but "
+            f"{KEY}=update records in the pass that recomputes the old log-probs, but "
             "algorithm.old_logprobs is rollout: set algorithm.old_logprobs=recomputed, or "
             f"{KEY}=rollout"
         )
 
     if mode == "update" and config.trainer.parallel.context > 1:
         yield (
-            f"{KEY}=update: with trainer.parallel.context each process computes a stretch of a "
-            f"sequence, and none hears of all choices: set it to 1, or {KEY}=rollout"
+            f"{KEY}=update: with trainer.parallel.context each process computes a part of a "
+            f"sequence, and none sees all routing choices: set it to 1, or {KEY}=rollout"
         )
 
 

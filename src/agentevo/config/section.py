@@ -13,7 +13,7 @@ def _as_many(value: object) -> object:
 
 
 ONE_OR_MANY = pydantic.BeforeValidator(_as_many)
-"""For a list of texts: a single text may be written without a list."""
+"""For a list of texts: a single text can be written without the list."""
 Texts = Annotated[tuple[str, ...], ONE_OR_MANY]
 
 

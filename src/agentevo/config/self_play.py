@@ -4,9 +4,9 @@
       eval: held_out.jsonl
       self_play: {family: sums}
 
-They are the agents `solver` and `proposer` of the section `agents`. Where that section is empty,
-both play with the recipe's model and train it, as in Absolute Zero (arXiv 2505.03335);
-`agents: {solver: {}, proposer: {}}` gives each its own weights, as in R-Zero (arXiv 2508.05004).
+They are the agents `solver` and `proposer` of the section `agents`. If that section is empty, both
+play with the recipe's model and train it, as in Absolute Zero (arXiv 2505.03335); `agents: {solver:
+{}, proposer: {}}` gives each its own weights, as in R-Zero (arXiv 2508.05004).
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ SOLVER = "solver"
 PROPOSER = "proposer"
 """Name of the agent that proposes them."""
 ROLES: dict[str, dict[str, str]] = {SOLVER: {}, PROPOSER: {"weights_of": SOLVER}}
-"""The section `agents` where the recipe gives none."""
+"""The default of the section `agents`."""
 
 PROPOSES = "proposes_for_step"
-"""Key of the metadata of a task that asks the proposer for a question, with its step. No given task
-may have it."""
+"""Metadata key of a task that asks the proposer for a question; its value is the step. Given tasks
+may not use it."""
 
 question_families: Registry[Any] = Registry("question_families")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class SelfPlay(Section):
-    """A step asks the proposer for trainer.groups_per_step questions. The solver makes
-    trainer.group_size attempts at each that is valid and new in the step, and how often it succeeds
-    is what the proposer is paid by."""
+    """Each step asks the proposer for trainer.groups_per_step questions. The solver makes
+    trainer.group_size attempts at each valid question that is new in the step. The proposer's
+    reward depends on how often the solver succeeds."""
 
     family: str
-    """What is proposed: a class under `@agentevo.question_family`, which writes the proposer's
-    prompt and reads questions, with their answers, out of its replies."""
+    """The kind of questions: the name of a class under `@agentevo.question_family`, which writes
+    the proposer's prompt and parses questions and their answers in its replies."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """What the family is made with, by name."""
+    """Arguments of the family's constructor, by name."""
     group_size: int | None = Field(default=None, ge=2)
-    """Questions that are proposed in answer to one prompt and compared with one another; it divides
-    trainer.groups_per_step. Default: trainer.groups_per_step, which is one prompt in a step."""
+    """Number of proposals for one prompt, which are compared with one another. It must divide
+    trainer.groups_per_step. Default: trainer.groups_per_step, one prompt per step."""
     reward: Literal["r_zero", "absolute_zero"] = "r_zero"
-    """What a valid question is worth of which the solver's attempts solve the share p. r_zero: 1 -
-    2 |p - 1/2|. absolute_zero: 1 - p, and 0 where p is 0 or 1."""
+    """Reward of a valid question, if the share p of the solver's attempts solve it. r_zero: 1 - 2
+    |p - 1/2|. absolute_zero: 1 - p, and 0 if p is 0 or 1."""
     repetition: float = Field(default=1.0, ge=0)
-    """What repeating costs: so much times the share of the prompt's proposals that ask the same
-    question as this one, itself included, down to a reward of 0. 0 takes nothing."""
+    """Repetition penalty: this factor times the share of the prompt's proposals with the same
+    question (including this one) is subtracted, down to a reward of 0. 0 disables it."""
     invalid: float = Field(default=-1.0, le=0)
     """The reward of a reply in which the family finds no question."""
 
@@ -94,7 +94,7 @@ def question_family(name: str) -> Callable[[F], F]:
             except TypeError:
                 raise ConfigError(
                     f"the question family {name!r}: its method `{method}` is called as "
-                    f"`{method}({signature})`: let it take these"
+                    f"`{method}({signature})`: give it these parameters"
                 ) from None
 
         question_families.register(name)(family)
@@ -104,7 +104,7 @@ def question_family(name: str) -> Callable[[F], F]:
 
 
 def with_roles(tree: Any) -> Any:
-    """A recipe as written, with the two agents where it has self-play and names no agents."""
+    """A recipe as written, with the two agents added if it has self-play and names no agents."""
     tasks = tree.get("tasks") if isinstance(tree, Mapping) else None
     has_self_play = (
         tasks.get("self_play") if isinstance(tasks, Mapping) else getattr(tasks, "self_play", 0)
@@ -125,18 +125,18 @@ def self_play_contradictions(config: RunConfig) -> Iterator[str]:
     solver = config.agents.get(SOLVER)
     if names != {SOLVER, PROPOSER} or next(iter(config.agents)) != SOLVER:
         yield (
-            f"agents: tasks.self_play has the agents {SOLVER} and {PROPOSER}, in this order, and "
-            f"not {', '.join(config.agents)}: name them so, or leave agents out"
+            f"agents: tasks.self_play needs the agents {SOLVER} and {PROPOSER}, in this order, "
+            f"not {', '.join(config.agents)}: rename them, or remove agents"
         )
     elif solver is None or not solver.is_trained or solver.weights_of is not None:
         yield (
-            f"agents.{SOLVER}: tasks.self_play trains it, with weights of its own: write "
-            f"{SOLVER}: {{}}"
+            f"agents.{SOLVER}: tasks.self_play trains the solver, which needs its own weights: "
+            f"write {SOLVER}: {{}}"
         )
     elif config.agents[PROPOSER].remote is not None:
         yield (
-            f"agents.{PROPOSER}.remote: a remote model's words are not kept as proposals: leave it "
-            "out, or train: false for a proposer that stays as it is"
+            f"agents.{PROPOSER}.remote: a remote model can't be the proposer: remove the key, or "
+            "set train: false for a proposer whose weights stay fixed"
         )
 
     size = groups if section.group_size is None else section.group_size
@@ -152,6 +152,6 @@ def self_play_contradictions(config: RunConfig) -> Iterator[str]:
     ):
         if value:
             yield (
-                f"rollout.{key}={value}: what tasks.self_play proposes in a step is solved in it, "
-                f"in one process: set rollout.{key}=0"
+                f"rollout.{key}={value}: tasks.self_play solves a step's proposals in the same "
+                f"step, in one process: set rollout.{key}=0"
             )

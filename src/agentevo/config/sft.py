@@ -1,5 +1,5 @@
-"""The recipe's keys for supervised fine-tuning (`agentevo sft`): which conversations, and how they
-are trained on."""
+"""The recipe's keys for supervised fine-tuning (`agentevo sft`): the conversations, and how to
+train on them."""
 
 from __future__ import annotations
 
@@ -21,44 +21,46 @@ SOURCES = ("train", "demonstrations", "best_of")
 
 
 class ConversationKeys(pydantic.BaseModel):
-    """Keys of the section `data` that `agentevo sft` reads. Its sources add up."""
+    """Keys of the section `data` that `agentevo sft` reads. All given sources are combined."""
 
     model_config = pydantic.ConfigDict(use_attribute_docstrings=True)
 
     train: Texts = ()
     """Conversations for `agentevo sft`: files (.jsonl, .json, .csv, also .gz; .parquet), folders of
     them, saved datasets, or datasets of the Hugging Face hub written ORG/NAME or ORG/NAME:SPLIT.
-    Rows have messages, ShareGPT's or Alpaca's form. Paths are looked for beside the recipe, then in
+    Rows are in messages, ShareGPT or Alpaca format. Paths are searched next to the recipe, then in
     the current folder."""
     eval: Texts = ()
-    """Held-out conversations, likewise. Default: eval_share of those that are trained on."""
+    """Held-out conversations, likewise. Default: eval_share of the training conversations."""
     eval_share: Share = 0.05
-    """Share of the conversations, drawn by run.seed, that is held out where `eval` is empty; 0
-    holds out none."""
+    """Share of the conversations, chosen at random by run.seed, that is held out if `eval` is
+    empty; 0 holds out none."""
     format: Literal["auto", "messages", "sharegpt", "alpaca"] = "auto"
-    """The rows' form; `auto` goes by the first row of each source that has one."""
+    """Format of the rows. `auto` detects it from the first row in a known format of each source."""
     train_on: Literal["all", "last"] = "all"
-    """Which of the assistant's messages are trained in the conversations of `train`."""
+    """Which assistant messages are trained on, in the conversations of `train`."""
     max_tokens: int | None = Field(default=None, ge=8)
-    """Longest conversation, in tokens, and longest answer of `pairs` with its prompt. Default: the
-    model's context, but 131,072 at most."""
+    """Maximum length of a conversation, and of an answer of `pairs` with its prompt, in tokens.
+    Default: the model's context, at most 131,072."""
     too_long: Literal["drop", "shorten"] = "drop"
-    """A longer one is left out, or trained on without its oldest turns. Either is reported."""
+    """What happens to longer conversations: they are left out, or trained on without their oldest
+    turns. The run reports the number."""
     demonstrations: int = Field(default=0, ge=0)
-    """Episodes of the environment's own solver to learn from."""
+    """Number of episodes by the environment's solver to train on."""
     random_action_rate: float = Field(default=0.0, ge=0, le=1)
-    """Share of the demonstrated actions that is drawn at random (taught all the same)."""
+    """Share of demonstrated actions that are random instead of the solver's. They are trained on,
+    too."""
     best_of: FileOrFolder = None
-    """Folder of a run whose best stored training attempts are learnt (rejection sampling), token by
-    token as they were sampled."""
+    """Folder of a run whose best stored training attempts are trained on (rejection sampling), with
+    exactly their sampled tokens."""
     min_reward: float | None = None
-    """Least reward of such an attempt. Default: those that succeeded."""
+    """Minimum reward of such an attempt. Default: attempts that succeeded."""
     per_task: int = Field(default=1, ge=1)
-    """Most such attempts at one task, those with the highest reward first."""
+    """Maximum number of such attempts per task, those with the highest reward first."""
 
     @property
     def taught(self) -> bool:
-        """Whether there are conversations to learn from."""
+        """Whether there are conversations to train on."""
         return bool(self.train or self.demonstrations or self.best_of)
 
 
@@ -66,12 +68,12 @@ class SFTSection(Section):
     """How `agentevo sft` trains on the conversations of `data`; other commands don't read it."""
 
     epochs: int = Field(default=1, ge=1)
-    """Passes over the conversations, each in an order of its own."""
+    """Passes over the conversations, each in a different order."""
     batch_conversations: int = Field(default=32, ge=1)
     """Conversations per optimizer step."""
     batch_tokens: int | None = Field(default=None, ge=64)
-    """Most tokens per optimizer step; when set, it counts instead of batch_conversations. A longer
-    conversation is a batch of its own."""
+    """Maximum number of tokens per optimizer step. It replaces batch_conversations if set. A longer
+    conversation is a batch by itself."""
     learning_rate: float = Field(default=2e-5, gt=0)
     """Peak learning rate of AdamW."""
     warmup_ratio: Share = 0.05
@@ -87,27 +89,28 @@ class SFTSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
     micro_batch_tokens: int = Field(default=16384, ge=64)
-    """Most distinct tokens in one forward and backward pass; the result does not depend on it."""
+    """Maximum number of distinct tokens in one forward and backward pass. The result does not
+    depend on it."""
     prefix_merging: bool = True
-    """Compute what several conversations begin with once for all of them; the result does not
-    depend on it. Off, every conversation is computed whole, as most trainers do: slower, for
-    comparison."""
+    """Compute a common prefix of several conversations only once. The result does not depend on it.
+    If false, every conversation is computed in full, as in most trainers; this is slower, and
+    useful for comparison."""
 
 
 def check_sft(config: RunConfig) -> None:
-    """Raises ConfigError for a recipe that gives nothing to train on, or contradicts itself."""
+    """Raises ConfigError for a recipe without training data, or with contradictory keys."""
     data = config.data
     if not data.taught:
         raise ConfigError(
-            "data: says nothing to train on: give data.train (files or datasets), "
-            "data.demonstrations (episodes of the environment's "
-            "solver) or data.best_of (folder of a run)"
+            "data: there is no training data: give data.train (files or datasets), "
+            "data.demonstrations (episodes of the environment's solver) or data.best_of (folder "
+            "of a run)"
         )
 
     if data.demonstrations and config.environment is None:
         raise ConfigError(
-            "data.demonstrations: needs an environment whose solver plays: add `environment: "
-            "{type: ...}`"
+            "data.demonstrations: needs an environment with a solver: add `environment: {type: "
+            "...}`"
         )
 
     if data.best_of is None and data.min_reward is not None:
@@ -119,8 +122,8 @@ def check_sft(config: RunConfig) -> None:
     holds_out = data.eval or data.eval_share > 0 or config.environment is not None
     if config.evaluation.stop_after and not holds_out:
         raise ConfigError(
-            "evaluation.stop_after: nothing is held out to say when to stop: give data.eval or "
-            "data.eval_share above 0, or leave it out"
+            "evaluation.stop_after: there is no held-out data to decide when to stop: give "
+            "data.eval or data.eval_share above 0, or remove it"
         )
 
     if (

@@ -2,8 +2,8 @@
 `key.subkey=value` overrides.
 
 This module only reads and merges; the meaning of keys and values is checked afterwards
-(`agentevo.config`). Every refusal is one line with the line of the file, or the override, that has
-the mistake.
+(`agentevo.config`). Every error is one line, with the line of the file or the override that has the
+mistake.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ SHORT_FORMS: dict[tuple[str, ...], str | None] = {
     ("tasks", "curriculum"): None,
     ("profile",): SWITCH,
 }
-"""Sections of a recipe that may be written as a text or list -> the key to which that value
-belongs. SWITCH: `true` and `false` belong to that key. None: `true` is the section with its
-defaults, and `false` is no section."""
+"""Sections of a recipe that can be written as a text or list -> the key of that value. SWITCH:
+`true` and `false` set that key. None: `true` is the section with its defaults, and `false` is no
+section."""
 
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 
@@ -136,7 +136,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def split_override(override: str) -> tuple[str, str]:
-    """`trainer.steps=10` -> ('trainer.steps', '10'); the value may hold further `=`."""
+    """`trainer.steps=10` -> ('trainer.steps', '10'). The value can contain `=`."""
     match = OVERRIDE.fullmatch(override)
     if match is None:
         raise ConfigError(
@@ -205,8 +205,8 @@ def _merge(
 
         if {type(value), type(below)} == {dict, list}:
             raise _MergeError(
-                f"{key}: a list and a mapping can't be put together: give the whole of the section "
-                "or list that it is in"
+                f"{key}: a list and a mapping can't be merged: give the whole section or list "
+                "that contains it"
             )
 
         if isinstance(value, dict) and isinstance(below, dict):
@@ -295,8 +295,8 @@ def _plain(value: Any, key: str = "", depth: int = MAX_DEPTH) -> Any:
         remedy = f"put `@agentevo.{by}(NAME)` above it, and give that name here"
 
     raise _MergeError(
-        f"{key}: {shown(value) if callable(value) else type(value).__name__} is no kind of value "
-        f"for a configuration: {remedy}"
+        f"{key}: {shown(value) if callable(value) else type(value).__name__} is not a valid type "
+        f"for a configuration value: {remedy}"
     )
 
 
@@ -357,8 +357,8 @@ def written_in(
 
 
 def _first_absent(key: str, tree: Mapping[str, Any]) -> str:
-    """The outermost section of `key` that is missing in the tree as written; the key itself where
-    none is missing, or where a `${...}` replaces one."""
+    """The outermost section of `key` that is missing in the tree as written; the key itself if none
+    is missing, or if a `${...}` replaces one."""
     section: Any = tree
     parts = key.split(".")
     for count, part in enumerate(parts, start=1):
@@ -390,19 +390,20 @@ def _override_value(override: str, key: str, value: str, text: bool) -> Any:
         )
 
     if value.strip() == "???":  # merged, it would change nothing
-        raise ConfigError(f"override {shorten(override)}: ??? is no value: give one")
+        raise ConfigError(f"override {shorten(override)}: ??? is not a value: give one")
 
     try:
         return parse_yaml(value)
     except ParseError as error:
         raise ConfigError(
-            f"override {shorten(override)}: {re.sub('^line [0-9]+: ', '', str(error))} (after "
-            "`=` stands YAML; put quotes around a text)"
+            f"override {shorten(override)}: {re.sub('^line [0-9]+: ', '', str(error))} (the part "
+            "after `=` is read as YAML; put quotes around a text)"
         ) from error
 
 
 def plain_option(value: Any, *, named: bool) -> Any:
-    """An option of a Python call as the YAML would hold it. A `named` option may be only a name."""
+    """An option of a Python call in the form that YAML has. A `named` option can be a plain
+    name."""
     if isinstance(value, pydantic.BaseModel):
         chosen = value.model_dump(mode="json", exclude_unset=True)
         return {"type": value.type, **chosen} if hasattr(value, "type") else chosen

@@ -1,5 +1,5 @@
-"""A sweep: one recipe run as every variant with every seed, each run in a process and a folder of
-its own.
+"""A sweep: one recipe run as every variant with every seed. Each run has its own process and
+folder.
 
 A recipe's top-level key `sweep` defines them. A member's configuration merges these, later ones on
 top:
@@ -7,8 +7,9 @@ top:
     the recipe  <-  its variant's overrides  <-  overrides of the command line
                 <-  run.name, run.dir and run.seed of the member
 
-Reading checks every member, so nothing starts if any would be refused. `RunConfig` does not depend
-on sweeps: a member is an ordinary run. Importing this module imports no torch.
+Every member is checked when the sweep is read, so nothing starts if one of them is invalid.
+`RunConfig` does not depend on sweeps: a member is an ordinary run. Importing this module imports no
+torch.
 """
 
 from __future__ import annotations
@@ -41,35 +42,35 @@ from agentevo.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 OWN_KEYS = ("run.seed", "run.name", "run.dir", "run.overwrite", "sweep")
-"""The keys that the sweep sets for its members, so that no variant may set them."""
+"""The keys that the sweep sets for its members. Variants may not set them."""
 
 
 class SweepSection(Section):
-    """Several runs of one recipe, every variant with every seed, by `agentevo train`; at the end a
-    table compares them."""
+    """Several runs of one recipe, every variant with every seed, started by `agentevo train`. A
+    table compares them at the end."""
 
     variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Name of each variant -> what it changes in the recipe, as dotted keys. An environment of
-    another type has none of the recipe's options. Default: one variant, the recipe as it is, called
-    by the run's name."""
+    """Name of each variant -> its changes of the recipe, as dotted keys. If a variant changes the
+    environment's type, the recipe's options for the environment are dropped. Default: one variant,
+    the unchanged recipe, under the run's name."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2), min_length=1)
-    """Each variant is run once with each of these as run.seed."""
+    """Each variant runs once with each of these as run.seed."""
     only: Annotated[tuple[str, ...] | None, ONE_OR_MANY] = None
     """Run these variants only. Default: all."""
     parallel: int | None = Field(default=None, ge=1)
-    """Runs at once, each a process of its own with run.threads threads (1 unless given). Default:
-    as many as the CPU cores hold."""
+    """Number of parallel runs. Each is a separate process with run.threads threads (default 1).
+    Default: as many as fit on the CPU cores."""
     table: Path | None = None
-    """A Markdown file that gets the table between its lines `<!-- table -->` and `<!-- /table -->`
-    when every run has ended well. The table is always in the sweep's folder, too."""
+    """A Markdown file. When every run has succeeded, the table is written between its lines `<!--
+    table -->` and `<!-- /table -->`. The table is also in the sweep's folder."""
 
     @field_validator("seeds")
     @classmethod
     def _different_seeds(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(value)) < len(value):
             raise ValueError(
-                f"got {list(value)}; a seed is there twice, and the same seed is the same run: "
-                "give each once"
+                f"got {list(value)}; a seed is listed twice, and the same seed gives the same "
+                "run: give each once"
             )
         return value
 
@@ -123,7 +124,7 @@ class SweepSection(Section):
 
 
 class RecipeFile(RunConfig):
-    """All that a recipe file may hold: the keys of a run, and those of a sweep."""
+    """Everything that a recipe file can contain: the keys of a run and of a sweep."""
 
     sweep: SweepSection = SweepSection()
 
@@ -144,7 +145,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A checked sweep. Members come seed by seed, so that an early look at the table has every
+    """A checked sweep. Members are ordered seed by seed, so that an early table already has every
     variant."""
 
     name: str
@@ -197,8 +198,8 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
     folder = run.dir if run.dir is not None else Path("runs") / run.name
     if run.overwrite and Path.cwd().is_relative_to(folder.resolve()):
         raise ConfigError(
-            f"run.overwrite would delete {folder.resolve()}, where you are: give the sweep a "
-            "folder of its own with run.dir"
+            f"run.overwrite would delete {folder.resolve()}, your current folder: set run.dir to "
+            "another folder"
         )
 
     configs = _member_configs(base, section, for_runs, path)
@@ -213,7 +214,7 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
 def _read(
     model: type[S], name: str, value: object, keys: ConfigKeys, overrides: Sequence[str], where: str
 ) -> S:
-    """Reads one section on its own. Raises `ConfigError` as the whole tree would."""
+    """Reads one section alone. Raises the `ConfigError` that the whole tree would."""
     lines = refused_values({name: value}, keys, chosen={})
     try:
         section = model.model_validate(value)
@@ -254,8 +255,8 @@ def _read_run(
     if isinstance(store, dict) and store.get("url") is not None:
         where = sources.written_in("store.url:", overrides, str(path))
         raise ConfigError(
-            f"{where}: store.url: the runs of a sweep can't share a store: leave it out, and "
-            "each has one in its folder"
+            f"{where}: store.url: the runs of a sweep can't share a store: remove it, and each "
+            "run has a store in its folder"
         )
 
     return _read(RunSection, "run", run_tree, keys, overrides, str(path))
@@ -298,8 +299,8 @@ def _member_configs(
 def _of_variants(
     line: str, variants: Sequence[str], section: SweepSection, path: Path
 ) -> list[str]:
-    """A problem of these variants: one line if it is the whole recipe's or an override's, else one
-    for each variant."""
+    """The lines about a problem of these variants: one line if the recipe or an override causes it,
+    else one for each variant."""
     if not line.startswith(f"{path}: ") or (
         len(variants) == len(section.chosen)
         and (len(variants) > 1 or not section.variants[variants[0]])
@@ -323,8 +324,8 @@ def nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_changes(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with a variant's changes. The options of an environment or agent have no meaning
-    for one of another type, so they are removed with it."""
+    """The recipe with a variant's changes. If a variant changes the type of the environment or
+    agent, its options are removed, since they belong to the old type."""
     replaced = [key for key in ("environment", "agent") if _is_other_type(base, changes, key)]
     unchanged = {key: value for key, value in base.items() if key not in replaced}
     tree = sources.overlay(unchanged, changes)

@@ -19,21 +19,21 @@ class TaskStage(Section):
     """A stage of training: which of the tasks it trains on, and until when."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")
-    """What it is called in metrics and tables."""
+    """Name of the stage in metrics and tables."""
     where: dict[str, Any] = Field(default_factory=dict)
-    """What a task must have in its metadata: key -> a value, a list of values, or {min: 1, max: 3}
-    with either left out. `extra_info.level` is a key within another, `scorer` the task's own.
+    """Conditions on a task's metadata: key -> a value, a list of values, or {min: 1, max: 3}, with
+    at least one of the two. `extra_info.level` is a nested key; `scorer` is the task's scorer.
     Empty: every task."""
     sources: Texts = ()
-    """Sources of `tasks.train`, written as there, and of `tasks.eval`, whose tasks are reported for
-    the stage. Empty: all of them."""
+    """Sources of `tasks.train`, written as in that key, and of `tasks.eval`, whose tasks are
+    reported for the stage. Empty: all sources."""
     until_step: int | None = Field(default=None, ge=1)
-    """The last training step of the stage, at the latest."""
+    """The latest training step at which the stage ends."""
     until_success: float | None = Field(default=None, gt=0, le=1)
-    """The stage ends when the share of attempts that succeed, as a mean over success_window steps
-    of it, is so high."""
+    """The stage ends when the success rate of its attempts, as a mean over success_window of its
+    steps, reaches this value."""
     success_window: int = Field(default=5, ge=1)
-    """So many steps are looked at for until_success."""
+    """Number of steps in the mean for until_success."""
 
     @field_validator("where")
     @classmethod
@@ -45,7 +45,7 @@ class TaskStage(Section):
 
     @property
     def in_words(self) -> str:
-        """The condition for its tasks, for people; empty for all tasks."""
+        """The condition on its tasks as readable text; empty for all tasks."""
         parts = [f"{key} {_in_words(condition)}" for key, condition in self.where.items()]
         parts += [f"from {', '.join(self.sources)}"] if self.sources else []
         return " and ".join(parts)
@@ -98,24 +98,24 @@ def stage_problem(
         if names.index(stage.name) < index:
             return f"{place}.name: {stage.name} is the name of another stage: give it its own"
         if unknown:
-            return f"{place}.sources: {unknown[0]} is no source of train: {', '.join(train)}"
+            return f"{place}.sources: {unknown[0]} is not a source of train: {', '.join(train)}"
         if stage.sources and not set(stage.sources) & set(train):
             return f"{place}.sources: none is a source of train: {', '.join(train)}"
 
         if index == len(stages) - 1 and ends:
             return (
-                f"{place}: the last stage lasts to the end of the run: leave out until_step and "
-                "until_success, or add a stage behind it"
+                f"{place}: the last stage lasts to the end of the run: remove until_step and "
+                "until_success, or add a stage after it"
             )
 
         if index < len(stages) - 1 and not ends:
-            return f"{place}: nothing ends it: give until_step or until_success"
+            return f"{place}: the stage has no end: give until_step or until_success"
 
         earlier = [previous.until_step for previous in stages[:index]]
         if stage.until_step is not None and None in earlier:
             return (
-                f"{place}.until_step: a stage before it has none, and may last longer: give "
-                "each one before it its own"
+                f"{place}.until_step: an earlier stage has none, and could last longer: give "
+                "until_step to each earlier stage"
             )
 
         if stage.until_step is not None and earlier and stage.until_step <= (earlier[-1] or 0):
@@ -129,9 +129,9 @@ def stage_contradictions(config: RunConfig) -> list[str]:
     by_success = any(stage.until_success is not None for stage in config.tasks.stages)
     if by_success and config.rollout.policy != "wait":
         return [
-            "tasks.stages: until_success decides by the steps before which tasks a step plays, and "
-            f"rollout.policy={config.rollout.policy} queues tasks without regard to steps: set "
-            "rollout.policy=wait, or give until_step instead"
+            "tasks.stages: until_success chooses the tasks of a step by the results of earlier "
+            f"steps, and rollout.policy={config.rollout.policy} queues tasks independently of "
+            "steps: set rollout.policy=wait, or give until_step instead"
         ]
 
     return []

@@ -1,5 +1,4 @@
-"""The recipe's key `tasks`: questions from files or datasets, for agents that play no
-environment."""
+"""The recipe's key `tasks`: questions from files or datasets, for agents without an environment."""
 
 from __future__ import annotations
 
@@ -18,57 +17,58 @@ from agentevo.config.task_stages import TaskStage, stage_problem
 
 
 class TaskFields(Section):
-    """The keys of a row that hold a task's fields. A key that is named here must be in every row;
-    the default ones need not be."""
+    """The keys of a row that hold a task's fields. Every row must have a key that is named here;
+    default keys are optional."""
 
     query: str | None = None
-    """What the agent is asked. Default: the first that a row has of query, question, prompt,
-    problem, instruction. A list of chat messages is a conversation that goes on."""
+    """Key of the question. Default: the row's first key among query, question, prompt, problem,
+    instruction. A list of chat messages is a conversation that the agent continues."""
     answer: str | None = None
-    """The right answer, for rewards: any value, or a list of several right ones. Default: the first
-    that a row has of answer, solution, target, ground_truth."""
+    """Key of the correct answer, for rewards: any value, or a list of several correct ones.
+    Default: the row's first key among answer, solution, target, ground_truth."""
     id: str | None = None
-    """Name of the task, different for each. Default: id or task_id; a row without one is named by
-    its content."""
+    """Key of the task's unique name. Default: id or task_id. A row without one is named by its
+    content."""
     scorer: str | None = None
-    """Name of the reward for this task, in place of the recipe's `rewards`. Default: scorer."""
+    """Key of the name of the reward for this task, which replaces the recipe's `rewards`. Default:
+    scorer."""
 
 
 class TasksSection(Section):
     """Tasks from files: .jsonl, .json, .csv (also .gz), .parquet, folders of them, saved datasets,
     or datasets of the Hugging Face hub written ORG/NAME or ORG/NAME:SPLIT. `tasks: FILE` is short
-    for tasks.train. What else a row holds is the task's metadata. Paths are looked for beside the
+    for tasks.train. The other keys of a row are the task's metadata. Paths are searched next to the
     recipe, then in the current folder."""
 
     train: Texts = ()
     """Tasks to train on."""
     eval: Texts = ()
-    """Held-out tasks, of which the first evaluation.tasks are used. Default: the last ones of
-    `train`, as many as evaluation.tasks, at most a fifth."""
+    """Held-out tasks; the first evaluation.tasks of them are used. Default: the last
+    evaluation.tasks tasks of `train`, at most a fifth of all."""
     weights: tuple[PositiveFloat, ...] = ()
-    """A mixture: for each source of `train` how many of its tasks are played, as a share of the
-    others' (2 and 1: twice as many of the first). Such a run needs `eval`. Default: every task as
-    often as any other."""
+    """Mixture weights: for each source of `train`, the relative number of its tasks that are played
+    (2 and 1: twice as many of the first). Needs `eval`. Default: every task equally often."""
     stages: tuple[TaskStage, ...] = ()
-    """Training by stages, such as easy tasks first: a list of stages, each with `name`; `where`
-    (what a task's metadata must hold: `{difficulty: 1}`, `{level: [easy, medium]}`, `{difficulty:
+    """Training in stages, such as easy tasks first: a list of stages, each with `name`; `where`
+    (conditions on a task's metadata: `{difficulty: 1}`, `{level: [easy, medium]}`, `{difficulty:
     {min: 2, max: 4}}`) or `sources` (of `train` and `eval`); `until_step` or `until_success` (the
-    share of attempts that succeed, as a mean over `success_window` steps, 5), which the last has
-    not. Such a run needs `eval`, whose tasks are reported for each stage. Default: every task from
-    the first step on."""
+    success rate, as a mean over `success_window` steps, 5), except in the last stage. Needs `eval`,
+    whose tasks are reported for each stage. Default: every task from the first step."""
     curriculum: Curriculum | None = None
-    """Which tasks a step plays follows from how often they were solved so far: those that about
-    half of their attempts solve come most often, solved ones are retired, and a task with the key
-    `variant_of` (another's id) waits until that one is. `true`, or a section with `window`,
-    `retire_after` and `floor`. Default: every task as often as any other."""
+    """Curriculum: each step chooses its tasks by their success rates so far. Tasks with a success
+    rate near one half are played most often, and solved tasks are retired. A task with the key
+    `variant_of` (another task's id) waits until that task is retired. `true`, or a section with
+    `window`, `retire_after` and `floor`. Default: every task equally often."""
     self_play: SelfPlay | None = None
-    """No tasks are given: a proposer writes the questions that a solver trains on. The name of a
-    question family, or a section with `family`, `options`, `group_size`, `reward`, `repetition` and
-    `invalid`. Such a run needs `eval`, whose questions are never trained on. Default: none."""
+    """Self-play instead of given tasks: a proposer writes the questions that a solver trains on.
+    The name of a question family, or a section with `family`, `options`, `group_size`, `reward`,
+    `repetition` and `invalid`. Needs `eval`, whose questions are never trained on. Default:
+    none."""
     fields: TaskFields = TaskFields()
     """The keys of a row that hold a task's fields."""
     allow_bad_rows: bool = True
-    """Leave out rows that are no task, and report them (bad_rows.jsonl); false refuses the file."""
+    """Skip rows that are not valid tasks, and report them (bad_rows.jsonl). false refuses the
+    file."""
 
     @property
     def given(self) -> bool:
@@ -89,8 +89,7 @@ class TasksSection(Section):
 
         if self.weights and not self.eval:
             raise ValueError(
-                "weights mixes sources, and nothing says which of their tasks are held out: give "
-                "eval"
+                "weights mixes sources, so the held-out tasks must be given: give eval"
             )
 
         if self.stages and not (self.train and self.eval):
@@ -103,8 +102,7 @@ class TasksSection(Section):
         if self.curriculum is not None and (self.stages or self.weights):
             conflict = "stages" if self.stages else "weights"
             raise ValueError(
-                f"curriculum and {conflict} both say which tasks a step plays: leave one of "
-                "them out"
+                f"curriculum and {conflict} both choose the tasks of a step: remove one of them"
             )
 
         if self.curriculum is not None and not self.train:
@@ -119,12 +117,12 @@ class TasksSection(Section):
         conflicts += ["curriculum"] * (self.curriculum is not None)
         if conflicts:
             raise ValueError(
-                f"self_play and {conflicts[0]} both say which tasks a step plays: leave one out"
+                f"self_play and {conflicts[0]} both choose the tasks of a step: remove one of them"
             )
 
         if not self.eval:
             raise ValueError(
-                "self_play needs held-out tasks, which say what the solver learns: give eval"
+                "self_play needs held-out tasks, which measure what the solver learns: give eval"
             )
 
         return self
@@ -162,7 +160,7 @@ def with_absolute_paths(section: Any, keys: Sequence[str], folder: Path) -> Any:
 
 
 def names_tasks(section: Any) -> bool:
-    """Whether a section `tasks` as written says what is played."""
+    """Whether a section `tasks`, as written, gives tasks or self-play."""
     return isinstance(section, dict) and bool(section.get("train") or section.get("self_play"))
 
 
@@ -184,14 +182,14 @@ def play_problems(
     if has_tasks and has_environment:
         return [
             "tasks: the environment makes its own tasks: leave out either `tasks` or "
-            "`environment`. Where each row is to be an episode, leave out `environment`, and play "
-            "it in an agent of yours (docs/environments.md, Episodes from a file)"
+            "`environment`. To play each row as an episode, leave out `environment`, and play "
+            "the row in your own agent (docs/environments.md, Episodes from a file)"
         ]
 
     if has_tasks and kind == "environment":
         return [
-            "agent.type: environment plays an environment, and this recipe has tasks: set "
-            "agent.type=single_turn, or an agent of your own"
+            "agent.type: the agent `environment` needs an environment, and this recipe has tasks "
+            "instead: set agent.type=single_turn, or your own agent"
         ]
 
     if has_environment or has_tasks or not needs_environment:
@@ -202,6 +200,6 @@ def play_problems(
         return [f"environment.type: missing; choose one of {names}"]
 
     return [
-        f"tasks.train: missing; agent.type={kind} needs something to play: give tasks, or "
+        f"tasks.train: missing; agent.type={kind} needs tasks or an environment: give tasks, or "
         f"environment.type, one of {names}"
     ]

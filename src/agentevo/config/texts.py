@@ -1,9 +1,8 @@
 """Named texts: the names of an agent's prompts, tool descriptions and examples, and the texts that
 are allowed there.
 
-A text is only text: nothing in it is filled in, so braces and `$` have no special meaning. What no
-prompt should contain is refused when texts are read: control characters, half of a surrogate pair,
-and more than MAX_CHARS.
+A text is used literally: braces and `$` have no special meaning. Texts with control characters,
+half of a surrogate pair, or more than MAX_CHARS characters are refused when they are read.
 """
 
 from __future__ import annotations
@@ -29,38 +28,38 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def digest_of_text(text: str) -> str:
-    """What distinguishes a text from others: 16 digits of its sha256."""
+    """The digest of a text: the first 16 hexadecimal digits of its sha256."""
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def text_problem(name: Any, text: Any) -> str | None:
     """Why this is not a valid named text, as 'what: remedy'; None for a valid one."""
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
-        return f"{shown(name)} is no name of a text: use letters, digits and _.:-"
+        return f"{shown(name)} is not a valid name of a text: use letters, digits and _.:-"
     if not isinstance(text, str):
-        return f"{name}: the text is a {type(text).__name__}: give a text"
+        return f"{name}: the value is a {type(text).__name__}: give a text"
     if len(text) > MAX_CHARS:
         return f"{name}: the text has {len(text):,} characters: give at most {MAX_CHARS:,}"
 
     control = _CONTROL.search(text)
     if control is not None:
         return (
-            f"{name}: the text has the control character {control[0]!r} at place "
-            f"{control.start()}: leave it out"
+            f"{name}: the text has the control character {control[0]!r} at position "
+            f"{control.start()}: remove it"
         )
 
     try:
         text.encode()
     except UnicodeEncodeError:
-        return f"{name}: the text has half of a surrogate pair, which is no character: leave it out"
+        return f"{name}: the text has half of a surrogate pair, which is not a character: remove it"
 
     return None
 
 
 def check_texts(texts: Mapping[Any, Any], patterns: Sequence[str] | None = None) -> dict[str, str]:
-    """The texts. `patterns`: of the names that the agent asks for; None where only its code knows
-    them. Raises ValueError for what can't be a text, and for a name that the agent never asks
-    for."""
+    """Checks the texts and returns them. `patterns`: the names that the agent uses, as patterns;
+    None if only the agent's code knows them. Raises ValueError for an invalid text, and for a name
+    that the agent does not use."""
     if len(texts) > MAX_TEXTS:
         raise ValueError(f"{len(texts)} texts: give at most {MAX_TEXTS}")
 
@@ -72,7 +71,7 @@ def check_texts(texts: Mapping[Any, Any], patterns: Sequence[str] | None = None)
         if patterns is not None and not any(fnmatchcase(name, pattern) for pattern in patterns):
             hint = suggest_nearest(name, patterns)
             raise ValueError(
-                f"{name}: this agent asks for no such text: {hint}it has "
+                f"{name}: this agent has no such text: {hint}it has "
                 f"{', '.join(patterns) or 'no'}{'' if patterns else ' texts'}"
             )
 
@@ -86,7 +85,7 @@ def read_texts(path: Path) -> dict[str, str]:
         if texts is None:
             texts = {}
         if not isinstance(texts, dict):
-            raise ValueError(f"it holds a {type(texts).__name__}: write NAME: TEXT")
+            raise ValueError(f"it contains a {type(texts).__name__}: write NAME: TEXT")
         return check_texts(texts)
     except (ParseError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -111,5 +110,5 @@ def with_texts_of_file(section: Mapping[str, Any], folder: Path) -> tuple[dict[s
 
     return rest, (
         f"agent.texts: there is no file {shown(str(texts_file))}: give a YAML file of NAME: TEXT, "
-        "or such a mapping"
+        "or a mapping"
     )

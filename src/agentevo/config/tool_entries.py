@@ -1,4 +1,4 @@
-"""An entry of `agent.tools`: which kinds there are, and how each may be written."""
+"""An entry of `agent.tools`: its kinds, and how each is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: Mapping[str, type[ToolSection]] = {
 
 
 def with_type(entry: Any) -> Any:
-    """The entry with its type, where only one type is possible: a name belongs to a registered
+    """The entry with its type added, if only one type is possible: a name belongs to a registered
     tool."""
     if isinstance(entry, str):
         return {"type": "function", "name": entry}
@@ -34,8 +34,8 @@ def with_type(entry: Any) -> Any:
 
 
 def meant_type(entry: Mapping[str, Any]) -> tuple[str, str] | None:
-    """For an entry without a type that is no registered tool: the key that shows this, and the type
-    that is probably meant."""
+    """For an entry without a type that can't be a registered tool: the key that shows this, and the
+    probable type."""
     if "type" in entry:
         return None
     if "command" in entry:

@@ -22,7 +22,7 @@ def explain_tools(key: str) -> list[Explanation]:
 
     if path.rpartition(".")[2] == "type":
         words = f"one of {', '.join(KINDS)}"
-        meaning = "Which kind of tools it is, and with that which other keys the entry has."
+        meaning = "The kind of the entry, which decides its other keys."
         return [Explanation(key, meaning, words, "'function'", "", tuple(KINDS))]
 
     kind, _, inner = path.partition(".")
@@ -42,8 +42,9 @@ def explain_tools(key: str) -> list[Explanation]:
 
 def _explain_kinds() -> Explanation:
     meaning = (
-        "What the agent may call, as a list: a name is a registered tool (`agentevo list tools`); "
-        "a mapping has a `type` and the keys of that kind, and those at the end that all have."
+        "The tools that the agent may call, as a list. A name is a registered tool (`agentevo "
+        "list tools`). A mapping has a `type`, the keys of that kind, and the common keys at the "
+        "end."
     )
     keys = [
         Explanation(

@@ -1,4 +1,4 @@
-"""Reads `agent.tools`: entries with the paths that a recipe means, or the problems of each."""
+"""Reads `agent.tools`: resolves the paths of each entry, or reports its problems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentevo.config.tasks import with_absolute_paths
 from agentevo.config.tool_entries import KINDS, meant_type, with_type
 
 SHOWN = ("read_only", "read_write")
-"""Keys of a sandbox with files and folders of the host."""
+"""Keys of a sandbox that name files and folders of the host."""
 
 
 def read_tools(agent: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -46,7 +46,8 @@ def _read(place: str, entry: Any, folder: Path) -> tuple[Any, list[str]]:
     if meant is not None:
         key, kind = meant
         return None, [
-            f"{place}: without a type it is a registered tool, which has no {key}: add type: {kind}"
+            f"{place}: an entry without a type is a registered tool, which has no {key}: add "
+            f"type: {kind}"
         ]
 
     options = with_type(entry)
@@ -73,8 +74,8 @@ def _read(place: str, entry: Any, folder: Path) -> tuple[Any, list[str]]:
 
 
 def _with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A server that is started, with the folder in which it runs: the recipe's. In a sandbox it has
-    a folder of its own, and its program and files are searched in the recipe's folder."""
+    """A server's options with its working folder, the recipe's. In a sandbox it has its own folder,
+    and its program and files are searched in the recipe's folder."""
     sandbox = options.get("sandbox")
     if sandbox is None or sandbox is False:
         return {**options, "cwd": str(folder)}

@@ -24,31 +24,32 @@ from agentevo.registry import Registry
 
 T = TypeVar("T")
 RESERVED = ("close", "outcome")
-"""Methods of a class of tools that are not tools: the one that ends an attempt's object, and the
-one that returns the attempt's reward by the state that it left."""
+"""Methods of a tool class that are not tools: `close` ends an attempt's object, and `outcome`
+returns the attempt's reward from the final state."""
 
 
 class ToolSection(Section):
-    """What every entry of `agent.tools` has."""
+    """The keys that every entry of `agent.tools` has."""
 
     timeout_s: float = Field(default=60.0, gt=0)
-    """Longest time for one call, in seconds. Then the policy is told that no answer came."""
+    """Time limit of one call, in seconds. Beyond it, the policy gets an error instead of a
+    result."""
     max_result_chars: int = Field(default=10_000, ge=100)
-    """Longest result, in characters. Of a longer one the policy gets the head and the tail, and is
-    told how much is left out."""
+    """Maximum length of a result, in characters. A longer result is cut in the middle, with a note
+    about how much is left out."""
     max_concurrent: int = Field(default=256, ge=1)
-    """Calls of these tools that are under way at once in one process; others wait, which is no part
-    of their time."""
+    """Maximum number of concurrent calls of these tools in one process. Further calls wait; the
+    wait does not count as their time."""
     retries: int = Field(default=2, ge=0)
-    """Further tries of a call that the tool's server could not be asked at all. A call that was
-    sent and not answered is tried again only where `cache` says that it changes nothing."""
+    """Retries of a call that did not reach the tool's server. A call that was sent and got no reply
+    is retried only if `cache` is true."""
     cache: bool | None = None
-    """Whether equal calls have equal results and change nothing: then they are made once in a
-    process. Default: what the tool says of itself, else false."""
+    """Whether equal calls have equal results and no side effects. If true, equal calls run once per
+    process. Default: the tool's own declaration, else false."""
     include: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Names, or patterns with * and ?, of the tools that the policy gets. Default: all."""
     exclude: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Names or patterns of those that it does not get."""
+    """Names or patterns of the tools that the policy does not get."""
 
 
 class FunctionToolSection(ToolSection):
@@ -58,7 +59,7 @@ class FunctionToolSection(ToolSection):
     name: str
     """Its registered name (`agentevo list tools`)."""
     options: Mapping[str, Any] = Field(default_factory=dict)
-    """Arguments by name for a class, whose constructor takes them beside the task."""
+    """Arguments of a class's constructor, by name, in addition to the task."""
 
 
 Tool: TypeAlias = str | Mapping[str, Any] | Section | Callable[..., Any] | type
@@ -142,13 +143,13 @@ def public_methods(item: type) -> dict[str, Any]:
 
 
 def check_tool(name: str, item: Any) -> None:
-    """Raises ConfigError for what can't be a tool. Types and docstrings are read when it is
-    used."""
+    """Raises ConfigError for an object that can't be a tool. Types and docstrings are read on first
+    use."""
     if inspect.isclass(item):
         if not public_methods(item):
             raise ConfigError(
-                f"the tool {name!r}: the class {item.__name__} has no public method, and those "
-                "would be its tools"
+                f"the tool {name!r}: the class {item.__name__} has no public methods, which would "
+                "be its tools: add one"
             )
         return
 

@@ -1,5 +1,4 @@
-"""The recipe's section `tracking`: the destinations of a run's numbers in addition to its own
-folder."""
+"""The recipe's section `tracking`: where a run's metrics go in addition to its own folder."""
 
 from __future__ import annotations
 
@@ -22,37 +21,37 @@ ALWAYS = ("console", "file")
 
 
 class TrackingSection(Section):
-    """What is written beside metrics.jsonl."""
+    """Outputs of a run's metrics in addition to metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard event files to tensorboard/ in the run's folder."""
     report: bool = True
-    """Write report.html and plots/ at the end."""
+    """Write report.html and plots/ at the end of the run."""
     token_numbers: bool = True
-    """Keep of each trained token how far its log-prob has moved and the entropy that it was drawn
-    with, in token_numbers/ of the run's folder: `agentevo ui` shades tokens by them. At most 4
-    bytes a token of a file for each step; only runs that learn from attempts have them."""
+    """Store the change in log-prob and the sampling entropy of each trained token, in
+    token_numbers/ of the run's folder. `agentevo ui` shades tokens by them. One file per step, at
+    most 4 bytes per token; only for runs that train on attempts."""
     backends: tuple[SerializeAsAny[TrackerConfig], ...] = ()
-    """Trackers that hear every step, as a list such as [wandb] or
-    [{name: mlflow, tracking_uri: "http://127.0.0.1:5000"}] (`agentevo list trackers`). verl's
-    `console` and `file` may stand in it: the live view and metrics.jsonl are always there."""
+    """Trackers that receive every step's metrics, as a list such as [wandb] or [{name: mlflow,
+    tracking_uri: "http://127.0.0.1:5000"}] (`agentevo list trackers`). verl's `console` and `file`
+    are accepted and ignored: the live view and metrics.jsonl are always on."""
     project: str = Field(default="agentevo", min_length=1, max_length=128)
-    """Project in which the run is filed; MLflow calls it experiment."""
+    """Project of the run in the tracker; the experiment in MLflow."""
     name: str | None = Field(default=None, min_length=1, max_length=128)
-    """What trackers call the run. Default: run.name."""
+    """Name of the run in trackers. Default: run.name."""
     group: str | None = Field(default=None, min_length=1, max_length=128)
-    """Runs that belong together, such as the seeds of one setting."""
+    """Group of related runs, such as the seeds of one setting."""
     tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
-    """Words to find the run by."""
+    """Tags of the run in trackers."""
     notes: str = ""
-    """What a person should know of the run."""
+    """Notes about the run, for people."""
     attempts: int = Field(default=0, ge=0, le=100)
-    """Attempts of every step that trackers get as a table, with what was said in them. 0 sends no
-    text of any attempt."""
+    """Number of attempts per step that are sent to trackers as a table, with their messages. 0
+    sends no text of attempts."""
     log_model: bool = False
-    """Send the best checkpoint at the end, to trackers that keep artifacts."""
+    """Send the best checkpoint to trackers that store artifacts, at the end of the run."""
     flush_s: float = Field(default=30.0, ge=0, le=86400)
-    """Longest wait at the end of a run for what trackers still have to take, in seconds."""
+    """Maximum wait for trackers to receive the remaining data at the end of a run, in seconds."""
 
     @field_validator("backends", mode="before")
     @classmethod
@@ -76,7 +75,7 @@ def read_backends(value: Any) -> tuple[TrackerConfig, ...]:
 
 def tracker_models() -> dict[str, dict[str, type[pydantic.BaseModel]]]:
     """Key -> the options of every registered tracker by its name, for explanations. A tracker that
-    can't be imported is left out here, and refused where it is named."""
+    can't be imported is left out here, and refused when a recipe names it."""
     models: dict[str, type[pydantic.BaseModel]] = {}
     for name in trackers.names():
         with suppress(AgentEvoError):
@@ -97,8 +96,8 @@ def _entry(index: int, entry: Any) -> TrackerConfig:
     if not isinstance(name, str) or name not in tracker_names:
         subject = "an entry without a name" if "name" not in options else f"got {name!r}"
         raise ValueError(
-            f"{subject}; {suggest_nearest(name, tracker_names)}choose of "
-            f"{', '.join(tracker_names)}, or install a package that brings it "
+            f"{subject}; {suggest_nearest(name, tracker_names)}choose one of "
+            f"{', '.join(tracker_names)}, or install a package that provides it "
             "(entry point agentevo.trackers)"
         )
 

@@ -1,10 +1,10 @@
-"""Values that no setting of any section may have. The tree is checked for them before the sections'
-own checks, also in sections of other packages and of user code.
+"""Values that are invalid in every section. The tree is checked for them before the sections' own
+checks, also in sections of other packages and of user code.
 
-- true or false where a number or a text belongs, which pydantic would take for 1, 0 or "True"
-- numbers that are not finite, or beyond NUMBERS where the key names no bound of its own
-- values that are right in another system, or have another meaning there (peer_keys.md)
-- texts that no file, database or tokenizer can hold, and paths that no file system can
+- true or false for a number or a text, which pydantic would read as 1, 0 or "True"
+- numbers that are not finite, or beyond NUMBERS if the key has no bound
+- values that are valid in another system, or mean something else there (peer_keys.md)
+- texts that files, databases or tokenizers can't store, and paths that file systems can't
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentevo.config.peer_keys import value_in_our_words
 from agentevo.paths import name_problem
 
 NUMBERS = 1e9
-"""No count, no time in seconds and no size of a run can be beyond this, in either direction."""
+"""Bound on the absolute value of every count, time in seconds and size."""
 
 
 def refused_values(
@@ -96,4 +96,4 @@ def _number_problem(value: object, key: str, keys: ConfigKeys) -> str:
         return _NOT_OF_THE_KIND
     if abs(value) <= NUMBERS or keys.has_bound(key):
         return ""
-    return f"got {value}; a number here is at most {NUMBERS:,.0f}, either way"
+    return f"got {value}; a number here is between -{NUMBERS:,.0f} and {NUMBERS:,.0f}"

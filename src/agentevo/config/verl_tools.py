@@ -12,12 +12,12 @@ from agentevo.config.tools import ToolSection
 
 class VerlToolsSection(ToolSection):
     """The tools of verl's tool_config_path: {tools: [{class_name: MODULE.CLASS, config: {...},
-    tool_schema: {type: function, function: {...}}}]}. A row's extra_info.tools_kwargs says what
-    each is made with; what `execute` earns is the reward of the turn."""
+    tool_schema: {type: function, function: {...}}}]}. A row's extra_info.tools_kwargs gives the
+    arguments of each tool. The reward that `execute` returns is the reward of the turn."""
 
     type: Literal["verl_tools"] = "verl_tools"
     name: str = Field(default="verl", pattern=r"^[A-Za-z0-9_-]{1,40}$")
-    """What it is called here; tells its tools from others of the same name."""
+    """Name of this entry, which distinguishes its tools from others of the same name."""
     file: Path
-    """The file, such as gsm8k_tool_config.yaml. Its classes are those of `import`, of the recipe's
-    packages, or verl's own."""
+    """The file, such as gsm8k_tool_config.yaml. Its classes come from `import`, from installed
+    packages, or from verl."""

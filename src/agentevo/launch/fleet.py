@@ -1,10 +1,10 @@
-"""Which processes of a run go where: `Fleet` says what is wanted, and `Fleet.place` puts it on
+"""Where the processes of a run are placed: `Fleet` is the request, and `Fleet.place` assigns it to
 nodes.
 
-A node is one machine, or the part of one that a cluster gives the job. The trainer has whole nodes,
-or the first devices of them; engines take the devices that are left, and further nodes where those
-don't suffice; samplers need no device and are spread over all nodes. Invariants: a device belongs
-to one process; node 0 has the first rank of the trainer.
+A node is a machine, or the part of one that a cluster gives the job. The trainer gets whole nodes,
+or their first devices. Engines get the remaining devices, and further nodes if those are not
+enough. Samplers need no device and are spread over all nodes. Invariants: a device belongs to one
+process; node 0 has the first rank of the trainer.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ class FleetNode(pydantic.BaseModel, extra="forbid", frozen=True):
 
 
 class Fleet(Section):
-    """How many of what. Each kind of cluster adds what it asks for besides (targets.py)."""
+    """The numbers of nodes, devices and processes. Each kind of cluster adds its own keys
+    (targets.py)."""
 
     trainer_nodes: int = Field(default=1, ge=1, le=MAX_NODES)
-    """Nodes that the trainer's ranks are on."""
+    """Number of nodes for the trainer's ranks."""
     gpus: Count = 0
-    """Devices of each node; 0: the CPU computes."""
+    """Devices per node; 0 uses the CPU."""
     trainer_gpus: Count | None = None
-    """Devices of each trainer node that the trainer has, a rank on each. Default: all that engines
-    leave, where they fit beside it on one node; otherwise all."""
+    """Devices per trainer node that the trainer uses, one rank on each. Default: all devices that
+    the engines leave, if trainer and engines fit on one node; otherwise all."""
     engines: Count = 0
-    """Engine processes. With none and no samplers the trainer samples by itself."""
+    """Number of engine processes. Without engines and samplers, the trainer samples itself."""
     gpus_per_engine: int = Field(default=1, ge=1)
-    """Devices of one engine."""
+    """Devices per engine."""
     engine_nodes: Count = 0
-    """Nodes for engines alone where gpus is 0; elsewhere they follow from the devices."""
+    """Nodes for engines only, if gpus is 0; otherwise the number follows from the devices."""
     samplers: Count = 0
-    """Sampler processes. Default with engines: at least 1 is needed."""
+    """Number of sampler processes; with engines, at least 1."""
 
     def place(self) -> tuple[FleetNode, ...]:
-        """The nodes, those of the trainer first. Raises ConfigError for what does not fit."""
+        """The nodes, those of the trainer first. Raises ConfigError if the processes don't fit."""
         self._check()
         num_gpus = self._num_trainer_gpus()
         engines = self._place_engines(num_gpus)
@@ -104,27 +105,29 @@ class Fleet(Section):
         if bool(self.engines) != bool(self.samplers):
             missing = "samplers" if self.engines else "engines"
             problem = (
-                f"{missing}=0: engines and samplers need one another: set {missing} to 1 or more"
+                f"{missing}=0: engines and samplers need each other: set {missing} to 1 or more"
             )
         elif self.gpus and self.engine_nodes:
             problem = (
-                f"engine_nodes={self.engine_nodes}: with gpus={self.gpus} the nodes of engines "
-                "follow from engines and gpus_per_engine: leave it out"
+                f"engine_nodes={self.engine_nodes}: with gpus={self.gpus} the number of engine "
+                "nodes follows from engines and gpus_per_engine: remove it"
             )
         elif self.engine_nodes > self.engines:
             problem = (
-                f"engine_nodes={self.engine_nodes}: there are {self.engines} engines, so some of "
-                "these nodes would do nothing: choose fewer"
+                f"engine_nodes={self.engine_nodes}: there are only {self.engines} engines, so "
+                "some of these nodes would be idle: choose fewer"
             )
         elif self.gpus and self.gpus_per_engine > self.gpus:
             problem = (
-                f"gpus_per_engine={self.gpus_per_engine}: a node has gpus={self.gpus}: an engine "
-                "is on one node"
+                f"gpus_per_engine={self.gpus_per_engine}: an engine runs on one node, and a node "
+                f"has gpus={self.gpus}: lower it"
             )
         elif self.trainer_gpus is not None and self.trainer_gpus > self.gpus:
-            problem = f"trainer_gpus={self.trainer_gpus}: a node has gpus={self.gpus}"
+            problem = (
+                f"trainer_gpus={self.trainer_gpus}: a node has only gpus={self.gpus}: lower it"
+            )
         elif self.gpus and self.trainer_gpus == 0:
-            problem = "trainer_gpus=0: the trainer needs a device where gpus is above 0"
+            problem = "trainer_gpus=0: the trainer needs a device if gpus is above 0: raise it"
 
         if problem:
             raise ConfigError(problem)

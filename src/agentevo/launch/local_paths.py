@@ -1,9 +1,9 @@
 """Paths of this machine in a recipe that other machines run.
 
-Python files that the recipe imports are carried with it. Machines that see this one's folders
-(Slurm, Ray) read any other path as an absolute one. Containers have a disk of their own: rows that
-fit next to the recipe are carried too, and any other path is refused. Paths that an image has
-itself (`/usr` and the like) are left as they are.
+Python files that the recipe imports are copied with it. For machines that see this machine's
+folders (Slurm, Ray), every other path is made absolute. Containers have their own disks: files of
+rows that are small enough are also copied with the recipe, and any other path is refused. Paths
+that belong to an image (`/usr` and similar) are not changed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from agentevo.errors import ConfigError
 from agentevo.parsing import read_text
 
 CARRIED = ("tasks.train", "tasks.eval", "data.train", "data.eval", "data.pairs")
-"""Keys whose files are carried with the recipe: their paths start at the recipe."""
+"""Keys whose files are copied with the recipe. Their paths become relative to the recipe."""
 LARGEST = 16 * 2**20
 """Largest size of a carried file, in bytes."""
 _PLACED = ("run.", "store.", "import.")
-"""Keys that the launch places by itself."""
+"""Keys that the launch sets itself."""
 _OF_AN_IMAGE = ("/bin/", "/dev/", "/etc/", "/lib", "/opt/", "/proc/", "/sys/", "/usr/")
 
 
 def carry_imports(tree: dict[str, Any], files: dict[str, str]) -> None:
     """Adds the Python files that a resolved recipe imports to `files` (contents by name); the
     recipe, which is changed in place, then names them relative to itself. Raises ConfigError for a
-    folder, two files of one name, and what can't be read."""
+    folder, two files of one name, and an unreadable file."""
     for index, entry in enumerate(tree["import"]):
         path = Path(entry)
         if not path.is_absolute():
@@ -65,7 +65,7 @@ def carry_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
         is_rows = any(key == name or key.startswith(f"{name}.") for name in CARRIED)
         if not is_rows or not os.path.isfile(path):
             problems.append(
-                f"{key}: {place[index]} is a place on this machine, which the machines of the "
+                f"{key}: {place[index]} is a path on this machine, which the machines of the "
                 f"launch do not see: give a name that they can fetch, or a path below {runs}"
             )
             continue
@@ -74,8 +74,8 @@ def carry_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
             text = read_text(Path(path), at_most=LARGEST)
         except ConfigError as error:
             problems.append(
-                f"{key}: it can't go along with the recipe: {error}, or a path below {runs}, where "
-                "the machines find it"
+                f"{key}: it can't be copied with the recipe: {error}, or a path below {runs}, "
+                "which the machines see"
             )
         else:
             place[index] = _add_file(key, Path(path), text, files)
@@ -85,10 +85,11 @@ def carry_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
 
 
 def _add_file(key: str, path: Path, text: str, files: dict[str, str]) -> str:
-    """The file's path from the recipe. Raises ConfigError where another file has its name."""
+    """The file's path relative to the recipe. Raises ConfigError if another file has its name."""
     if files.setdefault(path.name, text) != text:
         raise ConfigError(
-            f"{key}: two files are called {path.name}: rename one of them, they go into one folder"
+            f"{key}: two files are called {path.name}: rename one of them, since they are copied "
+            "into one folder"
         )
 
     return f"./{path.name}"

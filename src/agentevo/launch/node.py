@@ -2,9 +2,9 @@
 
 The trainer's ranks run to their end; engines and samplers are restarted when they die
 (processes/supervisor.py). Node 0 writes a heartbeat into a file next to the run's folder, and how
-the trainer ended; nodes without a rank end with it, by the same exit code, and give up after LOST_S
-without a heartbeat. The file's name holds the launch's id, so that a restarted job does not take
-the end of the former one for its own. SIGTERM and Ctrl-C go to the trainer, which ends after its
+the trainer ended; nodes without a rank end with it, with the same exit code, and stop after LOST_S
+without a heartbeat. The file's name contains the launch's id, so that a restarted job does not read
+the end of the previous job as its own. SIGTERM and Ctrl-C go to the trainer, which ends after its
 step; nothing of the run is lost, and the same command resumes it.
 """
 
@@ -40,24 +40,24 @@ from agentevo.signals import asked_to_stop
 LOOK_S = 0.2
 BEAT_S = 5.0
 LOST_S = 900.0
-"""Longer than a node takes to be replaced."""
+"""Longer than the replacement of a node takes."""
 RECIPE_S = 900.0
 """Time for a trainer to load its modules before it changes the run's recipe."""
 OLD_S = 120.0
-"""An end from before this node began counts after this time."""
+"""An end that node 0 recorded before this node began counts after this time."""
 GRACE_S = 240.0
-"""For the trainer to end after its step."""
+"""Time for the trainer to end after its step."""
 SOON_S = 15.0
-"""For the other ranks, when one has failed."""
+"""Time for the other ranks to end, when one has failed."""
 PR_SET_PDEATHSIG = 1
 """prctl(2)."""
 _LIBC = ctypes.CDLL(None)
 STOPPED = 143
-"""Exit code of who was asked to end."""
+"""Exit code of a process that was asked to end."""
 
 
 class Heartbeat(msgspec.Struct):
-    """What node 0 writes of itself."""
+    """The state that node 0 writes."""
 
     count: int
     code: int | None = None
@@ -143,7 +143,7 @@ def _run_children(
         if is_there and time.monotonic() - started_at > RECIPE_S:
             break  # a process that starts now reports the difference, and ends
         if is_there and not is_noted:
-            note(f"waiting for the trainer to go on with {', '.join(changed)} as given here")
+            note(f"waiting for the trainer to use the new values of {', '.join(changed)}")
             is_noted = True
         if not goes_on():
             return
@@ -154,8 +154,8 @@ def _run_children(
 
 
 def _wait_for_head(reader: HeartbeatReader) -> int | None:
-    """The trainer's exit code. A node that was asked to end waits for it: one that ends first would
-    take the trainer's node with it, where the cluster ends a job with its first node."""
+    """The trainer's exit code. A node that was asked to end waits for it: if the cluster ends a job
+    with its first node, a node that ends first would end the trainer's node, too."""
     deadline = time.monotonic() + GRACE_S
     while (code := reader.poll()) is None and time.monotonic() < deadline:
         time.sleep(LOOK_S)
@@ -164,7 +164,7 @@ def _wait_for_head(reader: HeartbeatReader) -> int | None:
 
 class _TrainerProcess:
     """The trainer's ranks on this node, which end with the context. The first rank of the node is
-    asked to stop; it passes that on to the first of all, which stops after its step and ends the
+    asked to stop. It forwards the request to rank 0, which stops after its step and ends the
     others."""
 
     def __init__(
@@ -206,8 +206,8 @@ class _TrainerProcess:
         self.end()
 
     def poll(self) -> int | None:
-        """None while the ranks run. One failed rank ends the others, which would wait for it in
-        vain."""
+        """None while the ranks run. One failed rank ends the others, which would wait for it
+        forever."""
         codes = [to_exit_code(process.poll()) for process in self._processes]
         failed = next((code for code in codes if code), None)
         return codes[0] if failed is None else failed
@@ -238,7 +238,7 @@ class _TrainerProcess:
 
 def _end_with_parent() -> None:
     """In a rank before it begins: it is killed when its node's process is, by any cause. Otherwise
-    the trainer of the next start would find the run taken."""
+    the trainer of the next start would find the run locked."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -248,7 +248,7 @@ def to_exit_code(code: int | None) -> int | None:
 
 
 class HeartbeatWriter:
-    """Node 0's: writes that it lives, and at its end the trainer's exit code."""
+    """Writes node 0's heartbeat, and at its end the trainer's exit code."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -277,7 +277,7 @@ class HeartbeatWriter:
 
 
 class HeartbeatReader:
-    """What other nodes know of node 0."""
+    """Reads node 0's heartbeat on the other nodes."""
 
     def __init__(self, path: Path, *, lost_s: float = LOST_S, old_s: float = OLD_S) -> None:
         self._path = path
@@ -285,7 +285,7 @@ class HeartbeatReader:
         self._old_s = old_s
         self._last: Heartbeat | None = None
         self._old: Heartbeat | None = None
-        """How node 0 had ended when this node began: perhaps it is about to begin again."""
+        """The recorded end of node 0 when this node began; node 0 could be restarting."""
         self._changed = time.monotonic()
 
     def poll(self) -> int | None:
@@ -305,8 +305,8 @@ class HeartbeatReader:
 
         if time.monotonic() - self._changed > self._lost_s:
             raise LostNodeError(
-                f"node 0 has not been heard of for {self._lost_s:g} s ({self._path}): look at its "
-                "log, and whether all machines see the same folder"
+                f"node 0 has written no heartbeat for {self._lost_s:g} s ({self._path}): check "
+                "its log, and that all machines see the same folder"
             )
 
         return None

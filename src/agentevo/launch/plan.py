@@ -3,8 +3,8 @@ which node.
 
     recipe.yaml  nodes.yaml  *.py (files that the recipe imports)  and what the cluster's tool reads
 
-`agentevo launch node nodes.yaml` is what each machine runs. Paths in nodes.yaml are relative to it,
-so the folder may be mounted anywhere.
+Each machine runs `agentevo launch node nodes.yaml`. Paths in nodes.yaml are relative to it, so the
+folder can be mounted anywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from agentevo.parsing import ParseError, dump_yaml, parse_yaml, read_text
 NODES_FILE = "nodes.yaml"
 RECIPE_FILE = "recipe.yaml"
 LONGEST_NAME = 50
-"""Characters of a job's name: what Kubernetes adds to it must fit into a DNS label of 63."""
+"""Maximum length of a job's name, in characters. With Kubernetes' suffix, it must fit into a DNS
+label of 63."""
 
 
 class LaunchPlan(pydantic.BaseModel, extra="forbid", frozen=True):
@@ -35,7 +36,7 @@ class LaunchPlan(pydantic.BaseModel, extra="forbid", frozen=True):
     """The recipe, from the folder of nodes.yaml."""
     overrides: tuple[str, ...] = ()
     port: int = pydantic.Field(default=29400, ge=1024, le=65535)
-    """Where rank 0 of the trainer listens for the others."""
+    """Port on which rank 0 of the trainer listens for the others."""
     nodes: tuple[FleetNode, ...] = pydantic.Field(min_length=1)
 
     @property
@@ -52,8 +53,8 @@ class LaunchPlan(pydantic.BaseModel, extra="forbid", frozen=True):
 
 
 class PlannedLaunch:
-    """What is to be started: on which nodes which processes (`plan`), with which environment
-    variables, and the files of the launch's folder that every kind of cluster has."""
+    """A planned launch: the processes of each node (`plan`), the environment variables, and the
+    files of the launch's folder that every kind of cluster has."""
 
     def __init__(self, recipe: str, overrides: list[str], fleet: Fleet, runs: str = "") -> None:
         """`runs`: the folder of the machines that holds the run's folder, if not the recipe's.
@@ -88,7 +89,7 @@ class PlannedLaunch:
 
     @property
     def warnings(self) -> list[str]:
-        """What these nodes would pay for and not use, with what to set."""
+        """Resources of these nodes that would be idle, each with a remedy."""
         ranks = self.plan.ranks
         num_devices = self.gpus * len(self.nodes)
         num_used = sum(
@@ -99,8 +100,8 @@ class PlannedLaunch:
             half = max(num_devices // 2, 1)
             lines.append(
                 f"{ranks} devices train, but the first process alone samples: {ranks - 1} of "
-                f"{num_devices} devices are idle meanwhile, often for most of a step: give engines "
-                f"devices of their own, such as --set engines={half} --set samplers=1 "
+                f"{num_devices} devices are idle during sampling, often for most of a step: give "
+                f"engines their own devices, such as --set engines={half} --set samplers=1 "
                 "rollout.staleness=1 rollout.policy=mask (docs/first_job.md)"
             )
         if num_used < num_devices:
@@ -120,12 +121,13 @@ def read_plan(path: Path) -> LaunchPlan:
     except (ParseError, pydantic.ValidationError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(
-            f"{path}: this is no nodes.yaml of `agentevo launch` ({first}): write the folder again"
+            f"{path}: this is not a nodes.yaml of `agentevo launch` ({first}): write the folder "
+            "again"
         ) from error
 
 
 def _job_name(name: str) -> str:
-    """As Kubernetes, the strictest, wants names."""
+    """A name that is valid for Kubernetes, the strictest cluster."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_NAME].strip("-")
     return plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
 
@@ -136,19 +138,19 @@ def _check(config: RunConfig, plan: LaunchPlan) -> None:
     check_processes(config, world=plan.ranks)
     if config.run.overwrite:
         raise ConfigError(
-            "run.overwrite deletes the run's folder whenever a job starts again: leave it out"
+            "run.overwrite would delete the run's folder at every restart of the job: remove it"
         )
 
     if config.rollout.samplers:
         raise ConfigError(
-            f"rollout.samplers={config.rollout.samplers}: who launches says how many samplers "
-            "there are: leave it out, and use --set samplers=... engines=..."
+            f"rollout.samplers={config.rollout.samplers}: the launch sets the number of samplers: "
+            "remove it, and use --set samplers=... engines=..."
         )
 
     if plan.is_apart and config.rollout.staleness == 0 and config.rollout.policy != "wait":
         raise ConfigError(
-            "rollout.staleness=0 with engines and samplers of their own: set rollout.staleness=1 "
-            "or more, or rollout.policy=wait"
+            "rollout.staleness=0 with separate engines and samplers: set rollout.staleness=1 or "
+            "more, or rollout.policy=wait"
         )
 
     users = sum(bool(node.samplers) or n == 0 for n, node in enumerate(plan.nodes))

@@ -1,11 +1,11 @@
 """`agentevo launch own`: a launch's nodes as actors of a Ray cluster, one per bundle of a placement
 group. Each keeps one process, `agentevo launch node`.
 
-A lost node is reported and restarted: a node without the trainer alone, while the others continue,
-wherever Ray places its bundle again; the trainer's node with the whole launch, which continues from
-where the run stands (`restarts` times). Every call of Ray's has a deadline: an actor whose node has
-died gives no answer for a while. Processes end with their actor, and actors with this owner. All
-nodes see the launch's folder and the run's, as with other clusters.
+A lost node is reported and restarted. A node without the trainer restarts alone on the node that
+Ray chooses for its bundle, while the others continue. If the trainer's node is lost, the whole
+launch restarts (at most `restarts` times) and resumes the run. Every call to Ray has a deadline,
+since an actor whose node has died does not answer for a while. Processes end with their actor, and
+actors with this owner. All nodes see the launch's folder and the run's, as with other clusters.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ LOOK_S = 1.0
 CALL_S = 30.0
 """Deadline of one call to an actor."""
 SILENT_S = 120.0
-"""An actor that has not answered for this time is lost, whatever Ray reports."""
+"""An actor that has not answered for this time is lost, regardless of Ray's report."""
 WRONG = 2
-"""Exit code of a wrong configuration: the same again would be as wrong."""
+"""Exit code of a wrong configuration, which a restart would not fix."""
 LOST = -1
-"""In place of an exit code: the node's actor is lost, and its process with it."""
+"""Used instead of an exit code if the node's actor, and with it its process, is lost."""
 
 
 class RayError(AgentEvoError):
-    """The cluster can't give what the launch needs, or has lost too much of it."""
+    """The cluster lacks the resources that the launch needs, or has lost too many of them."""
 
 
 class Keeper:
@@ -121,13 +121,13 @@ def _read_cluster(path: Path) -> RayCluster:
         return RayCluster.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, ParseError, pydantic.ValidationError) as error:
         raise ConfigError(
-            f"{path}: this is no {RayCluster.file} of `agentevo launch ray` "
+            f"{path}: this is not a {RayCluster.file} of `agentevo launch ray` "
             f"({str(error).splitlines()[0]}): write the folder again"
         ) from error
 
 
 class _Owner:
-    """See the module."""
+    """Owner of one launch; see the module docstring."""
 
     def __init__(
         self,
@@ -147,9 +147,9 @@ class _Owner:
         self._group: Any = None
         self._keepers: dict[int, Any] = {}
         self._starting: dict[int, Any] = {}
-        """Of nodes whose process is not started yet: the answer that says where it is."""
+        """For nodes whose process has not started yet: the pending reply with its address."""
         self._heard: dict[int, float] = {}
-        """When each answered last, or was begun."""
+        """Time of each node's last reply, or of its start."""
         recipe = [str(path.parent / plan.recipe), *plan.overrides]
         run_dir = load_config(recipe[0], recipe[1:]).run_dir
         self._logs = run_dir.parent / f"{run_dir.name}.launch"
@@ -177,7 +177,7 @@ class _Owner:
                 self._ray.util.remove_placement_group(self._group)
 
     def _place(self) -> None:
-        """Raises RayError where the cluster has no room in time."""
+        """Raises RayError if the cluster has no room in time."""
         bundle = {"CPU": float(self._cluster.cpus_per_node), **self._cluster.resources}
         if self._cluster.gpus:
             bundle["GPU"] = float(self._cluster.gpus)
@@ -225,7 +225,7 @@ class _Owner:
                 self._drop(number)
                 if code != 0 and not is_stopping:
                     if code != LOST:
-                        self._note(f"node {number}: ended with exit code {code}; it is begun again")
+                        self._note(f"node {number}: ended with exit code {code}; it is restarted")
                     self._start(number, head, id)
 
             time.sleep(LOOK_S)
@@ -234,7 +234,7 @@ class _Owner:
         return LOST
 
     def _start(self, number: int, head: str | None, id: str) -> None:
-        """Asks for a node's process in its bundle, which Ray may have to place again. `head`: the
+        """Requests a node's process in its bundle, which Ray can have to place again. `head`: the
         address of node 0, None for node 0 itself."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=number
@@ -252,7 +252,8 @@ class _Owner:
         self._heard[number] = time.monotonic()
 
     def _wait_for_start(self, number: int, within_s: float) -> str:
-        """Where a node is whose process starts within that time. Raises RayError."""
+        """The address of a node, after its process has started within that time. Raises
+        RayError."""
         try:
             address, process = self._ray.get(self._starting.pop(number), timeout=within_s)
         except (self._ray.exceptions.RayError, OSError) as error:
@@ -295,7 +296,7 @@ class _Owner:
         return LOST
 
     def _poll_start(self, number: int) -> None:
-        """Raises RayError where the process can't be started."""
+        """Raises RayError if the process can't be started."""
         if self._ray.wait([self._starting[number]], timeout=0)[0]:
             self._wait_for_start(number, CALL_S)
         elif time.monotonic() - self._heard[number] > self._cluster.placed_s:
@@ -303,7 +304,7 @@ class _Owner:
             self._heard[number] = time.monotonic()
 
     def _wait_for_others(self) -> None:
-        """Nodes without the trainer end by its code within seconds."""
+        """Waits for the nodes without the trainer, which end with its exit code within seconds."""
         deadline = time.monotonic() + CALL_S
         other_nodes = [
             number for number in self._keepers if number and number not in self._starting

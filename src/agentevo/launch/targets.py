@@ -1,4 +1,5 @@
-"""The kinds of clusters: what each is asked for, which file its tool reads, and what submits it.
+"""The kinds of clusters: the keys of each, the file that its tool reads, and the command that
+submits it.
 
 The file is `templates/FILE` of this package, which `writer.py` fills. Keys of Kubernetes have the
 names that Helm charts use.
@@ -19,44 +20,44 @@ from agentevo.launch.fleet import Fleet
 from agentevo.launch.plan import NODES_FILE, PlannedLaunch
 
 LARGEST_CONFIG = 1_000_000
-"""Bytes; Kubernetes takes a ConfigMap of 1 MiB."""
+"""In bytes; Kubernetes' limit of a ConfigMap is 1 MiB."""
 
 
 def _written_as(pattern: str, how: str) -> pydantic.AfterValidator:
-    """For a text that a cluster reads; what it can't read it would refuse when the job is sent, or
-    make a job that never starts. `how`: what it takes."""
+    """For a text that a cluster reads. The cluster would refuse an invalid text when the job is
+    submitted, or would make a job that never starts. `how`: the accepted form."""
 
     def check(text: str) -> str:
         if text and re.fullmatch(pattern, text) is None:
-            raise ValueError(f"it takes {how}")
+            raise ValueError(f"it must be {how}")
         return text
 
     return pydantic.AfterValidator(check)
 
 
 class Cluster(Fleet):
-    """What every kind of cluster is asked for, and what launches on it have in common."""
+    """The keys that all kinds of clusters have, and what launches on them have in common."""
 
     file: ClassVar[str]
-    """What its tool reads, in the launch's folder."""
+    """The file that the cluster's tool reads, in the launch's folder."""
     runs_mount: ClassVar[str] = ""
-    """The folder of runs in its containers; empty where nodes see this machine's folders."""
+    """The folder of runs in its containers; empty if nodes see this machine's folders."""
 
     def check(self, launch: PlannedLaunch, folder: str) -> None:
         """Raises ConfigError for a launch that this cluster can't run. `folder`: the launch's, as
         the nodes see it."""
 
     def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
-        """What submits the launch."""
+        """The command that submits the launch."""
         raise NotImplementedError
 
 
 class SlurmCluster(Cluster):
     """A batch script, whose step runs `agentevo launch node` on each node.
 
-    The script stops the trainer before the time limit, so that it ends after its step, and puts the
-    job into the queue again where the recipe is not done. `scancel` and a preemption go the same
-    way. A node that fails ends the job, and Slurm puts it into the queue again (`--requeue`).
+    The script stops the trainer before the time limit, so that it ends after its step, and requeues
+    the job if the recipe is not finished. `scancel` and a preemption work the same way. A node that
+    fails ends the job, and Slurm requeues it (`--requeue`).
     """
 
     file = "job.sbatch"
@@ -72,25 +73,29 @@ class SlurmCluster(Cluster):
             "minutes, [hours:]minutes:seconds or days-hours[:minutes[:seconds]]",
         ),
     ] = "24:00:00"
-    """Time limit of one job, as `--time` takes it."""
+    """Time limit of one job, in the form of `--time`."""
     cpus_per_node: int = Field(default=0, ge=0)
-    """0: what the partition gives."""
+    """0: the partition's default."""
     memory: Annotated[str, _written_as(r"\d+[KMGTkmgt]?", "a number of MB, or one with G or T")] = (
         ""
     )
-    """Memory of each node, as `--mem` takes it."""
+    """Memory of each node, in the form of `--mem`."""
     gres: str = ""
-    """How the cluster names devices, such as gpu:h100:8. Default: `--gpus-per-node` of gpus."""
+    """The devices in the cluster's own terms, such as gpu:h100:8. Default: `--gpus-per-node` with
+    the value of gpus."""
     requeue: bool = True
-    """Go on in a further job where the time limit ended this one."""
+    """Continue in a further job if the time limit ended this one."""
     setup: str = ""
-    """Shell lines before anything else: `module load cuda`, `source .venv/bin/activate`."""
+    """Shell lines that run first: `module load cuda`, `source .venv/bin/activate`."""
     sbatch: tuple[str, ...] = ()
     """Further options of sbatch, such as --exclusive."""
 
     def check(self, launch: PlannedLaunch, folder: str) -> None:
         if re.search(r"[\s%]", folder):
-            raise ConfigError(f"--out {folder!r}: sbatch's own lines take no blank and no %")
+            raise ConfigError(
+                f"--out {folder!r}: sbatch's lines can't contain a blank or a %: choose another "
+                "folder"
+            )
 
     def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
         return ["sbatch", f"{folder}/{self.file}"]
@@ -109,8 +114,8 @@ class KubernetesCluster(Cluster):
     """An Indexed Job whose pods run `agentevo launch node`, with a headless service by which they
     find node 0, the launch's folder as a ConfigMap, and one volume for the run.
 
-    A pod that dies is replaced and goes on where the run stands. A wrong configuration (exit code
-    2) fails the Job at once.
+    A pod that dies is replaced and resumes the run. A wrong configuration (exit code 2) fails the
+    Job at once.
     """
 
     file = "manifest.yaml"
@@ -122,30 +127,30 @@ class KubernetesCluster(Cluster):
     image_pull_secrets: tuple[str, ...] = ()
     namespace: str = "default"
     claim: str = ""
-    """A PersistentVolumeClaim that is there, for the run's folder. Default: one is made."""
+    """An existing PersistentVolumeClaim for the run's folder. Default: a new one."""
     storage: Quantity = "100Gi"
-    """Size of the claim that is made."""
+    """Size of the new claim."""
     storage_class: str = ""
     secret: str = "agentevo"
-    """The Secret whose keys are the recipe's environment variables."""
+    """The Secret that holds the recipe's environment variables."""
     cpu: Quantity = "4"
     memory: Quantity = "16Gi"
     shared_memory: Quantity = "8Gi"
-    """Size of /dev/shm, which ranks of one node exchange data through."""
+    """Size of /dev/shm, through which the ranks of one node exchange data."""
     gpu_resource: str = "nvidia.com/gpu"
-    """What the cluster calls a device: amd.com/gpu, huawei.com/Ascend910."""
+    """The cluster's name of a device: amd.com/gpu, huawei.com/Ascend910."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: tuple[dict[str, str], ...] = ()
     service_account: str = ""
     restarts: int = Field(default=20, ge=0)
-    """How often pods may be replaced before the Job fails."""
+    """Number of pod replacements before the Job fails."""
 
     def check(self, launch: PlannedLaunch, folder: str) -> None:
         if sum(len(text.encode()) for text in launch.files.values()) > LARGEST_CONFIG:
             raise ConfigError(
-                "import: the recipe and the files that it names are over 1 MB, which a ConfigMap "
-                "can't hold: put the code into the image and import it by its module's name, and "
-                f"rows below {self.runs_mount}"
+                "import: the recipe and the files that it names have more than 1 MB, the limit of "
+                "a ConfigMap: put the code into the image and import it by its module's name, and "
+                f"put rows below {self.runs_mount}"
             )
 
     def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
@@ -165,11 +170,11 @@ class SkyPilotCluster(Cluster):
     runs_mount = "/runs"
 
     infra: str = ""
-    """Where, such as aws, gcp/us-central1, k8s. Default: wherever it is cheapest."""
+    """The cloud or cluster, such as aws, gcp/us-central1, k8s. Default: the cheapest."""
     accelerator: Annotated[str, _written_as(r"[\w.-]+", "a kind of device alone, such as H100")] = (
         ""
     )
-    """The kind of device, such as H100; needed where gpus is above 0."""
+    """The kind of device, such as H100; needed if gpus is above 0."""
     cpus: AtLeast = "4+"
     memory: AtLeast = "16+"
     """In GB."""
@@ -185,7 +190,10 @@ class SkyPilotCluster(Cluster):
 
     def check(self, launch: PlannedLaunch, folder: str) -> None:
         if self.gpus and not self.accelerator:
-            raise ConfigError("accelerator: say which device, such as --set accelerator=H100")
+            raise ConfigError(
+                "accelerator: gpus is above 0, but no device is named: set it, such as "
+                "--set accelerator=H100"
+            )
 
         if len(launch.nodes) > 1 and not self.volume:
             raise ConfigError(
@@ -207,31 +215,32 @@ class SkyPilotCluster(Cluster):
 
 
 class RayCluster(Cluster):
-    """A placement group with one bundle per node, in each of which `agentevo launch own` keeps
-    `agentevo launch node` (ray_owner.py). Ray owns processes; data and weights never go through
-    it."""
+    """A placement group with one bundle per node. In each bundle, `agentevo launch own` runs
+    `agentevo launch node` (ray_owner.py). Ray only owns processes; data and weights never go
+    through it."""
 
     file = "ray.yaml"
 
     cpus_per_node: int = Field(default=1, ge=1)
-    """Of each bundle."""
+    """CPUs of each bundle."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Further resources of each bundle, by their names in the cluster."""
     spread: bool = True
-    """A node of Ray's for each bundle; false packs them, for a cluster of few large nodes."""
+    """Place each bundle on a different Ray node; false packs them, for a cluster of few large
+    nodes."""
     placed_s: float = Field(default=600.0, gt=0)
-    """How long the placement group is waited for, in seconds: the cluster may have to grow."""
+    """Maximum wait for the placement group, in seconds, since the cluster can have to grow."""
     restarts: int = Field(default=3, ge=0)
-    """How often the launch is begun again after its trainer was lost."""
+    """Number of restarts of the launch after its trainer was lost."""
 
     def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
-        """As a job of the cluster that RAY_ADDRESS names."""
+        """Submits a job to the cluster that RAY_ADDRESS names."""
         owner = ["agentevo", "launch", "own", f"{folder}/{NODES_FILE}"]
         return ["ray", "job", "submit", "--no-wait", "--", *owner]
 
 
 class ComposeCluster(Cluster):
-    """Docker on one machine: the run, and the dashboard beside it."""
+    """Docker on one machine: the run and the dashboard."""
 
     file = "compose.yaml"
     runs_mount = "/runs"
@@ -241,17 +250,17 @@ class ComposeCluster(Cluster):
     shared_memory: Annotated[
         str, _written_as(r"(?i)\d+(\.\d+)?([kmg]b?|b)?", "a size that docker reads, such as 8gb")
     ] = "8gb"
-    """Size of /dev/shm, which ranks exchange data through."""
+    """Size of /dev/shm, through which ranks exchange data."""
     runs: str = "../runs"
-    """The folder of this machine that holds the runs, from the launch's folder."""
+    """The folder of this machine that holds the runs, relative to the launch's folder."""
     ui_port: int = 8765
-    """The port of this machine, on loopback, on which the dashboard is."""
+    """The dashboard's port on this machine's loopback address."""
 
     def check(self, launch: PlannedLaunch, folder: str) -> None:
         if len(launch.nodes) > 1:
             raise ConfigError(
-                f"that is {len(launch.nodes)} nodes, and compose runs on one machine: use slurm, "
-                "kubernetes or skypilot"
+                f"the launch has {len(launch.nodes)} nodes, and compose runs on one machine: use "
+                "slurm, kubernetes or skypilot"
             )
 
     def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""How a launch's folder is made and submitted: the launch's own files, and the template of its kind
-of cluster, filled."""
+"""Makes and submits a launch's folder: the launch's own files, and the filled template of its kind
+of cluster."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from agentevo.paths import check_new_folder
 
 SUBMIT_S = 600.0
 NOTICE_S = int(GRACE_S) + 60
-"""Time from the signal to end until a cluster kills what is left."""
+"""Time from the stop signal until a cluster kills the remaining processes."""
 
 
 class WrittenLaunch(NamedTuple):
-    """A launch's folder, and what submits it."""
+    """A launch's folder, and the command that submits it."""
 
     folder: Path
     command: list[str]
@@ -44,7 +44,7 @@ def write_launch(
 ) -> WrittenLaunch:
     """Writes the folder; files of an earlier launch are replaced, others (logs) stay.
 
-    Raises ConfigError for a recipe that can't run there, and a folder that holds something else.
+    Raises ConfigError for a recipe that can't run there, and for a folder with other contents.
     """
     _check_folder(folder)
     launch = PlannedLaunch(recipe, overrides, cluster, cluster.runs_mount)
@@ -59,21 +59,22 @@ def write_launch(
     notes += [f"warning: {line}" for line in launch.warnings]
     if cluster.gpus and "type" not in launch.config.engine.model_fields_set:
         notes.append(
-            "the recipe names no engine.type, so the nodes sample with torch, which is slow on a "
-            "GPU: set engine.type=vllm where they have vLLM"
+            "the recipe sets no engine.type, so the nodes sample with torch, which is slow on a "
+            "GPU: set engine.type=vllm if they have vLLM"
         )
     return WrittenLaunch(folder, cluster.submit_command(launch, str(folder)), notes)
 
 
 def submit(written: WrittenLaunch) -> str:
-    """What the cluster's tool says. Raises SubmitError if it refuses or is not there."""
+    """Submits the launch, and returns the output of the cluster's tool. Raises SubmitError if the
+    tool refuses or is not installed."""
     command = " ".join(written.command)
     tool = written.command[0]
     program = shutil.which(tool)
     if program is None:
         raise SubmitError(
-            f"{tool} is not installed here: copy {written.folder} to where it is, and run "
-            f"`{command}` there"
+            f"{tool} is not installed here: copy {written.folder} to a machine that has it, and "
+            f"run `{command}` there"
         )
 
     try:
@@ -96,13 +97,13 @@ def _check_folder(folder: Path) -> None:
     check_new_folder(folder, "--out")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / NODES_FILE).is_file():
         raise ConfigError(
-            f"{folder} holds something else than a launch: give another --out, nothing was written"
+            f"{folder} has other contents than a launch: give another --out; nothing was written"
         )
 
 
 def _fill_template(launch: PlannedLaunch, cluster: Cluster, folder: str) -> str:
-    """The text of what the cluster's tool reads. JSON is YAML: values that people give are written
-    as JSON."""
+    """The filled template for the cluster's tool. Values of the user are written as JSON, which is
+    valid YAML."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("agentevo.launch"),
         undefined=jinja2.StrictUndefined,
@@ -119,7 +120,7 @@ def _fill_template(launch: PlannedLaunch, cluster: Cluster, folder: str) -> str:
 
 
 class _BlockDumper(yaml.SafeDumper):
-    """Writes texts of several lines as they read."""
+    """Writes texts of several lines as block scalars."""
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
         style = "|" if "\n" in text else None
@@ -130,5 +131,5 @@ _BlockDumper.add_representer(str, _BlockDumper.represent_str)
 
 
 def _to_block_yaml(value: Any) -> str:
-    """Without the last line's end."""
+    """Block YAML without the final line break."""
     return yaml.dump(value, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True)[:-1]

@@ -1,7 +1,7 @@
-"""Several runs as one: a small graph of stages, each an ordinary run with a folder of its own.
+"""A pipeline: a small graph of stages, each an ordinary run with its own folder.
 
     pipeline = load_pipeline("r1")                     # or a file; or build_pipeline(mapping)
-    results = run_pipeline(pipeline, resume=False)     # blocks; pipeline.json says where it stands
+    results = run_pipeline(pipeline, resume=False)     # blocks; pipeline.json records the state
 
 `stage_kinds.register(NAME)` adds a kind of stage (see `StageKind`); another package may list one
 under the entry-point group `agentevo.stage_kinds`. More: docs/pipelines.md.

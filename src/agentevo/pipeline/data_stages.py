@@ -1,4 +1,4 @@
-"""Stages that look at attempts: they measure, score, choose and compare them."""
+"""Stages that measure, score, choose and compare attempts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class EvaluateOptions(Section):
     temperature: float | None = Field(default=None, ge=LOWEST_TEMPERATURE, le=LARGEST_TEMPERATURE)
     """Softmax temperature of several attempts. Default: evaluation.temperature."""
     tasks: tuple[str, ...] = ()
-    """Files of tasks, in place of those that the recipe holds out."""
+    """Files of tasks, which replace the recipe's held-out tasks."""
     player: str | None = None
-    """Who plays in the place of the policy: a name of remote_models, or URL#MODEL."""
+    """The model that plays instead of the policy: a name in remote_models, or URL#MODEL."""
 
 
 class EvaluateStage(StageKind):
@@ -42,7 +42,9 @@ class EvaluateStage(StageKind):
         assert config is not None
 
         if model is not None:
-            raise ConfigError("options.player: it plays, and so does `model`: leave one of them")
+            raise ConfigError(
+                "options.player and `model` both set the model that plays: remove one of them"
+            )
 
         if player not in config.remote_models and "://" not in player:
             model_names = ", ".join(config.remote_models) or "none"
@@ -76,8 +78,8 @@ class EvaluateStage(StageKind):
         return (job.folder / "eval.json").is_file()
 
     def _has_failed(self, job: Job) -> bool:
-        """Whether every attempt of a finished evaluation failed, such as where the judge was
-        away."""
+        """Whether every attempt of a finished evaluation failed, for example because the judge was
+        unreachable."""
         try:
             model = read_json_object(job.folder / SUMMARY)["models"][0]
             return bool(model["failed"] == model["attempts"])
@@ -89,7 +91,7 @@ class EvaluateStage(StageKind):
 
 
 def measure(folder: Path) -> StageResult:
-    """The result of the evaluation in a folder. Raises ConfigError for one that was damaged."""
+    """The result of the evaluation in a folder. Raises ConfigError for a damaged folder."""
     try:
         model = read_json_object(folder / SUMMARY)["models"][0]
         numbers: dict[str, float] = {}
@@ -108,12 +110,12 @@ def measure(folder: Path) -> StageResult:
 
 
 class ScoreOptions(Section):
-    """What `score` scores."""
+    """Options of `score`."""
 
     source: str
     """The folder of a stage of the kind `evaluate`."""
     rewards: list[Any] = Field(min_length=1)
-    """The rewards, as a recipe has them."""
+    """The rewards, in the form of a recipe."""
 
 
 class ScoreStage(StageKind):
@@ -136,17 +138,17 @@ class ScoreStage(StageKind):
 
 
 class FilterOptions(Section):
-    """Which attempts `filter` takes."""
+    """Which attempts `filter` chooses."""
 
     source: str
-    """The folder of a run, such as ${stages.NAME.folder}: its training attempts are chosen from; or
-    that of an evaluation."""
+    """The folder of a run, such as ${stages.NAME.folder}, whose training attempts are the
+    candidates, or the folder of an evaluation."""
     min_reward: float | None = None
-    """The least reward. Default: attempts that succeeded."""
+    """Minimum reward. Default: attempts that succeeded."""
     per_task: int = Field(default=1, ge=1)
-    """Most attempts at one task, the best first."""
+    """Maximum number of attempts per task, the best first."""
     model: str | None = None
-    """Whose words: `policy` or a remote model."""
+    """The model whose replies are exported: `policy` or a remote model."""
 
 
 class FilterStage(StageKind):
@@ -179,11 +181,12 @@ class PreferencesOptions(Section):
     """Which attempts `preferences` compares."""
 
     source: str
-    """The folder of a run: the groups of its training attempts are compared."""
+    """The folder of a run, whose groups of training attempts are compared."""
     min_margin: float = Field(default=0.0, ge=0)
-    """By how much more than this the chosen attempt's reward is higher."""
+    """The chosen attempt's reward must be higher by more than this."""
     per_task: int = Field(default=1, ge=1)
-    """Most pairs of one group: the best against the worst, the second against the second worst."""
+    """Maximum number of pairs per group: the best against the worst, the second best against the
+    second worst, and so on."""
 
 
 class PreferencesStage(StageKind):

@@ -1,8 +1,8 @@
-"""The work of a stage: a kind is a program that runs in a folder of the stage's own, and a reader
-of what it left there.
+"""The work of a stage: a kind is a program that runs in the stage's own folder, and a reader of its
+results.
 
-A kind never keeps anything in memory: whether a stage is finished, can be resumed, and what it
-made, is read from its folder, also by a pipeline that is restarted after it was killed.
+A kind keeps no state in memory. Whether a stage is finished, whether it can be resumed, and its
+results are read from its folder, also after a pipeline was killed and restarted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentevo.registry import Registry
 
 TrainsOn = Literal["", "tasks", "conversations", "pairs"]
 AGENTEVO = (sys.executable, "-m", "agentevo")
-"""How this version's commands are started."""
+"""The command that starts this version of agentevo."""
 
 
 class NoOptions(Section):
@@ -30,21 +30,21 @@ class Job:
     """One stage ready to run: every reference is resolved."""
 
     id: str
-    """Its name, with the round of a repeated one: `rl`, `spin.2`, `improve.2.rl`."""
+    """Its name, with the round if it is repeated: `rl`, `spin.2`, `improve.2.rl`."""
     folder: Path
-    """Its own, absolute."""
+    """Its own folder, absolute."""
     options: Any
     """The kind's `Options`."""
     recipe: Path | None = None
-    """The file with the resolved recipe, of a kind that reads one."""
+    """The file with the resolved recipe, for a kind that reads one."""
     config: RunConfig | None = None
-    """What that file says."""
+    """The configuration in that file."""
     model: str | None = None
     """The stage's `model`."""
     resume: bool = False
-    """Go on with what an interrupted life has left in the folder."""
+    """Resume from what an interrupted process left in the folder."""
     take: str = "last"
-    """Which checkpoint is passed on."""
+    """Which checkpoint is passed on: `last` or `best`."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class StageResult:
     """What a finished stage has made."""
 
     outputs: Mapping[str, Path]
-    """What other stages refer to by `${stages.NAME.KEY}`, besides `folder`: `checkpoint`,
-    `file`."""
+    """Paths that other stages refer to by `${stages.NAME.KEY}`, in addition to `folder`:
+    `checkpoint`, `file`."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Its results, which other stages may refer to as well."""
+    """Its numeric results. Other stages can refer to them, too."""
     tokens: int = 0
-    """Generated and trained on, for the budget."""
+    """Tokens that it generated and trained on, for the budget."""
     cost: float = 0.0
-    """Money that it spent on remote models."""
+    """Its cost of remote models."""
     says: Mapping[str, str] = field(default_factory=dict)
-    """What others refer to likewise that is no file, such as a URL."""
+    """Other values that stages can refer to, which are not files, such as a URL."""
 
 
 class StageKind:
@@ -69,54 +69,57 @@ class StageKind:
     130 and 143 a clean stop."""
 
     about: ClassVar[str] = ""
-    """A line for `agentevo list stages`."""
+    """Its line in `agentevo list stages`."""
     Options: ClassVar[type[Section]] = NoOptions
     """The keys under `options`."""
     reads_recipe: ClassVar[bool] = True
-    """Whether it has a recipe: `recipe`, `config` and `model` mean something to it."""
+    """Whether it has a recipe, with the keys `recipe`, `config` and `model`."""
     needs_environment: ClassVar[bool] = True
     """Whether that recipe must have an environment or tasks."""
     chooses_engine: ClassVar[bool] = False
-    """Whether its program takes an engine by the machine where the recipe names none."""
+    """Whether its program chooses an engine by the machine if the recipe sets none."""
     makes_folder: ClassVar[bool] = False
     """Whether its program makes the folder, as the commands that train do."""
     makes: ClassVar[tuple[str, ...]] = ()
-    """Outputs that it always has."""
+    """Outputs that it always makes."""
     trains_on: ClassVar[TrainsOn] = ""
-    """What of its recipe it trains on, or keeps to be trained on: no held-out task may be there."""
+    """The part of its recipe that it trains on, or stores for training. No held-out task may be in
+    it."""
     measured: ClassVar[bool] = False
-    """Whether its `checkpoint` is a policy, which is measured unless the stage says otherwise."""
+    """Whether its `checkpoint` is a policy, which is measured unless the stage sets measure:
+    false."""
     serves: ClassVar[bool] = False
-    """Whether it is finished when its program answers, which runs on until no other stage needs it
-    (servers.py)."""
+    """Whether it is a server: it is finished when its program answers, and the program runs until
+    no other stage needs it (servers.py)."""
     says: ClassVar[Mapping[str, str]] = {}
-    """What it says of itself that is no file, each with an example for checks before it has run."""
+    """Its outputs that are not files, each with an example value for checks before it has run."""
     makes_texts: ClassVar[bool] = False
-    """Whether its `file` is `agent.texts`, which are measured with the model it began with."""
+    """Whether its `file` holds `agent.texts`, which are measured with the model that it began
+    with."""
 
     def fixed_settings(self, options: Any) -> Mapping[str, Any]:
-        """What it sets in its recipe, nested."""
+        """Settings that it fixes in its recipe, nested."""
         return {}
 
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
-        """Raises ConfigError, before anything is created, for what the stage can't do. References
-        are given as paths that do not exist yet."""
+        """Raises ConfigError, before anything is created, for unsupported settings. References are
+        given as paths that do not exist yet."""
 
     def words(self, job: Job) -> list[str]:
         """The program with its arguments."""
         raise NotImplementedError
 
     def is_finished(self, job: Job) -> bool:
-        """Whether its work in the folder is whole."""
+        """Whether its work in the folder is complete."""
         raise NotImplementedError
 
     def can_resume(self, job: Job) -> bool:
-        """Whether `words` of a job with `resume` continues with what is in the folder; if not, the
+        """Whether `words` of a job with `resume` continues from the folder's contents. If not, the
         folder is emptied, and the stage starts over."""
         return False
 
     def made(self, job: Job) -> StageResult:
-        """What it made. Raises ConfigError for a folder that was damaged."""
+        """Its results. Raises ConfigError for a damaged folder."""
         raise NotImplementedError
 
     def planned_outputs(self, folder: Path) -> dict[str, Path]:

@@ -1,12 +1,11 @@
-"""Held-out tasks stay out of training, of every stage: their questions are compared, as text.
+"""Keeps held-out tasks out of the training of every stage: their questions are compared as text.
 
     held out    the pipeline's held-out tasks, and those that each stage evaluates itself on
     trained on  tasks of stages, questions in their conversations, prompts of their pairs
 
 An environment's tasks need no comparison: seeds of training, evaluation and demonstrations are
-never the same (rollout/tasks.py), whatever run.seed is. Not compared: the observations of an
-environment under two seeds, and the conversations that `command` stages make with those of
-environments.
+never the same (rollout/tasks.py), for any run.seed. Not compared: the observations of an
+environment under two seeds, and the conversations of `command` stages with those of environments.
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ class Leaks:
     trained: TaskQuestion = field(default_factory=TaskQuestion)
 
     def see(self, config: RunConfig, where: str, trains_on: TrainsOn = "") -> None:
-        """Registers a stage's tasks and data, as far as its files exist. Raises LeakError where it
-        trains on a task that it or an earlier stage holds out, or holds out one that was trained
-        on."""
+        """Registers a stage's tasks and data, if their files exist. Raises LeakError if it trains
+        on a task that it or an earlier stage holds out, or holds out a task that was trained on."""
         held_out = TaskQuestion()
         trained = TaskQuestion()
         if config.tasks.given and _are_there(config.tasks.train):
@@ -80,7 +78,7 @@ class Leaks:
 
     def _refuse(self, keys: Iterable[bytes]) -> None:
         """Raises LeakError if one of these is both held out and trained on, with a line for each
-        two stages, which are the first ones that do so."""
+        pair of stages (the first that hold it out and train on it)."""
         both: dict[tuple[str, str], list[bytes]] = {}
         for key in dict.fromkeys(keys):
             if key in self.held_out.of and key in self.trained.of:
@@ -90,10 +88,10 @@ class Leaks:
         if both:
             raise LeakError(
                 "\n".join(
-                    f"{by}: trains on {len(leaked)} task{'s' * (len(leaked) != 1)} that {of} holds "
-                    f"out, such as {shown(self.held_out.of[leaked[0]][0][:80])}: give held-out "
-                    "tasks of their own (tasks.eval), the same in every stage, and leave them out "
-                    "of what is trained on"
+                    f"{by}: trains on {len(leaked)} task{'s' * (len(leaked) != 1)} that {of} "
+                    f"holds out, such as {shown(self.held_out.of[leaked[0]][0][:80])}: set "
+                    "separate held-out tasks (tasks.eval), the same in every stage, and remove "
+                    "them from the training data"
                     for (by, of), leaked in both.items()
                 ),
                 frozenset(key for leaked in both.values() for key in leaked),
@@ -137,6 +135,6 @@ def _last_question(messages: Iterable[object]) -> str:
 
 
 def _are_there(sources: Iterable[str]) -> bool:
-    """Whether these can be read now: a file that a stage will make can't yet, and a dataset of the
-    hub is not fetched for this."""
+    """Whether these can be read now. A file that a later stage makes does not exist yet, and a
+    dataset of the hub is not fetched for this check."""
     return all(Path(source).exists() for source in sources)

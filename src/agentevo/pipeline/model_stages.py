@@ -14,14 +14,14 @@ from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 
 
 class SourceOptions(Section):
-    """What is passed on."""
+    """The model to convert."""
 
     source: str
     """A model, such as ${stages.NAME.checkpoint}."""
 
 
 class MergeStage(StageKind):
-    about: ClassVar[str] = "one plain model of adapters and their base, as `agentevo merge`"
+    about: ClassVar[str] = "one plain model from adapters and their base, as `agentevo merge`"
     Options: ClassVar[type[Section]] = SourceOptions
     reads_recipe: ClassVar[bool] = False
     makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
@@ -41,7 +41,7 @@ class MergeStage(StageKind):
 
 
 class ExportStage(StageKind):
-    about: ClassVar[str] = "a copy of a model without what its training needed"
+    about: ClassVar[str] = "a copy of a model without its training state"
     Options: ClassVar[type[Section]] = SourceOptions
     reads_recipe: ClassVar[bool] = False
     makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
@@ -64,15 +64,15 @@ class CommandOptions(Section):
     """A program, and its outputs."""
 
     run: tuple[str, ...] = Field(min_length=1)
-    """The program with its arguments, such as [agentevo, optimize, ...]: `agentevo` is this
-    version's. It is started in the current folder, and may write into ${stage.folder}."""
+    """The program with its arguments, such as [agentevo, optimize, ...]; `agentevo` is this
+    version. It starts in the current folder, and can write into ${stage.folder}."""
     file: str | None = None
-    """A file in the stage's folder that it makes: `${stages.NAME.file}`."""
+    """The file that it makes in the stage's folder: `${stages.NAME.file}`."""
     checkpoint: str | None = None
-    """A folder in the stage's folder with a model that it makes: `${stages.NAME.checkpoint}`."""
+    """The model's folder that it makes in the stage's folder: `${stages.NAME.checkpoint}`."""
     resume: tuple[str, ...] | None = None
-    """Arguments that are added where it continues with what an interrupted life left in its folder.
-    Default: its folder is emptied, and it begins again."""
+    """Arguments that are added when an interrupted stage is resumed. Default: its folder is
+    emptied, and it starts over."""
 
 
 class CommandStage(StageKind):

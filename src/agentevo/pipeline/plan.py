@@ -5,8 +5,7 @@ every measured model has an instance that measures it.
     a round         spin.2        of a group: improve.2.rl
     a measurement   rl@held_out   of the model that the pipeline begins with: start@held_out
 
-Invariant: an instance comes after everything that it waits for. This module reads nothing from a
-disk.
+Invariant: an instance comes after everything that it waits for. This module reads no files.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ HELD_OUT = "held_out"
 START = "start"
 """The model that the pipeline begins with."""
 GAINS = ("success", "reward", "gain", "gain_from_start")
-"""Numbers that a measurement gives, besides the ends of their intervals."""
+"""Numbers of a measurement, without the ends of their intervals."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,14 @@ class Instance:
 
     id: str
     path: tuple[str, ...]
-    """Where it is written: the names below `stages`."""
+    """Its place in the file: the names below `stages`."""
     stage: StageConfig
     kind: StageKind
     group: str | None = None
     """The repeated stage that it is a round of, or belongs to."""
     round: int = 1
     needs: tuple[str, ...] = ()
-    """Ids of what must be done, or left out, before."""
+    """Ids of instances that must be done or skipped before it."""
     measures: str | None = None
     """The id of the instance whose checkpoint it measures; START for the first model."""
 
@@ -64,9 +63,8 @@ class PipelinePlan:
         object.__setattr__(self, "by_id", {instance.id: instance for instance in self.instances})
 
     def targets(self, reference: StageReference, of: Instance) -> list[str]:
-        """Ids of the instances that a reference may mean, of which the first finished one counts;
-        empty where there can be none, as in the first round. Raises ReferenceProblem for an unknown
-        name."""
+        """Ids of the instances that a reference can mean; the first finished one counts. Empty if
+        there can be none, as in the first round. Raises ReferenceProblem for an unknown name."""
         if reference.scope in ("stage", "round"):
             return []
         if reference.scope == "previous":
@@ -109,7 +107,7 @@ class PipelinePlan:
 
 def _unknown_stage(plan: PipelinePlan, reference: StageReference, of: Instance) -> str:
     if reference.scope == "previous" and of.group is None:
-        return f"${{{reference.text}}}: only a repeated stage has a round before: set repeat"
+        return f"${{{reference.text}}}: only a repeated stage has a previous round: set repeat"
 
     known_names = list(
         dict.fromkeys(instance.path[-1] for instance in plan.instances if instance.measures is None)
@@ -122,7 +120,7 @@ def _unknown_stage(plan: PipelinePlan, reference: StageReference, of: Instance) 
     hint = f"did you mean {guess}? " if guess else ""
 
     return (
-        f"${{{reference.text}}}: there is no such stage as {stage_name or 'this'!r}: {hint}there "
+        f"${{{reference.text}}}: no stage is called {stage_name or 'this'!r}: {hint}the stages "
         f"are {', '.join(sorted(set(known_names)))}"
     )
 
@@ -133,8 +131,8 @@ def instance_id(group: str, round_: int, inner: str) -> str:
 
 
 def make_plan(config: PipelineConfig, where: str) -> PipelinePlan:
-    """Raises ConfigError, a line for each problem: unknown kinds, names and keys, and stages that
-    wait for one another."""
+    """Raises ConfigError with a line for each problem: unknown kinds, names and keys, and stages
+    that wait for each other."""
     problems: list[str] = []
     bare: list[Instance] = []
     for name, stage in config.stages.items():
@@ -164,7 +162,7 @@ def make_plan(config: PipelineConfig, where: str) -> PipelinePlan:
 
 
 def written_in(instance: Instance, config: PipelineConfig) -> list[object]:
-    """All texts of a stage in which there may be references, the pipeline's `config` too."""
+    """All texts of a stage that can contain references, including the pipeline's `config`."""
     stage = instance.stage
     common = [config.config] if instance.kind.reads_recipe else []
     reference = [] if stage.reference == "start" else [stage.reference]
@@ -222,7 +220,8 @@ def _all_of(plan: PipelinePlan, of: Instance, name: str) -> list[str]:
 def _referenced_stages(
     plan: PipelinePlan, instance: Instance, reference: StageReference
 ) -> dict[str, None]:
-    """What a reference waits for, its fallback's too. Raises ReferenceProblem."""
+    """The instances that a reference waits for, including its fallback's. Raises
+    ReferenceProblem."""
     needs: dict[str, None] = {}
     if isinstance(reference.fallback, StageReference):
         needs |= _referenced_stages(plan, instance, reference.fallback)
@@ -234,8 +233,8 @@ def _referenced_stages(
     targets = plan.targets(reference, instance)
     if not targets and reference.fallback is None:
         raise ReferenceProblem(
-            f"${{{reference.text}}}: the first round has none before it: write what counts there "
-            f"behind a bar, ${{{reference.text}|stages.NAME.{reference.key}}} or "
+            f"${{{reference.text}}}: the first round has no previous one: add a fallback after a "
+            f"bar, ${{{reference.text}|stages.NAME.{reference.key}}} or "
             f"${{{reference.text}|MODEL}}"
         )
 
@@ -331,7 +330,7 @@ def _with_measurements(
 
 def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]:
     """Each instance after those that it waits for, otherwise in the order of the file. Raises
-    ConfigError for a ring."""
+    ConfigError for a cycle."""
     place = {instance.id: number for number, instance in enumerate(instances)}
     waits = {
         instance.id: {need for need in instance.needs if need in place} for instance in instances
@@ -358,15 +357,15 @@ def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]
     if len(ordered) < len(instances):
         ring = _ring({name: needs for name, needs in waits.items() if needs})
         raise ConfigError(
-            f"{where}: stages: {' -> '.join(ring)} wait for one another: none can be first; take "
-            "one of these references or needs away"
+            f"{where}: stages: {' -> '.join(ring)} wait for each other, so none can start: remove "
+            "one of these references or needs"
         )
 
     return tuple(ordered)
 
 
 def _ring(waits: Mapping[str, set[str]]) -> list[str]:
-    """One ring of waiting names: each waits for the next."""
+    """One cycle of waiting names: each waits for the next."""
     name = next(iter(waits))
     path = list[str]()
     while name not in path:

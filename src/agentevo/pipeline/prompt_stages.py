@@ -24,8 +24,8 @@ class PromptsStage(StageKind):
         assert config is not None
         if config.agents:
             raise ConfigError(
-                "agents: the texts of several agents in one rollout are not searched: leave the "
-                "stage out"
+                "agents: a search of the texts of several agents in one rollout is not "
+                "supported: remove the stage"
             )
 
     def words(self, job: Job) -> list[str]:

@@ -1,10 +1,10 @@
-"""Reading a pipeline: the file, what the command line changes in it, and every check that can be
-made before anything is created.
+"""Reads a pipeline: the file, the overrides of the command line, and every check that is possible
+before anything is created.
 
     agentevo pipeline r1 seed=3 cold_start.sft.epochs=2 improve.rl.trainer.steps=5
 
-A word's first part is a key of the pipeline or the name of a stage; below a stage its own keys
-(`repeat`, `options`, ...), and everything else is of its recipe.
+The first part of an override is a key of the pipeline or the name of a stage. Below a stage are its
+own keys (`repeat`, `options`, ...); every other key belongs to its recipe.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from agentevo.pipeline.schema import PipelineConfig, StageConfig
 from agentevo.registry import nearest
 
 ENDING = ".pipeline.yaml"
-"""How the file of a packaged pipeline ends."""
+"""Ending of a packaged pipeline's file name."""
 SAID_BY_ITSELF = ("extra_forbidden", "missing", "value_error", "assertion_error")
-"""Kinds of pydantic's errors that are clear by themselves, or are reworded here for pipelines."""
+"""Types of pydantic errors whose message is clear, or is reworded here for pipelines."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Pipeline:
 
     config: PipelineConfig
     where: str
-    """What a message calls its file."""
+    """The name of its file in messages."""
     home: Path
-    """The folder that its paths are from."""
+    """The folder of its relative paths."""
     plan: PipelinePlan
 
     @property
@@ -111,8 +111,8 @@ def build_pipeline(
     folder: Path | None = None,
     name: str = "pipeline",
 ) -> Pipeline:
-    """Like `load_pipeline`, from a mapping. `where` begins each line about a problem, `folder` is
-    where relative paths start (default: the current one), `name` is the default of its name."""
+    """Like `load_pipeline`, from a mapping. Each problem line begins with `where`. `folder` is the
+    folder of relative paths (default: the current one). `name` is the default name."""
     for override in overrides:
         tree = _overridden(tree, override)
 
@@ -142,7 +142,7 @@ def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
             model = StageConfig if problem["loc"][0] == "stages" else PipelineConfig
             guess = nearest(str(problem["loc"][-1]), list(model.model_fields))
             hint = f": did you mean {guess}?" if guess else ""
-            what = f"is no key of a {'stage' if model is StageConfig else 'pipeline'}{hint}"
+            what = f"is not a key of a {'stage' if model is StageConfig else 'pipeline'}{hint}"
 
         lines.append(f"{where}: {shorten(key or 'pipeline')}: {what}")
 
@@ -190,8 +190,8 @@ def _full_key(tree: Mapping[str, Any], parts: list[str], override: str) -> list[
         guess = nearest(first, [*names, *PipelineConfig.model_fields])
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
-            f"override {shorten(override)}: {first!r} is no stage and no key of a "
-            f"pipeline: {hint}the stages are {', '.join(names)}"
+            f"override {shorten(override)}: {first!r} is neither a stage nor a key of a pipeline: "
+            f"{hint}the stages are {', '.join(names)}"
         )
 
     return ["stages", first, *_below_stage(stages[first], parts[1:], override)]  # type: ignore[index]
@@ -204,8 +204,8 @@ def _below_stage(stage: Any, parts: list[str], override: str) -> list[str]:
 
     if not parts:
         raise ConfigError(
-            f"override {shorten(override)}: names a stage and no key of it: write "
-            "STAGE.repeat=3 or STAGE.trainer.steps=10"
+            f"override {shorten(override)}: names a stage without a key: write STAGE.repeat=3 or "
+            "STAGE.trainer.steps=10"
         )
 
     is_own = parts[0] in StageConfig.model_fields and (parts[0] != "model" or len(parts) == 1)
@@ -216,15 +216,14 @@ def _below_stage(stage: Any, parts: list[str], override: str) -> list[str]:
 
 
 def _check_names(pipeline: Pipeline) -> None:
-    """Raises ConfigError for folders that could not be made."""
+    """Raises ConfigError for folders that can't be created."""
     from agentevo.paths import check_new_folder
 
     check_new_folder(pipeline.dir, "dir")
     config = pipeline.config
     if config.overwrite and Path.cwd().is_relative_to(pipeline.dir):
         raise ConfigError(
-            f"overwrite would delete {pipeline.dir}, where you are: give the pipeline a folder of "
-            "its own with dir"
+            f"overwrite would delete {pipeline.dir}, your current folder: set dir to another folder"
         )
 
     if config.table is not None:
@@ -234,9 +233,9 @@ def _check_names(pipeline: Pipeline) -> None:
 
 
 def check_recipes(pipeline: Pipeline) -> None:
-    """Reads the recipe and the options of every stage, of repeated ones those of the first two
-    rounds, and compares held-out tasks with what is trained on. A future output of another stage is
-    represented by its path. Raises ConfigError."""
+    """Checks the recipe and the options of every stage (for repeated stages, those of the first two
+    rounds), and compares held-out tasks with the training data. The path of a future output
+    represents the output. Raises ConfigError."""
     seed = (pipeline.config.seeds or (pipeline.config.seed,))[0]
     recipes = pipeline.recipes(seed)
 
@@ -288,7 +287,7 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, instance: Instance) -> 
     if not kind.reads_recipe:
         if stage.recipe or stage.config or stage.model:
             raise ConfigError(
-                f"kind: {stage.kind} reads no recipe: leave recipe, config and model out"
+                f"kind: {stage.kind} reads no recipe: remove recipe, config and model"
             )
         kind.check(None, options, None)
         return None
@@ -328,7 +327,9 @@ def read_options(instance: Instance, options: Mapping[str, Any]) -> Any:
 
             if wrong["type"] == "extra_forbidden":
                 known_options = ", ".join(instance.kind.Options.model_fields) or "none"
-                what = f"is no option of the kind {instance.stage.kind}, which has {known_options}"
+                what = (
+                    f"is not an option of the kind {instance.stage.kind}, which has {known_options}"
+                )
 
             if wrong["type"] == "missing":
                 what = "must be given"

@@ -1,5 +1,5 @@
-"""The recipe of a stage: the pipeline's or its own, with what the pipeline and the stage change in
-it, and with what the pipeline decides for all (name, folder, seed).
+"""The recipe of a stage: the pipeline's or its own, with the changes of the pipeline and the stage,
+and with the keys that the pipeline sets for all stages (name, folder, seed).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentevo.pipeline.schema import HeldOutSection, PipelineConfig
 from agentevo.seeds import derive_seed
 
 OWN_KEYS = ("run.seed", "run.name", "run.dir", "run.overwrite", "store.url", "sweep")
-"""What the pipeline decides, so that no stage may set it."""
+"""Keys that the pipeline sets. Stages may not set them."""
 FILE_KEYS = {
     "tasks": ("train", "eval"),
     "data": ("train", "eval", "pairs", "pairs_from", "best_of"),
@@ -39,8 +39,8 @@ class Recipes:
         self._read: dict[str | None, tuple[dict[str, Any], Path]] = {}
 
     def tree(self, instance: Instance, model: str | None) -> tuple[dict[str, Any], Path]:
-        """The recipe's tree with `${...}` of the pipeline as they are written, and the folder from
-        which its own paths are. Raises ConfigError."""
+        """The recipe's tree, with the pipeline's `${...}` unresolved, and the folder of its
+        relative paths. Raises ConfigError."""
         changes: list[tuple[str, Mapping[str, Any]]] = [("config", self.config.config)]
         if instance.measures is not None:
             assert self.config.held_out is not None
@@ -91,15 +91,15 @@ class Recipes:
         return self._read[name]
 
     def _own(self, change: dict[str, Any], key: str) -> dict[str, Any]:
-        """A change with the paths that are from the pipeline's own folder. Raises ConfigError for
-        what the pipeline decides."""
+        """A change whose paths in the pipeline's folder are made absolute. Raises ConfigError for
+        keys that the pipeline sets."""
         for leaf in sources.leaves(change):
             taken = next(
                 (own_key for own_key in OWN_KEYS if f"{leaf}.".startswith(f"{own_key}.")), None
             )
             if taken:
                 raise ConfigError(
-                    f"{self.where}: {key}: sets {leaf}, which the pipeline decides for each stage: "
+                    f"{self.where}: {key}: sets {leaf}, which the pipeline sets for each stage: "
                     "remove it"
                 )
 
@@ -151,7 +151,7 @@ class Recipes:
         return derive_seed(self.seed, "stage", instance.id) % 2**31
 
     def place(self, instance: Instance) -> str:
-        """Where in the file it is written."""
+        """Its place in the file."""
         return "held_out" if instance.measures is not None else ".".join(["stages", *instance.path])
 
 

@@ -1,4 +1,4 @@
-"""`${...}` in a pipeline: what another stage made.
+"""`${...}` in a pipeline: a reference to the output of another stage.
 
     ${stages.NAME.KEY}            KEY of the stage NAME; of a repeated one that of its last round
     ${stages.GROUP.NAME.KEY}      of a stage in a group, likewise
@@ -6,10 +6,10 @@
     ${previous.NAME.KEY}          in a group: of a stage of it, in the round before
     ${round}  ${stage.folder}     the number of the round, the stage's own folder
 
-After `|` comes the fallback, for an output that does not exist (in the first round, or since the
-stage was left out): another reference without its `${}`, or a text. KEY is `folder`, `checkpoint`,
-`file`, or a number among the stage's results, such as `success`. Every other `${...}` is the
-recipe's.
+The part after `|` is the fallback for an output that does not exist (in the first round, or because
+the stage was skipped): another reference without its `${}`, or a text. KEY is `folder`,
+`checkpoint`, `file`, or a number among the stage's results, such as `success`. Every other `${...}`
+belongs to the recipe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BEGINS = ("stages.", "previous.", "stage.")
 
 
 class ReferenceProblem(ValueError):
-    """Why a reference can't be one."""
+    """Why a reference is not valid."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class StageReference:
     scope: str
     """`stages`, `previous`, `stage`, or `round`."""
     names: tuple[str, ...]
-    """Of the stage, or of the group and a stage in it; empty where it is the own one."""
+    """Name of the stage, or of the group and a stage in it; empty for the stage itself."""
     key: str
     fallback: StageReference | str | None = None
-    """What counts where there is none."""
+    """The value if the output does not exist."""
 
     @property
     def text(self) -> str:
@@ -48,7 +48,7 @@ class StageReference:
 
 
 def parse_reference(text: str) -> StageReference:
-    """What stands within `${}`. Raises ReferenceProblem."""
+    """Parses the text within `${}`. Raises ReferenceProblem."""
     written, bar, rest = (part.strip() for part in text.partition("|"))
     fallback: StageReference | str | None = None
     if bar:
@@ -67,7 +67,7 @@ def parse_reference(text: str) -> StageReference:
     most = {"stages": (2, 3), "previous": (1, 2)}.get(scope, (0, 0))
     if not most[0] <= len(parts) <= most[1] or not all(NAME.fullmatch(part) for part in parts):
         raise ReferenceProblem(
-            f"${{{text[:80]}}} is no reference: write ${{stages.NAME.checkpoint}}, "
+            f"${{{text[:80]}}} is not a valid reference: write ${{stages.NAME.checkpoint}}, "
             "${previous.checkpoint}, ${stage.folder} or ${round}"
         )
 
@@ -75,7 +75,7 @@ def parse_reference(text: str) -> StageReference:
 
 
 def references_in(value: Any) -> Iterator[StageReference]:
-    """Those in a tree, in order. Raises ReferenceProblem."""
+    """The references in a tree, in order. Raises ReferenceProblem."""
     for text in texts_in(value):
         for match in _REFERENCE.finditer(text):
             yield parse_reference(match["text"])

@@ -1,7 +1,7 @@
 """The results of a pipeline: a table of its stages, the same as JSON, and report.html.
 
-For one seed an interval is that of the mean over the held-out tasks (evaluation/estimates.py). For
-n seeds it is that of the mean over seeds by Student's t: mean +- t(0.975, n - 1) * std / sqrt(n).
+For one seed, an interval is that of the mean over the held-out tasks (evaluation/estimates.py). For
+n seeds, it is that of the mean over seeds by Student's t: mean +- t(0.975, n - 1) * std / sqrt(n).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from agentevo.pipeline.standing import Standing
 from agentevo.pipeline.state import PipelineState, StageState
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t at 97.5% with 1 to 10 degrees of freedom; of more it is nearly the normal 1.96."""
+"""Student's t at 97.5% with 1 to 10 degrees of freedom. With more, it approaches the normal
+1.96."""
 AGAIN = "make room there, or make it writable, and resume"
 
 
@@ -38,7 +39,8 @@ class ResultFigure(NamedTuple):
 
 
 def over_seeds(values: Sequence[float]) -> ResultFigure | None:
-    """The module's formula; of one value the interval is unknown: the whole line."""
+    """The mean and interval by the module's formula. For one value the interval is unknown: minus
+    to plus infinity."""
     if not values:
         return None
 
@@ -114,16 +116,16 @@ class StageRow(NamedTuple):
     id: str
     kind: str
     status: str
-    """Of all seeds, where they differ."""
+    """The statuses of all seeds, if they differ."""
     success: ResultFigure | None
     gain: ResultFigure | None
     total: ResultFigure | None
-    """Over the model that the pipeline began with."""
+    """The gain over the model that the pipeline began with."""
     wall_s: float
-    """Of one seed, in the mean."""
+    """Mean time of one seed, in seconds."""
     tokens: float
     num_seeds: int
-    """Of which there is a measurement."""
+    """Number of seeds with a measurement."""
     why: str
 
     def as_json(self) -> dict[str, Any]:
@@ -181,7 +183,7 @@ def stage_rows(states: Sequence[PipelineState]) -> list[StageRow]:
 
 
 def markdown(rows: Sequence[StageRow], standings: Sequence[Standing]) -> str:
-    """The table, with a line that says what its numbers are."""
+    """The table, with a line that explains its numbers."""
     header = ["stage", "kind", "held-out success", "gain, points", "gain from start", "time"]
     lines = [header, ["---"] * len(header)]
     for row in rows:
@@ -202,12 +204,13 @@ def markdown(rows: Sequence[StageRow], standings: Sequence[Standing]) -> str:
 
 
 def legend(standings: Sequence[Standing]) -> str:
-    """What the numbers are."""
+    """A sentence that explains the numbers."""
     seeds = ", ".join(str(standing.seed) for standing in standings)
     if len(standings) == 1:
         return (
-            f"One seed ({seeds}). Intervals are those of a mean over the held-out tasks, and say "
-            "nothing of other seeds. The gain is over the model that the stage began with."
+            f"One seed ({seeds}). Intervals are those of a mean over the held-out tasks, and "
+            "don't include the variation between seeds. The gain is over the model that the "
+            "stage began with."
         )
 
     return (

@@ -1,14 +1,14 @@
-"""Runs a pipeline: stages as processes of their own, several at once where they need not wait for
-one another, until all are done, one failed, the budget is used, or the user asks to stop.
+"""Runs a pipeline: stages as separate processes, several at once if they don't depend on each
+other, until all are done, one failed, the budget is used, or the user asks to stop.
 
-    DIR/pipeline.yaml   what is run      pipeline.json   where it stands   report.html   table.md
+    DIR/pipeline.yaml   configuration    pipeline.json   state   report.html   table.md
     DIR/recipes/ID.yaml   logs/ID.log   stages/ID/ (a run's folder, or files)   held_out/ID/
     of several seeds: DIR/pipeline.yaml   table.md   table.json   seed-N/ (each as above)
 
 This process holds a lock on the folder, and so does every stage that it starts, which inherits its
 file descriptor: a pipeline whose stages outlived it (a killed parent) can't be resumed next to
-them. The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks what is under way to stop
-cleanly; a second kills it. Servers of stages (servers.py) end last.
+them. After the first Ctrl-C (or SIGTERM, SIGHUP) no stage starts, and running stages are asked to
+stop cleanly; a second one kills them. Servers of stages (servers.py) end last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from agentevo.signals import collect_signals, end_stopped
 
 POLL_S = 0.1
 SAVED_EVERY_S = 5.0
-"""How often pipeline.json gets the time that has passed."""
+"""Interval at which pipeline.json gets the elapsed time."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 __all__ = ["StageChoice", "run_pipeline"]
@@ -55,7 +55,7 @@ class _StageUnderWay:
     name: str
     since: float = field(default_factory=time.monotonic)
     is_asked_to_stop: bool = False
-    """It was asked to stop, as a server that it needs has ended."""
+    """It was asked to stop, because a server that it needs has ended."""
 
 
 def run_pipeline(
@@ -65,7 +65,7 @@ def run_pipeline(
     choice: StageChoice | None = None,
     view: SweepView | None = None,
 ) -> dict[str, Any]:
-    """Runs what is not finished, and returns the results: the content of table.json. Blocks.
+    """Runs the unfinished stages, and returns the results: the content of table.json. Blocks.
 
     Raises ConfigError before anything is created; at the end, when all is written, AgentEvoError if
     a stage failed, and KeyboardInterrupt or SystemExit after a clean stop.
@@ -101,7 +101,7 @@ def run_pipeline(
         raise AgentEvoError("\n".join([what, *failures]))
 
     if life.over:
-        view.note(f"stopped: {life.over}; a larger budget goes on with --resume")
+        view.note(f"stopped: {life.over}; to continue, use --resume with a larger budget")
     elif pipeline.config.table is not None:
         from agentevo.runs.result_table import write_table
 
@@ -126,29 +126,31 @@ def _check(pipeline: Pipeline, resume: bool, choice: StageChoice) -> None:
 
     if resume and config.overwrite:
         raise ConfigError(
-            "--resume goes on with the pipeline in the folder and overwrite deletes it: give only "
+            "--resume continues the pipeline in the folder and overwrite deletes it: give only "
             "one of the two"
         )
 
     if resume and not holds:
         raise ConfigError(
-            f"{short(folder)}: there is no pipeline to resume: leave --resume out, or give its "
+            f"{short(folder)}: there is no pipeline to resume: remove --resume, or give its "
             "folder with dir"
         )
 
     if holds and not resume and not config.overwrite:
         raise ConfigError(
-            f"{short(folder)} holds a pipeline already: go on with it with --resume, give another "
+            f"{short(folder)} already holds a pipeline: continue it with --resume, give another "
             "dir, or delete it with overwrite=true"
         )
 
     if not holds and folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
-        raise ConfigError(f"{short(folder)} is not empty and no pipeline: give another dir")
+        raise ConfigError(
+            f"{short(folder)} is not empty and does not hold a pipeline: give another dir"
+        )
 
     if resume and bool(config.seeds) == (folder / STATE).is_file():
         raise ConfigError(
-            f"{short(folder)} was begun {'without' if config.seeds else 'with'} seeds: resume it "
-            "so, or give another dir"
+            f"{short(folder)} was started {'without' if config.seeds else 'with'} seeds: resume "
+            "it in the same way, or give another dir"
         )
 
     known_names = {name for instance in pipeline.plan.instances for name in names_of(instance)} - {
@@ -173,7 +175,7 @@ def _begin(pipeline: Pipeline, standings: Sequence[Standing]) -> None:
 
 
 class _Life:
-    """One life of the runner: from where the pipelines stand to the end, or to a stop."""
+    """One process of the runner: from the pipelines' present state to the end, or to a stop."""
 
     def __init__(
         self,
@@ -192,7 +194,7 @@ class _Life:
         self.servers = Servers(view.note)
         self.failures: list[str] = []
         self.over = ""
-        """What of the budget is used; empty while there is some left."""
+        """The part of the budget that is used up; empty while there is budget left."""
         self._heeded = 0
         self._saved = self._clock = time.monotonic()
 
@@ -239,7 +241,7 @@ class _Life:
         return self.failures
 
     def _go_on(self) -> bool:
-        """Starts what may start. False once nothing is under way and nothing more begins."""
+        """Starts every stage that can start. False once no stage runs and none will start."""
         waits = False
         if not (self.received or self._over_budget()):
             for standing in self.standings:
@@ -267,8 +269,8 @@ class _Life:
         return f"seed {standing.seed}: " if len(self.standings) > 1 else ""
 
     def _start(self, standing: Standing, decided: Decided) -> None:
-        """In a session of its own, so that the terminal's Ctrl-C reaches it only through us, and
-        only once."""
+        """Starts a stage in its own session, so that the terminal's Ctrl-C reaches it only through
+        this process, and only once."""
         if decided.instance.kind.serves:
             self._start_server(standing, decided)
             return
@@ -325,7 +327,9 @@ class _Life:
             url = server.standing.state.stages[server.id].says["url"]
             self.view.note_end(server.name, f"serves at {url}", server.seconds, ok=True)
             recipe = short(server.job.recipe) if server.job.recipe is not None else ""
-            self.view.note(f"{server.name}: by itself: agentevo serve --openai {recipe}")
+            self.view.note(
+                f"{server.name}: to serve it without the pipeline: agentevo serve --openai {recipe}"
+            )
 
         for server, how in failed:
             server.standing.ended_server(server.decided, how, server.seconds)
@@ -333,12 +337,12 @@ class _Life:
             for run in self.under_way:
                 users = {used.stage for used in run.decided.inputs}
                 if run.standing is server.standing and server.id in users:
-                    self.view.note(f"{run.name}: stops, as {server.name} has ended")
+                    self.view.note(f"{run.name}: stops, because {server.name} has ended")
                     run.is_asked_to_stop = True
                     run.process.send_signal(signal.SIGINT)
 
     def serve_on(self) -> None:
-        """When all has ended well, serves what is to be kept until the user asks to stop."""
+        """After success, keeps the servers with keep=true running until the user asks to stop."""
         if self.failures or self.over or self.received:
             return
 
@@ -385,7 +389,7 @@ class _Life:
         self.failures.append(why_failed(name, how, log))
 
     def _ask_to_stop(self) -> None:
-        """Asks the stages under way to stop: after a signal, or when the time is over."""
+        """Asks the running stages to stop, after a signal or when the time budget is used."""
         num_requests = len(self.received) or (1 if self.over.startswith("hours") else 0)
         if num_requests <= self._heeded:
             return
@@ -398,7 +402,7 @@ class _Life:
         self.view.note(f"stopping{how_to_stop}")
 
     def _pass_time(self) -> None:
-        """Adds the elapsed time, and checks what is left of it."""
+        """Adds the elapsed time, and checks the budget."""
         now = time.monotonic()
         for standing in self.standings:
             standing.state.wall_s += (now - self._clock) / len(self.standings)

@@ -1,8 +1,8 @@
-"""What the file of a pipeline may say, as pydantic models: every key, its default and what it does.
+"""The keys of a pipeline's file, as pydantic models, with their defaults and meanings.
 
-Stages are named. One refers to what another made by `${stages.NAME.KEY}` (`references`), which also
-makes it wait for that one. Recipes are those of runs: a stage's is the pipeline's `recipe`, with
-the pipeline's `config` and then the stage's on top.
+Stages have names. A stage refers to another stage's output by `${stages.NAME.KEY}` (`references`),
+and then also waits for that stage. Recipes are those of runs: a stage uses the pipeline's `recipe`,
+with the pipeline's `config` and then its own on top.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,60}")
 MAX_ROUNDS = 1000
 MAX_STAGES = 1000
-"""Stages that are planned, every round counted."""
+"""Maximum number of planned stages; every round counts."""
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -30,76 +30,78 @@ class HeldOutSection(Section):
     every stage, round and seed."""
 
     recipe: str | None = None
-    """The recipe that says what is played. Default: that of the pipeline."""
+    """The recipe of the held-out tasks. Default: the pipeline's recipe."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """What differs in it from the pipeline's, such as other rewards."""
+    """Changes of that recipe, such as other rewards."""
     tasks: int = Field(default=64, ge=1)
-    """How many tasks."""
+    """Number of tasks."""
     attempts: int = Field(default=1, ge=1, le=4096)
-    """Attempts at each; one is greedy."""
+    """Attempts per task; one attempt is greedy."""
     temperature: float | None = Field(default=None, ge=LOWEST_TEMPERATURE, le=LARGEST_TEMPERATURE)
     """Softmax temperature of several attempts. Default: evaluation.temperature."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Which tasks of an environment: those that a run with this run.seed holds out. No training
-    task of any seed is among them."""
+    """Chooses the tasks of an environment: those that a run with this run.seed holds out. They are
+    never training tasks of any seed."""
 
 
 class PipelineBudgetSection(Section):
-    """What the whole pipeline may use. Once it is used, no further stage starts; the time also ends
-    the stages under way, cleanly after their step. A larger budget goes on with `--resume`."""
+    """The limits of the whole pipeline. Beyond a limit, no further stage starts; the time limit
+    also stops running stages cleanly after their step. To continue, use `--resume` with a larger
+    budget."""
 
     hours: float | None = Field(default=None, gt=0)
-    """Time, the sum of all lives of the pipeline."""
+    """Running time in hours, over all resumptions of the pipeline."""
     tokens: int | None = Field(default=None, gt=0)
-    """Tokens that stages generated and trained on."""
+    """Number of tokens that stages generate and train on."""
     cost: float | None = Field(default=None, gt=0)
-    """Money for remote models, by the prices of the recipes."""
+    """Cost of remote models, by the prices in the recipes."""
 
 
 class StopSection(Section):
-    """When the rounds of a repeated stage end early."""
+    """The rule that ends the rounds of a repeated stage early."""
 
     rounds_without_gain: int = Field(default=2, ge=1)
-    """So many rounds in a row that bring nothing: none is better than the best before them."""
+    """Number of rounds in a row without a gain over the best round before them."""
     min_gain: float = Field(default=0.0, ge=0, lt=1)
-    """A gain is what adds more than this to the success on the held-out tasks, as a share."""
+    """Minimum gain: an increase counts if it is above this, as a share of success on the held-out
+    tasks."""
 
 
 class StageConfig(Section):
     """One stage, or with `stages` a group of stages that is repeated."""
 
     kind: str = "train"
-    """What it does (`agentevo list stages`)."""
+    """The kind of the stage (`agentevo list stages`)."""
     recipe: str | None = None
-    """Its recipe: a file beside the pipeline's, or a packaged one. Default: the pipeline's."""
-    config: dict[str, Any] = Field(default_factory=dict)
-    """What differs in the recipe, nested or with dotted keys."""
-    model: str | None = None
-    """The model that it begins with, such as ${stages.NAME.checkpoint}. Default: that of the
+    """Its recipe: a file next to the pipeline's file, or a packaged recipe. Default: the pipeline's
     recipe."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Changes of the recipe, nested or with dotted keys."""
+    model: str | None = None
+    """Its initial model, such as ${stages.NAME.checkpoint}. Default: the recipe's model."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The kind's own keys (docs/pipelines.md)."""
     needs: Texts = ()
-    """Stages that must be done before, besides those that it refers to."""
+    """Stages that must be done before, in addition to those that it refers to."""
     when: Texts = ()
-    """Conditions, such as `${stages.rl.success} > 0.5`; where one does not hold, the stage is left
-    out."""
+    """Conditions, such as `${stages.rl.success} > 0.5`. If one does not hold, the stage is
+    skipped."""
     measure: bool | None = None
-    """Whether its model is measured on the held-out tasks. Default: where it trains one."""
+    """Whether its model is measured on the held-out tasks. Default: true if it trains a policy."""
     take: Literal["last", "best"] = "last"
-    """Which checkpoint it passes on: the last, or the one with the best evaluation within its own
+    """Which checkpoint it passes on: the last one, or the one with the best evaluation in its
     run."""
     optimizer: Literal["fresh", "carried"] = "fresh"
-    """What of the optimizer is kept: nothing, or AdamW's moments as they are in the checkpoint that
-    `model` is (trainer.optimizer_from)."""
+    """Initial state of the optimizer: new, or AdamW's moments from the checkpoint in `model`
+    (trainer.optimizer_from)."""
     reference: str = "start"
-    """What the KL and preference losses compare with: the model as this stage begins (`start`), or
+    """Reference model of the KL and preference losses: the stage's initial model (`start`), or
     another one, such as ${stages.NAME.checkpoint} (algorithm.reference_model)."""
     repeat: int = Field(default=1, ge=1, le=MAX_ROUNDS)
-    """Rounds. `${previous.KEY}` (in a group `${previous.NAME.KEY}`) is what the round before made,
-    and `${round}` its number, from 1."""
+    """Number of rounds. `${previous.KEY}` (in a group `${previous.NAME.KEY}`) is an output of the
+    previous round, and `${round}` is the round's number, from 1."""
     stop: StopSection | None = None
-    """When the rounds end early. Default: never."""
+    """Rule that ends the rounds early. Default: none."""
     stages: dict[str, StageConfig] = Field(default_factory=dict)
     """The stages of a round."""
 
@@ -111,31 +113,31 @@ class StageConfig(Section):
     @model_validator(mode="after")
     def _a_stage_or_a_group(self) -> Self:
         if self.stop is not None and self.repeat == 1:
-            raise ValueError("stop ends rounds early, and there is but one: set repeat")
+            raise ValueError("stop ends rounds early, but there is only one round: set repeat")
         if self.optimizer == "carried" and self.model is None:
-            raise ValueError("optimizer=carried goes on with that of `model`: give model")
+            raise ValueError("optimizer=carried continues the optimizer of `model`: give model")
         if not self.stages:
             return self
 
         stage_keys = self.model_fields_set - {"repeat", "stop", "stages", "needs"}
         if stage_keys:
             raise ValueError(
-                f"a group of stages has repeat, stop, needs and stages, and no "
-                f"{sorted(stage_keys)[0]}: give that to the stages in it"
+                "a group of stages has only repeat, stop, needs and stages, not "
+                f"{sorted(stage_keys)[0]}: set that in the stages of the group"
             )
 
         for name, stage in self.stages.items():
             if stage.stages or stage.repeat > 1:
                 raise ValueError(
-                    f"stages.{name} is repeated within a group, and one level is all there is: "
-                    "give it a place of its own"
+                    f"stages.{name} is repeated within a group, and groups can't be nested: move "
+                    "it out of the group"
                 )
 
         return self
 
     @property
     def is_repeated(self) -> bool:
-        """Whether its name stands for rounds."""
+        """Whether it has rounds: it is repeated, or a group."""
         return self.repeat > 1 or bool(self.stages)
 
 
@@ -149,25 +151,26 @@ class PipelineConfig(Section):
     dir: Path | None = None
     """Its folder. Default: runs/NAME."""
     overwrite: bool = False
-    """Delete what an earlier run of the pipeline left in the folder first."""
+    """Delete an earlier run of the pipeline in the folder first."""
     seed: Seed = 0
-    """Every random choice follows from it: a stage's run.seed from the pipeline's, the stage's name
-    and the round."""
+    """Seed of every random choice. A stage's run.seed is derived from it, the stage's name and the
+    round."""
     seeds: tuple[Seed, ...] = ()
-    """Runs the pipeline once with each of these, each in the folder seed-N, and makes a table of
+    """Run the pipeline once with each of these seeds, in the folder seed-N, and make a table of
     means with intervals."""
     recipe: str | None = None
-    """Recipe of the stages that name none: a file beside this one, or a packaged one."""
+    """Recipe of the stages that set none: a file next to the pipeline's file, or a packaged
+    recipe."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """What all stages change in their recipes, or without `recipe` all that they have in common."""
+    """Changes of all stages' recipes, or without `recipe` the keys that all stages share."""
     held_out: HeldOutSection | None = HeldOutSection()
     """The fixed held-out tasks. null measures nothing."""
     budget: PipelineBudgetSection = PipelineBudgetSection()
     parallel: int = Field(default=1, ge=1, le=256)
-    """Stages at once, each a process of its own, of those that need not wait for one another."""
+    """Maximum number of concurrent stages, each a separate process."""
     table: Path | None = None
-    """A Markdown file that gets the table between its lines `<!-- table -->` and `<!-- /table -->`
-    when every stage has ended well."""
+    """A Markdown file. When every stage has succeeded, the table is written between its lines `<!--
+    table -->` and `<!-- /table -->`."""
     stages: dict[str, StageConfig] = Field(min_length=1)
     """The stages, by name."""
 
@@ -187,7 +190,7 @@ class PipelineConfig(Section):
     @classmethod
     def _different(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(value)) < len(value):
-            raise ValueError("a seed is there twice, and the same seed is the same run")
+            raise ValueError("a seed is listed twice, and the same seed gives the same run")
         return value
 
     @field_validator("stages")
@@ -202,12 +205,15 @@ class PipelineConfig(Section):
     def _not_too_many(self) -> Self:
         planned = sum(stage.repeat * max(1, len(stage.stages)) for stage in self.stages.values())
         if planned > MAX_STAGES:
-            raise ValueError(f"there are {planned:,} stages, and at most {MAX_STAGES:,} are run")
+            raise ValueError(
+                f"the pipeline has {planned:,} stages, and the maximum is {MAX_STAGES:,}: lower "
+                "repeat"
+            )
 
         needs_held_out = [name for name, stage in self.stages.items() if stage.stop is not None]
         if needs_held_out and self.held_out is None:
             raise ValueError(
-                f"stages.{needs_held_out[0]}.stop asks for gains on held-out tasks: give held_out"
+                f"stages.{needs_held_out[0]}.stop needs gains on held-out tasks: give held_out"
             )
 
         return self

@@ -1,4 +1,5 @@
-"""A stage that serves a model: later ones ask it by its URL, as a judge, a writer or a player."""
+"""A stage that serves a model: later stages call it by its URL, as a judge, a writer or a
+player."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ class ServeOptions(Section):
     """How a model is served."""
 
     port: int = Field(default=0, ge=0, le=65535)
-    """Where on this machine. 0 takes a free one, and after a stop the same one again where it is
+    """Port on this machine. 0 chooses a free port, and after a stop the same port again if it is
     still free."""
     keep: bool = False
-    """Whether it is served on when all other stages are done, until Ctrl-C."""
+    """Whether the server keeps running after all other stages are done, until Ctrl-C."""
     start_s: float = Field(default=600.0, gt=0, le=86_400)
-    """Longest time until it answers."""
+    """Time limit until the server answers, in seconds."""
 
 
 class ServeStage(StageKind):
@@ -45,7 +46,7 @@ class ServeStage(StageKind):
         assert config is not None
         if model is None and config.model.name == "tiny":
             raise ConfigError(
-                "model: a tiny model is made anew, and knows nothing: say which one is served, "
+                "model: a tiny model has random weights in each run: set the model to serve, "
                 "such as ${stages.NAME.checkpoint}"
             )
 
@@ -63,17 +64,17 @@ class ServeStage(StageKind):
     def made(self, job: Job) -> StageResult:
         url = read_url(job.folder / SERVING)
         if url is None:
-            raise ConfigError(f"{job.folder / SERVING}: nobody serves there")
+            raise ConfigError(f"{job.folder / SERVING}: no server runs there")
         return StageResult({}, says={"url": f"{url}/v1", "key": f"${{env:{key_variable(job.id)}}}"})
 
 
 def key_variable(id_: str) -> str:
-    """The environment variable in which other stages find the key of the server that a stage is."""
+    """The environment variable that holds the key of a stage's server, for other stages."""
     return f"AGENTEVO_KEY_{hashlib.sha256(id_.encode()).hexdigest()[:8].upper()}"
 
 
 def key_of(job: Job) -> str:
-    """Empty where there is none yet."""
+    """The key of a stage's server; empty if there is none yet."""
     try:
         return RunSecret(job.folder / SERVING).file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError, AgentEvoError):

@@ -1,7 +1,7 @@
-"""The servers of a pipeline's stages: started, waited for, looked after and ended.
+"""The servers of a pipeline's stages: starts, monitors and ends them.
 
-    starting -> answers -> ended, when no stage that is left needs it
-             -> failed     ended by itself, or did not answer in time
+    starting -> answers -> ended, when no remaining stage needs it
+             -> failed     ended unexpectedly, or did not answer in time
 
 A server ends with this process and the stages that use it, however they end: each of them holds the
 pipe that keeps it alive (inference/guarded_server.py). A resumed stage that needs a server which
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from agentevo.pipeline.standing import Decided, Standing
 
 ASK_TIMEOUT_S = 2.0
-"""For one question whether it answers."""
+"""Timeout of one check whether a server answers."""
 
 
 @dataclass(eq=False)
 class StageServer:
-    """One server under way."""
+    """One running server."""
 
     standing: Standing
     decided: Decided
@@ -57,7 +57,7 @@ class StageServer:
 
 
 class Servers:
-    """The servers of one life of a pipeline. Used by one thread."""
+    """The servers of one process of a pipeline. Used by one thread."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -66,7 +66,7 @@ class Servers:
     def start(
         self, standing: Standing, decided: Decided, name: str, extra_environment: Mapping[str, str]
     ) -> StageServer:
-        """Raises OSError where it can't be started, DiskError."""
+        """Starts a stage's server. Raises OSError if it can't be started, DiskError."""
         before = standing.state.stages[decided.instance.id].says.get("url", "")
         job = _with_port(standing.begin(decided), before)
         log = job.folder / LOG
@@ -104,7 +104,7 @@ class Servers:
         for server in list(self.under_way):
             is_kept = server.job.options.keep
             if server.answers and not is_kept and not server.standing.is_needed(server.id):
-                self._note(f"{server.name}: ended, as no further stage needs it")
+                self._note(f"{server.name}: ended, since no further stage needs it")
                 self._end(server)
 
     def end_starting(self) -> None:
@@ -130,14 +130,14 @@ class Servers:
         return any(not server.answers for server in self.under_way)
 
     def used_by(self, standing: Standing, decided: Decided) -> list[StageServer]:
-        """Those that a stage asks."""
+        """The servers that a stage calls."""
         used = {used_input.stage for used_input in decided.inputs}
         return [
             server for server in self.under_way if server.standing is standing and server.id in used
         ]
 
     def keys_for(self, standing: Standing, decided: Decided) -> dict[str, str]:
-        """Environment variables with the keys of the servers that a stage asks."""
+        """Environment variables with the keys of the servers that a stage calls."""
         return {
             key_variable(server.id): key_of(server.job)
             for server in self.used_by(standing, decided)
@@ -145,7 +145,7 @@ class Servers:
 
 
 def _with_port(job: Job, url: str) -> Job:
-    """With the port that it had, where any will do and that one is free."""
+    """The job with its previous port, if options.port is 0 and that port is free."""
     port = urlsplit(url).port
     if port is None or job.options.port:
         return job

@@ -1,5 +1,4 @@
-"""The inputs of a stage, which show whether it has changed: contents count, and not where they are
-stored."""
+"""The inputs of a stage, which show whether it has changed. Contents count; paths don't."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from agentevo.pipeline.state import digest_of_path
 FILES = {"tasks": ("train", "eval"), "data": ("train", "eval", "pairs"), "rm": ("pairs", "eval")}
 """Sections and keys of a recipe that name files from outside."""
 CORPUS = "corpus"
-"""Option of a tool that names one, too."""
+"""Option of a tool that also names a file from outside."""
 
 
 def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
@@ -32,8 +31,8 @@ def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
 
 
 def without_places(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe in which files from outside have only their names: their content counts, and not
-    their place."""
+    """A recipe in which paths of files from outside are reduced to the file names, since their
+    folder does not count."""
     stripped = dict(tree)
     for section, keys in FILES.items():
         section_tree = stripped.get(section)
@@ -89,8 +88,8 @@ def files_outside(config: RunConfig | None, dir_: Path) -> dict[str, str]:
 
 
 def _digest_of_corpus(path: Path) -> str:
-    """Computed once while the corpus does not change: it may have gigabytes, and each stage
-    asks."""
+    """Cached while the corpus does not change, since it can have gigabytes and each stage needs its
+    digest."""
     stat = path.stat()
     return _known_digest(str(path), stat.st_size, stat.st_mtime_ns)
 

@@ -1,5 +1,5 @@
-"""What is to be done next in one pipeline: which stages are ready, which are left out, and which
-stay as they are.
+"""Decides what one pipeline does next: which stages are ready, which are skipped, and which are
+unchanged.
 
 No stage runs twice: a finished stage whose setting and inputs have not changed is never run again.
 Every decision follows from the plan, pipeline.json and the folders, so it is the same after a kill.
@@ -47,24 +47,24 @@ DONE = ("finished", "skipped")
 
 
 class NothingThereError(Exception):
-    """What a reference means was left out."""
+    """The output of a reference does not exist, since its stage was skipped."""
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """Which stages a life of the pipeline is for."""
+    """Which stages this process of the pipeline runs."""
 
     only: tuple[str, ...] = ()
-    """These, and no others."""
+    """Only these stages."""
     start: str | None = None
-    """This one and all that follow from it, again where they are finished."""
+    """This stage and all that depend on it, even if they are finished."""
     skip: tuple[str, ...] = ()
-    """Not these: their earlier outputs count."""
+    """Stages to skip; their earlier outputs are used."""
 
 
 @dataclass
 class Decided:
-    """A stage that is to be run now."""
+    """A stage that starts now."""
 
     instance: Instance
     job: Job
@@ -86,7 +86,7 @@ class Standing:
         self.plan = self.pipeline.plan
         self.leaks = Leaks()
         self.settled: set[str] = set()
-        """Ids whose fate in this life is known: finished, skipped, failed, or not chosen."""
+        """Ids that are decided in this process: finished, skipped, failed, or not chosen."""
         self.running: set[str] = set()
         self.alive: set[str] = set()
         """Ids of stages whose servers answer (servers.py)."""
@@ -96,7 +96,7 @@ class Standing:
         """Notes for the user."""
         self._said: set[str] = set()
         self.failures: list[str] = []
-        """What could not even begin, and the reason."""
+        """Stages that could not start, with the reason."""
         self._again: set[str] = self._from(self.choice.start)
         self.state = self._read()
 
@@ -106,8 +106,8 @@ class Standing:
         state = before or PipelineState(name=name, seed=self.seed)
         if state.seed != self.seed:
             raise ConfigError(
-                f"{self.dir} was begun with seed={state.seed} and not {self.seed}: resume it so, "
-                "or give another dir"
+                f"{self.dir} was started with seed={state.seed}, not {self.seed}: resume it with "
+                "that seed, or give another dir"
             )
 
         recorded = state.stages
@@ -125,7 +125,8 @@ class Standing:
     # What is next.
 
     def next(self) -> Decided | None:
-        """A stage that can begin now; None while there is none. Settles what needs no process."""
+        """A stage that can start now; None if there is none. Settles stages that need no
+        process."""
         for instance in self.plan.instances:
             if instance.id in self.settled or instance.id in self.running:
                 continue
@@ -196,7 +197,7 @@ class Standing:
         return self.state.stages[instance.id].status not in DONE
 
     def _from(self, start: str | None) -> set[str]:
-        """Ids of a stage and of all that follow from it."""
+        """Ids of a stage and of all stages that depend on it."""
         followers: set[str] = set()
         for instance in self.plan.instances:
             if start is not None and (
@@ -206,9 +207,9 @@ class Standing:
         return followers
 
     def _left_out(self, instance: Instance) -> str:
-        """Why the stage is not run, by the pipeline's own rules or as asked; empty where it is."""
+        """Why the stage is skipped, by the pipeline's rules or --skip; empty if it is not."""
         if names_of(instance) & set(self.choice.skip) and self._is_unfinished(instance):
-            return "as asked by --skip"
+            return "skipped by --skip"
 
         outer = self.pipeline.config.stages.get(instance.path[0]) if instance.path else None
         if outer is not None and outer.stop is not None and instance.round > 1:
@@ -257,39 +258,39 @@ class Standing:
             job = replace(job, resume=instance.kind.can_resume(job))
         elif state.status != "waiting" and state.digest:
             self.notes.append(
-                f"{instance.id}: is run again: {self._why_again(instance, state, setting)}"
+                f"{instance.id}: runs again: {self._why_again(instance, state, setting)}"
             )
 
         self._again.discard(instance.id)
         return Decided(instance, job, setting, inputs)
 
     def _is_awaited(self, instance: Instance, job: Job) -> bool:
-        """Whether the server of a finished stage is to be started again."""
+        """Whether the server of a finished stage must be started again."""
         if not instance.kind.serves or instance.id in self.alive:
             return False
         return instance.id in self._wanted or job.options.keep
 
     def _woken(self, server: Instance) -> Decided | None:
-        """A server that has ended, so that it is started before what needs it."""
+        """Restarts a server that has ended, before the stage that needs it."""
         self._wanted.add(server.id)
         self.settled.discard(server.id)
         return None if server.id in self.running else self._decide(server)
 
     def is_needed(self, server: str) -> bool:
-        """Whether a stage that is left may ask it."""
+        """Whether a remaining stage can need it."""
         return any(
             server in instance.needs and instance.id not in self.settled
             for instance in self.plan.instances
         )
 
     def serving(self, decided: Decided) -> None:
-        """Records that the stage's server answers. Raises ConfigError where it says no URL."""
+        """Records that the stage's server answers. Raises ConfigError if it gives no URL."""
         self.running.discard(decided.instance.id)
         self.alive.add(decided.instance.id)
         self.take_outputs(decided.instance, decided.job, decided.inputs)
 
     def ended_server(self, decided: Decided, how: str, seconds: float) -> None:
-        """Records that the stage's server has ended by itself."""
+        """Records that the stage's server ended unexpectedly."""
         state = self.state.stages[decided.instance.id]
         state.wall_s += seconds
         state.status = "failed"
@@ -302,7 +303,7 @@ class Standing:
     def _why_again(self, instance: Instance, state: StageState, setting: Mapping[str, str]) -> str:
         if state.digest != digest_of(setting):
             return what_changed(state.setting, setting)
-        return "as asked" if instance.id in self._again else "what it made is gone, or was changed"
+        return "as asked" if instance.id in self._again else "its output is gone, or was changed"
 
     def _is_whole(self, state: StageState) -> bool:
         """Whether everything that it made is still there."""
@@ -365,8 +366,8 @@ class Standing:
     def _read_recipe(
         self, instance: Instance, tree: Mapping[str, Any], home: Path, folder: Path
     ) -> RunConfig:
-        """The recipe as the stage's program would read it. The engine that a stage chooses by the
-        machine is not one of the stage's inputs."""
+        """The recipe as the stage's program would read it. An engine that a stage chooses by the
+        machine does not count as an input of the stage."""
         if not (instance.kind.chooses_engine and installed_engines()):
             return self.recipes.read(instance, tree, home, folder)
 
@@ -513,8 +514,8 @@ class Standing:
     def record_end(
         self, decided: Decided, code: int, seconds: float, *, is_asked_to_stop: bool = False
     ) -> str:
-        """Records how its process ended; what went wrong, or empty. `is_asked_to_stop`: it was
-        asked to stop, and may have ended by the signal itself."""
+        """Records how its process ended. Returns the failure, or an empty text. `is_asked_to_stop`:
+        it was asked to stop, and the signal itself could have ended it."""
         instance = decided.instance
         state = self.state.stages[decided.instance.id]
         state.wall_s += seconds
@@ -539,7 +540,8 @@ class Standing:
             how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
         elif not how:
             how = (
-                f"ended well, but has not made what a stage of the kind {instance.stage.kind} makes"
+                "exited with code 0, but without the output of a stage of the kind "
+                f"{instance.stage.kind}"
             )
 
         state.status = "failed"
@@ -548,7 +550,7 @@ class Standing:
         return how
 
     def take_outputs(self, instance: Instance, job: Job, inputs: list[Input]) -> None:
-        """Takes up what the stage has made. Raises ConfigError for a folder that was damaged."""
+        """Records the stage's outputs. Raises ConfigError for a damaged folder."""
         state = self.state.stages[instance.id]
         products = instance.kind.made(job)
         name = state.digest if instance.kind.serves else uuid.uuid4().hex
@@ -575,7 +577,7 @@ class Standing:
 
 
 def names_of(instance: Instance) -> set[str]:
-    """What a person may call an instance: its id, its name, its group."""
+    """The names by which a user can refer to an instance: its id, its name, its group."""
     whose = instance.measures if instance.measures is not None else instance.id
     return {
         instance.id,

@@ -1,12 +1,12 @@
-"""Where a pipeline stands: `pipeline.json` in its folder, which is written whole at every change.
+"""The state of a pipeline: `pipeline.json` in its folder, which is rewritten at every change.
 
     waiting -> running -> finished | failed | stopped
     waiting -> skipped
 
-What a stage was made of is its `digest`: kind, recipe, options, files from outside, and the digest
-of every output of another stage that it used (`inputs`). A stage is run again when that differs,
-and never otherwise. `made_by` of an output is the digest of the stage that made it, so the file
-holds the lineage of every model.
+A stage's `digest` identifies its inputs: kind, recipe, options, files from outside, and the digest
+of every output of another stage that it used (`inputs`). A stage runs again if and only if the
+digest differs. `made_by` of an output is the digest of the stage that made it, so the file holds
+the lineage of every model.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FILE = "pipeline.yaml"
 LOCK = ".lock"
 Status = Literal["waiting", "running", "finished", "failed", "stopped", "skipped"]
 LARGEST = 2**53
-"""Of a count."""
+"""Limit of a count."""
 MAX_BYTES = 64_000_000
-"""Of pipeline.json."""
+"""Limit of pipeline.json, in bytes."""
 MOST_STATES = 2 * MAX_STAGES + 1
-"""Of stages and their measurements."""
+"""Limit of the number of stages and measurements."""
 
 
 class StageOutput(msgspec.Struct, kw_only=True):
@@ -43,7 +43,7 @@ class StageOutput(msgspec.Struct, kw_only=True):
     path: str
     """Relative to the pipeline's folder, for a path in it."""
     sha256: str
-    """Of its content; of a whole folder of a run a name that no other run has."""
+    """Digest of its content; for a whole run's folder, a name that no other run has."""
 
 
 class Input(msgspec.Struct, kw_only=True):
@@ -62,21 +62,21 @@ class StageState(msgspec.Struct, kw_only=True):
     why: str = ""
     """The reason, for a stage that was skipped, failed, or run again."""
     digest: str = ""
-    """Of all that it is made of."""
+    """Digest of `setting`."""
     setting: dict[str, str] = {}
-    """What `digest` is of, by its key."""
+    """Its inputs, by key."""
     inputs: list[Input] = []
     outputs: dict[str, StageOutput] = {}
     numbers: dict[str, float] = {}
     says: dict[str, str] = {}
-    """What it says of itself that is no file, such as a URL."""
+    """Its outputs that are not files, such as a URL."""
     seed: int | None = None
     starts: int = 0
-    """Processes that have worked on it."""
+    """Number of processes that have worked on it."""
     began_at: float | None = None
     ended_at: float | None = None
     wall_s: float = 0.0
-    """Time of all its processes."""
+    """Time of all its processes, in seconds."""
     tokens: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0
     cost: float = 0.0
 
@@ -88,7 +88,7 @@ class PipelineState(msgspec.Struct, kw_only=True):
     seed: int
     status: Literal["running", "finished", "failed", "stopped", "over budget"] = "running"
     wall_s: float = 0.0
-    """Time that the pipeline was under way, in all lives."""
+    """Running time of the pipeline over all resumptions, in seconds."""
     stages: dict[str, StageState] = {}
     """By id, in the order of the plan."""
     version: Literal[1] = 1
@@ -110,7 +110,7 @@ def is_pipeline_folder(path: Path) -> bool:
 
 
 def read_state(folder: Path) -> PipelineState:
-    """Raises ConfigError for a folder without one, or a file that was damaged."""
+    """Raises ConfigError for a folder without a state, or a damaged file."""
     path = folder / STATE
     try:
         with open_regular(path) as file:
@@ -130,7 +130,7 @@ def read_state(folder: Path) -> PipelineState:
         ) from error
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
-            f"{path} can't be read ({error}): restore it, or begin again with overwrite=true"
+            f"{path} can't be read ({error}): restore it, or start over with overwrite=true"
         ) from error
 
 
@@ -142,7 +142,7 @@ def write_state(folder: Path, state: PipelineState) -> None:
 
 
 def digest_of(setting: Mapping[str, str]) -> str:
-    """One digest of all that a stage is made of."""
+    """The digest of a stage's inputs."""
     return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()
 
 
@@ -156,8 +156,8 @@ def as_setting(tree: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def digest_of_path(path: Path) -> str | None:
-    """sha256 of a file, or of the files of a model's folder with their names; None where there is
-    nothing."""
+    """sha256 of a file, or of the files of a model's folder with their names; None if there is no
+    file."""
     if path.is_file():
         return _digest_of_file(path)
     if not path.is_dir():

@@ -85,7 +85,7 @@ class TrainStage(RunStage):
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
         assert config is not None
         if config.trainer.epochs == 0:
-            raise ConfigError("trainer.epochs=0 trains on nothing: give the stage the kind sample")
+            raise ConfigError("trainer.epochs=0 disables training: set the stage's kind to sample")
 
 
 class SftStage(RunStage):
@@ -117,8 +117,8 @@ class SampleStage(RunStage):
         assert config is not None
         if config.algorithm.preference() is not None or config.data.given:
             raise ConfigError(
-                "algorithm.name: a stage that samples compares nothing: leave the preset of a "
-                "preference loss, and data.pairs, to the stage that trains"
+                "algorithm.name: a stage of the kind sample does not train: set the preset of a "
+                "preference loss, and data.pairs, in the stage that trains"
             )
 
 

@@ -41,7 +41,8 @@ def condition(text: str) -> StageCondition:
 
     if match is None or not math.isfinite(right):
         raise ValueError(
-            f"when: {text[:80]!r} is no condition: write one such as ${{stages.rl.success}} > 0.5"
+            f"when: {text[:80]!r} is not a valid condition: write one such as "
+            "${stages.rl.success} > 0.5"
         )
 
     return StageCondition(match["left"], match["sign"], right)
