@@ -45,9 +45,20 @@ def test_the_process_ends_soon_and_says_what_it_left(left):
     assert "Traceback" not in ended.stderr
 
 
+def test_a_thread_that_never_starts_does_not_keep_the_process():
+    program = (
+        "import sys, threading\n"
+        "from agentevo.cli import ending\n"
+        "ending.ENDING_S = 0.3\n"
+        "threading.Thread._bootstrap = lambda thread: None  # as without memory\n"
+        "ending.end_soon(3)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=300).returncode == 3
+
+
 @pytest.mark.slow
 @pytest.mark.cold_start
-@pytest.mark.parametrize("mib", [150, 300])
+@pytest.mark.parametrize("mib", [200, 300])  # with less, Python may fail to report the error
 def test_where_memory_runs_out_one_line_says_so(mib, tmp_path):
     ended = subprocess.run(
         [sys.executable, "-m", "agentevo", "train", "coins"],

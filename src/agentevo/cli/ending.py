@@ -8,6 +8,7 @@ what does not is left behind.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -19,12 +20,17 @@ ENDING_S = 5.0
 
 
 def end_soon(code: int) -> None:
-    """Ends the process with this exit code if it has not ended by itself within ENDING_S."""
+    """Ends the process with this exit code if it has not ended by itself within ENDING_S. Called in
+    the main thread."""
     timer = threading.Timer(ENDING_S, _leave, (code,))
     timer.daemon = True
+    # Without memory, a thread may end before it has started, and `start` then waits forever.
+    signal.signal(signal.SIGALRM, lambda *_: _leave(code))
     try:
+        signal.setitimer(signal.ITIMER_REAL, ENDING_S)
         timer.start()
-    except (RuntimeError, MemoryError):  # no memory is left for a thread
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except (RuntimeError, MemoryError):
         _exit_now(code)
 
 
