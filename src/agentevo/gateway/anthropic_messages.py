@@ -229,7 +229,7 @@ def prompt_of(body: Mapping[str, Any]) -> list[Message]:
     """The history in our messages; see the module."""
     raw_messages = body.get("messages")
     if not isinstance(raw_messages, list) or not raw_messages:
-        raise BadRequestError("messages is a list with at least one message")
+        raise BadRequestError("messages must be a list with at least one message")
 
     system = _text(body["system"], "system", billed=True) if body.get("system") else ""
     messages = [Message("system", system)] if system else []
@@ -251,8 +251,8 @@ def prompt_of(body: Mapping[str, Any]) -> list[Message]:
 
     if messages[-1].role == "assistant":
         raise Refusal(
-            "the last message is the assistant's: the policy can't go on from a beginning that it "
-            "has not said; end with a message of role user"
+            "the last message is the assistant's: the policy can't continue a text that it did "
+            "not write; end with a message of role user"
         )
 
     return messages
@@ -302,7 +302,7 @@ def _call(block: Mapping[str, Any], where: str) -> ToolCall:
     arguments = block.get("input")
     name = _field(block, "name", where)
     if not name or not isinstance(arguments, Mapping):
-        raise BadRequestError(f"{where} needs a name and, as its input, an object")
+        raise BadRequestError(f"{where} needs a name and an object as its input")
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False), _field(block, "id", where))
 
 
@@ -344,8 +344,8 @@ def _field(block: Mapping[str, Any], key: str, where: str) -> str:
 
 def _no_place(kind: str, where: str) -> Refusal:
     return Refusal(
-        f"{where} is of type {shown(kind)}, which no chat template has a place for: give text, and "
-        "in their turns thinking, tool_use and tool_result"
+        f"{where} is of type {shown(kind)}, which no chat template can render: give text, "
+        "thinking, tool_use or tool_result"
     )
 
 

@@ -69,9 +69,9 @@ APIS: tuple[Api[Any], ...] = (
 """The form of the first applies to requests outside of all APIs."""
 
 KEPT: tuple[tuple[str, str, str, Callable[[Memory, str, Mapping[str, str]], Any]], ...] = (
-    ("GET", "", "An answer that is kept", lambda memory, name, _: found(memory, name).body),
-    ("DELETE", "", "Forgets an answer", lambda memory, name, _: forget(memory, name)),
-    ("GET", "/input_items", "What an answer was asked", input_items),
+    ("GET", "", "A stored answer", lambda memory, name, _: found(memory, name).body),
+    ("DELETE", "", "Deletes a stored answer", lambda memory, name, _: forget(memory, name)),
+    ("GET", "/input_items", "The input of a stored answer", input_items),
 )
 """Method, path below an answer's, summary, and the answer's answer."""
 
@@ -341,8 +341,8 @@ class Routes:
         status = error.status_code if isinstance(error, HTTPException) else 404
         endpoints = ", ".join(f"POST /v1{api.path}" for api in APIS)
         refusal = Refusal(
-            f"there is no {request.method} {request.url.path}: use {endpoints}; "
-            "/openapi.json has all",
+            f"there is no {request.method} {request.url.path}: use {endpoints}; /openapi.json "
+            "lists all",
             status=status,
         )
         answer = _refusal_response(refusal, _api_of(request))

@@ -37,7 +37,7 @@ async def json_body(
                 if len(body) > max_bytes:
                     raise too_long
     except TimeoutError:
-        raise Refusal(f"the body has not come within {BODY_S:g} s", status=408) from None
+        raise Refusal(f"the body did not arrive within {BODY_S:g} s", status=408) from None
 
     if may_be_empty and not body:
         return {}
@@ -45,10 +45,10 @@ async def json_body(
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal(f"the body is no JSON: {error}") from error
+        raise Refusal(f"the body is not JSON: {error}") from error
 
     if not isinstance(value, dict):
-        raise Refusal("the body is no JSON object")
+        raise Refusal("the body is not a JSON object")
 
     return value
 

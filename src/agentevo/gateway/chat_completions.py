@@ -98,12 +98,12 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
-        raise BadRequestError("stream_options is an object")
+        raise BadRequestError("stream_options must be an object")
 
     logprobs = boolean(body, "logprobs")
     top_logprobs = top_logprobs_of(body, "top_logprobs")
     if top_logprobs and not logprobs:
-        raise Refusal("top_logprobs goes with logprobs: true", param="top_logprobs")
+        raise Refusal("top_logprobs needs logprobs: true", param="top_logprobs")
 
     return ModelRequest(
         prompt=prompt_of(body.get("messages")),
@@ -127,7 +127,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 def prompt_of(messages: Any) -> list[Message]:
     """Messages in OpenAI's form; `developer` is the newer word for `system`."""
     if not isinstance(messages, list) or not messages:
-        raise BadRequestError("messages is a list with at least one message")
+        raise BadRequestError("messages must be a list with at least one message")
     return messages_of([_plain(message, n) for n, message in enumerate(messages, start=1)])
 
 
@@ -138,8 +138,7 @@ def _plain(message: Any, number: int) -> Any:
     for key in _CONTENT_KEYS:
         if message.get(key):
             raise BadRequestError(
-                f"message {number} has {key!r}, for which no chat template has a place: leave it "
-                "out"
+                f"message {number} has {key!r}, which no chat template can render: leave it out"
             )
 
     plain = {key: value for key, value in message.items() if key in MESSAGE_KEYS}

@@ -62,7 +62,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     no_other_service(body)
     n = whole_number(body, "n", 1)
     if body.get("suffix"):
-        raise Refusal("suffix is not supported: the policy goes on behind its prompt alone")
+        raise Refusal("suffix is not supported: the policy only continues its prompt")
     if whole_number(body, "best_of", n) != n:
         raise Refusal("best_of is not supported: leave it out, and choose among n yourself")
 
@@ -76,7 +76,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
-        raise BadRequestError("stream_options is an object")
+        raise BadRequestError("stream_options must be an object")
 
     prompt, *more_prompts = prompts_of(body.get("prompt"))
     return ModelRequest(

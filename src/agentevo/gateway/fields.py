@@ -136,7 +136,7 @@ def no_other_service(body: Mapping[str, Any]) -> None:
     if body.get("chat_template_kwargs"):
         raise Refusal(
             "chat_template_kwargs is not supported: the policy is trained with the recipe's "
-            "template; leave it out, and set model.chat_template to one that says what they say",
+            "template; leave it out, and set model.chat_template to one with these settings",
             param="chat_template_kwargs",
         )
     if body.get("modalities") not in (None, [], ["text"]):

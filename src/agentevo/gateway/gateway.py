@@ -129,8 +129,9 @@ class Gateway:
             self._noted = True
             ignored = ", ".join(f"{name}={value:g}" for name, value in session.ignored.items())
             self._note(
-                f"gateway: the agent's client asks for {ignored}: the recipe's sampling is used, "
-                "as only that can be trained (gateway.distribution=client gives the client its way)"
+                f"gateway: the agent's client asks for {ignored}: the recipe's sampling is used "
+                "instead, because only that can be trained (gateway.distribution=client uses the "
+                "client's)"
             )
 
     def close(self) -> None:
@@ -177,8 +178,8 @@ class Gateway:
             from agentevo.inference.http_server import open_socket, serving, url_of
         except ModuleNotFoundError as missing:
             raise MissingExtraError(
-                f"agents that bring a client of their own need the package {missing.name!r}: pip "
-                "install 'agentevo[serve]'"
+                f"agents with their own client need the package {missing.name!r}: pip install "
+                "'agentevo[serve]'"
             ) from missing
 
         front = self.in_front

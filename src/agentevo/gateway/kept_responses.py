@@ -54,8 +54,8 @@ def found(memory: Memory, name: str) -> KeptResponse:
     response = memory.find(name)
     if not isinstance(response, KeptResponse):
         raise Refusal(
-            f"response {shown(name)} is not found: it is none of this session, was not to be "
-            "stored, or is kept no more",
+            f"response {shown(name)} is not found: it is not of this session, was sent with "
+            "store=false, or is no longer kept",
             status=404,
             param="response_id",
         )

@@ -129,11 +129,11 @@ BODIES: dict[str, Schema] = {
 }
 SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}]
 _FAILURES = {
-    400: "What can't be asked.",
+    400: "The request is not valid.",
     401: "No key, a wrong one, or one whose attempt has ended.",
     404: "An answer that the session does not have.",
-    408: "The body has not come in time.",
-    409: "The attempt was broken off while it waited.",
+    408: "The body did not arrive in time.",
+    409: "The attempt was broken off while the request waited.",
     413: "The body is too long.",
     429: "Too many requests of one session at once, or in a second.",
     503: "No engine answers.",

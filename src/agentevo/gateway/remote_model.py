@@ -34,8 +34,8 @@ async def completed_remotely(
         or request.logprobs
     ):
         raise Refusal(
-            f"{request.model} is a remote model, whose tokens nobody here knows: send messages, "
-            "and leave out token ids and log-probs"
+            f"{request.model} is a remote model, whose tokens the gateway does not know: send "
+            "messages, and leave out token ids and log-probs"
         )
 
     passed_on: set[tuple[int, type]] = set()

@@ -87,7 +87,7 @@ def messages_of_items(raw_input: Any, memory: Memory) -> list[Message]:
     if isinstance(raw_input, str):
         return [Message("user", raw_input)]
     if not isinstance(raw_input, Sequence):
-        raise BadRequestError("input is a text or a list of items")
+        raise BadRequestError("input must be a text or a list of items")
 
     drafts = _Drafts()
     for number, value in enumerate(raw_input, start=1):
@@ -118,8 +118,8 @@ def _check_item(value: Any, where: str, memory: Memory) -> dict[str, Any]:
         stored_item = memory.find(str(value.get("id")))
         if not isinstance(stored_item, dict):
             raise Refusal(
-                f"{where} refers to {shown(value.get('id'))}, which is none of this session, or is "
-                "kept no more: send the item itself",
+                f"{where} refers to {shown(value.get('id'))}, which is not of this session, or is "
+                "no longer kept: send the item itself",
                 status=404,
                 param="input",
             )
@@ -133,7 +133,7 @@ def _check_item(value: Any, where: str, memory: Memory) -> dict[str, Any]:
 
     if value.get("encrypted_content"):
         raise BadRequestError(
-            f"{where} has an encrypted_content, which is none of this gateway's: leave it out"
+            f"{where} has an encrypted_content, which this gateway did not write: leave it out"
         )
 
     if kind == "message" and (
@@ -194,7 +194,7 @@ def _text(content: Any, kinds: Sequence[str], where: str) -> str:
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind not in kinds or not isinstance(text, str):
             raise BadRequestError(
-                f"part {number} of {where} is {shown(kind)}: the policy reads texts alone, as "
+                f"part {number} of {where} is {shown(kind)}: the policy reads text only, as  "
                 f'{{"type": "{kinds[0]}", "text": ...}}'
             )
 

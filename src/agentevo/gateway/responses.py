@@ -135,7 +135,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
 
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
-        raise BadRequestError("instructions is a text")
+        raise BadRequestError("instructions must be a text")
 
     system = [Message("system", instructions)] if instructions else []
     history = _history(body, memory)
@@ -168,8 +168,8 @@ def _no_other_service(body: Mapping[str, Any]) -> None:
         raise Refusal("background is not supported: wait for the answer, or stream it")
     if body.get("truncation") not in (None, "disabled"):
         raise Refusal(
-            f"truncation {shown(body['truncation'])} is not supported: nothing of a recorded "
-            "history is cut; leave it out, and send less"
+            f"truncation {shown(body['truncation'])} is not supported: a recorded history is "
+            "never cut; leave truncation out, and send less"
         )
 
 
@@ -177,7 +177,7 @@ def _check_include(include: Any) -> Sequence[Any]:
     if include is None:
         return ()
     if not isinstance(include, Sequence) or isinstance(include, str):
-        raise BadRequestError("include is a list")
+        raise BadRequestError("include must be a list")
 
     for name in include:
         if name not in _INCLUDED:
@@ -195,8 +195,8 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
     previous = memory.find(name) if isinstance(name, str) else None
     if not isinstance(previous, KeptResponse):
         raise Refusal(
-            f"previous response {shown(name)} is not found: it is none of this session, was not to "
-            "be stored, or is kept no more; send the whole history as input",
+            f"previous response {shown(name)} is not found: it is not of this session, was sent "
+            "with store=false, or is no longer kept; send the whole history as input",
             status=404,
             code="previous_response_not_found",
             param="previous_response_id",
@@ -214,7 +214,7 @@ def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
         if kind != "function":
             raise Refusal(
-                f"{where} is {shown(kind)}: the policy has functions alone, as "
+                f"{where} is {shown(kind)}: the policy calls functions only, as  "
                 '{"type": "function", "name": ..., "parameters": {...}}'
             )
 
@@ -238,8 +238,8 @@ def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[
     twice = next((name for name in namespaces if names[name] > 1), None)
     if twice is not None:
         raise BadRequestError(
-            f"two tools are {shown(twice)} to the policy, which joins a namespace and a name by "
-            "__: rename one of them"
+            f"the policy would see two tools named {shown(twice)}, because it joins a namespace "
+            "and a name by __: rename one of them"
         )
 
     return tools_of(nested), namespaces
@@ -257,7 +257,7 @@ def _each_tool(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
         namespace = tool.get("name")
         members = tool.get("tools")
         if not isinstance(namespace, str) or not namespace or not isinstance(members, list):
-            raise BadRequestError(f"{where}: a namespace has a name and a list of tools")
+            raise BadRequestError(f"{where}: a namespace must have a name and a list of tools")
         for member_number, member in enumerate(members, start=1):
             yield f"{where}.{member_number}", namespace, member
 

@@ -278,8 +278,8 @@ class GatewaySession:
         """The number of tokens of the request's prompt, on the sampler's loop. Records nothing."""
         if self.remote_name(request.model):
             raise Refusal(
-                f"{request.model} is a remote model, whose tokens nobody here can count: ask its "
-                "own server"
+                f"{request.model} is a remote model, whose tokens the gateway can't count: ask "
+                "its own server"
             )
 
         with self._one_more():
@@ -301,8 +301,8 @@ class GatewaySession:
         if agent is None or agent not in self.conversations:
             agent_names = ", ".join([*self.conversations, *self.remote_agents])
             raise Refusal(
-                f"there is no agent {agent!r}: this rollout has {agent_names}, and "
-                "the model's name says which is meant",
+                f"there is no agent {agent!r}: this rollout has {agent_names}, and the model's "
+                "name must select one of them",
                 status=404,
                 code="model_not_found",
                 param="model",
@@ -366,7 +366,9 @@ class GatewaySession:
 
         if reward.turn is not None:
             if reward.agent is None and "" not in self.conversations:
-                raise BadRequestError(f"say whose turn {reward.turn} is: this rollout has agents")
+                raise BadRequestError(
+                    f"name the agent of turn {reward.turn}: this rollout has several agents"
+                )
             turns = len(self.conversation_of(reward.agent).received)
             if not 0 <= reward.turn < turns:
                 raise BadRequestError(f"there is no turn {reward.turn}: the session has {turns}")
@@ -399,8 +401,8 @@ def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
 def over() -> Refusal:
     """The refusal for a wrong key, and for a session that has ended."""
     return Refusal(
-        "this key opens nothing here: it is wrong, or it was of an attempt, and good until its "
-        "agent has ended",
+        "the API key is not valid for an open session: it is wrong, or the attempt it belongs to "
+        "has ended",
         status=401,
         kind="authentication_error",
         code="invalid_api_key",

@@ -67,7 +67,7 @@ class EngineAddress(NamedTuple):
         if parts.scheme == "http" and not is_this_machine(host):
             raise ConfigError(
                 f"{url}: its secret would travel unencrypted: give the https:// URL that "
-                f"`agentevo {printed_by}` printed, or go through a tunnel (ssh -L)"
+                f"`agentevo {printed_by}` printed, or use a tunnel (ssh -L)"
             )
 
         return cls(url.rstrip("/"), certificate)

@@ -173,9 +173,9 @@ class StoreAnnouncements:
         if not self._warned:
             self._warned = True
             LOG.warning(
-                "%s/%s/%s is signed with another secret than this run's, and is not believed: "
-                "machines that share no folder need rollout.engine_secret='${env:NAME}', with the "
-                "same secret everywhere",
+                "ignored %s/%s/%s, which is signed with another secret than this run's: machines "
+                "that share no folder need rollout.engine_secret='${env:NAME}', with the same "
+                "secret everywhere",
                 self._objects.url,
                 FOLDER,
                 name,

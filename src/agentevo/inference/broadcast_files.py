@@ -236,7 +236,7 @@ class BroadcastFiles:
 
                 ask = self._read_decoded(Path(entry.path), PlaceRequest, most=_ASK_BYTES)
                 if ask.id != match[1]:
-                    raise EngineError("it has another's name")
+                    raise EngineError("it has another engine's name")
             except FileNotFoundError:
                 continue
             except EngineError:
@@ -309,14 +309,16 @@ class BroadcastFiles:
             raise EngineError(f"{path} can't be read ({error})") from error
 
         if len(raw) > most:
-            raise EngineError(f"{path} is longer than {most} bytes: nothing here writes that")
+            raise EngineError(f"{path} is longer than {most} bytes, which AgentEvo never writes")
         return raw
 
     def _decode(self, path: Path, raw: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(raw, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise EngineError(f"{path} can't be read ({error}): torn, or another's") from error
+            raise EngineError(
+                f"{path} can't be read ({error}): it is torn, or another program wrote it"
+            ) from error
 
 
 def _remove(path: Path) -> None:

@@ -200,7 +200,7 @@ def _join_group(
 ) -> Iterator[BroadcastGroup]:
     folder = files.path(answer.round)
     if not folder.is_dir():  # FileStore would wait 300 s for it, and hold the interpreter's lock
-        raise WeightsLostError("the round was over before this member came to it")
+        raise WeightsLostError("the round ended before this member joined it")
 
     group = BroadcastGroup(answer, str(folder / "store"), rank, device)
     try:
@@ -246,8 +246,8 @@ def _next_bits(
     next_name, tensor = next(coming)
     if next_name != name or Spec(tensor.dtype, tuple(tensor.shape)) != spec:
         raise EngineError(
-            f"{next_name} {tuple(tensor.shape)} comes in place of {name} {spec.shape}: this is a "
-            "defect, please report it"
+            f"{next_name} {tuple(tensor.shape)} was sent instead of {name} {spec.shape}: this is "
+            "a defect, please report it"
         )
 
     fingerprints[name] = fingerprint(tensor)

@@ -150,8 +150,8 @@ class BroadcastSender:
                 await asyncio.sleep(LOOK_S)
         except OSError as error:  # the folder is away, or full: try again at the next look
             self._say(
-                f"version {self._version} can't be sent, which is tried again while attempts are "
-                f"waited for: {self._files.folder}: {error.strerror or error}"
+                f"version {self._version} can't be sent, and is tried again while the run waits "
+                f"for attempts: {self._files.folder}: {error.strerror or error}"
             )
             return []
 
@@ -200,7 +200,7 @@ class BroadcastSender:
 
         if refusals:
             self._was_broken_off(
-                taken, f"{refusals} of {len(places)} found other bits than were sent"
+                taken, f"{refusals} of {len(places)} received other bits than were sent"
             )
             return False
 
@@ -222,8 +222,8 @@ class BroadcastSender:
         of_whom = ", ".join(sorted(ask.where for ask in asks)[:5])
         whom = "an engine" if len(asks) == 1 else f"{len(asks)} engines"
         self._say(
-            f"a round that was to bring version {self._version} to {whom} ({of_whom}) was broken "
-            f"off; those of them that live go on with what they have, and ask again: {why}"
+            f"the round that sends version {self._version} to {whom} ({of_whom}) was broken off; "
+            f"engines that still run keep their weights and ask again: {why}"
         )
 
     def _specs(self) -> dict[str, Spec]:

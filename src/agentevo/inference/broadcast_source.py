@@ -68,7 +68,7 @@ class BroadcastSource:
         """See WeightSource.read. On this engine's device where they come over NCCL."""
         latest = self._files.latest_version()
         if latest is None or latest.version != version or sha256 not in (None, latest.sha256):
-            raise WeightsNotSentError(f"version {version} is not the newest any more")
+            raise WeightsNotSentError(f"version {version} is no longer the newest")
         return receive_place(self.incoming(latest, [identity(self._device)]), 0, self._device)
 
     def specs(self, latest: Latest) -> dict[str, Spec]:

@@ -98,14 +98,14 @@ class RunCertificate:
 
     def _damage_error(self) -> EngineError:
         return EngineError(
-            f"{self.file} holds no key with its certificate: delete it, the next engine to start "
-            "makes another"
+            f"{self.file} holds no key with its certificate: delete it, and the next engine that "
+            "starts makes a new one"
         )
 
     def _unusable(self, error: OSError) -> EngineError:
         return EngineError(
-            f"{self.file} can't be used ({error.strerror or error}): it is its owner's alone; let "
-            "one user run all processes of a run"
+            f"{self.file} can't be used ({error.strerror or error}): only its owner can use it; "
+            "run all processes of a run as one user"
         )
 
 

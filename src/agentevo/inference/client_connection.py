@@ -104,9 +104,9 @@ def _pinned_to(address: EngineAddress) -> type[WebSocket]:
                 fingerprint = fingerprint_of(shown or b"")
                 if not hmac.compare_digest(fingerprint, address.certificate):
                     raise RefusedError(
-                        f"{address.url} shows the certificate {fingerprint} and not "
-                        f"{address.certificate}, by which it is known: another run's engine, or "
-                        "somebody in between; it was told nothing"
+                        f"{address.url} shows the certificate {fingerprint} instead of "
+                        f"{address.certificate}: it is another run's engine, or something "
+                        "intercepts the connection; nothing was sent to it"
                     )
 
             await super().handshake(*args, **options)
@@ -175,8 +175,8 @@ class ClientConnection:
             if error.response.status_code != FORBIDDEN:
                 raise LostError(f"{url}: {error}") from error
             raise RefusedError(
-                f"{url} is of another run: it refuses the secret in {secret.file}; put its own "
-                "run's there"
+                f"{url} belongs to another run: it refuses the secret in {secret.file}; put the "
+                "secret of its own run there"
             ) from error
         except (OSError, WebSocketException, ValueError) as error:  # ValueError: an invalid URL
             raise LostError(f"{url}: {type(error).__name__} {error}".rstrip()) from error
@@ -314,7 +314,7 @@ class ClientConnection:
         except ConnectionClosed as error:
             reason = str(error)
         except msgspec.MsgspecError as error:
-            reason = f"what it sent is no answer ({error})"
+            reason = f"it sent an invalid answer ({error})"
         finally:
             self.abandon(reason)
 

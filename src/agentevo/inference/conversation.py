@@ -269,8 +269,8 @@ class Conversation:
         longest = max(COUNTED_CHARACTERS * self._context_length, LONG_TEXT)
         if characters > longest or len(new) > max(self._context_length, LONG_TEXT):
             raise RequestTooLongError(
-                f"{len(new)} messages with {characters} characters are to be counted, far more "
-                f"than the model's context of {self._context_length} tokens: shorten them"
+                f"the {len(new)} messages to count have {characters} characters, far more than "
+                f"the model's context of {self._context_length} tokens: shorten them"
             )
 
         added = await self._encode_new(match, new)
@@ -286,7 +286,9 @@ class Conversation:
         their text. A client may write it in a form of its own (equivalence.py)."""
         answer = self._answers[turn]
         if answer is None:
-            raise BadRequestError(f"turn {turn} answered token ids, which have no messages")
+            raise BadRequestError(
+                f"turn {turn} answered a prompt of token ids, which has no messages"
+            )
         self._histories.serves_clients = answer.is_given = True
         if message not in answer.forms:
             answer.recognise(message)
@@ -412,9 +414,8 @@ class Conversation:
         tokens = num_recorded + max(added // self._chat.longest_token, messages)
         if tokens >= self._context_length:
             raise RequestTooLongError(
-                f"{added} characters are added to the conversation, which are {tokens} tokens at "
-                f"the very least, and the model's context is {self._context_length}: shorten the "
-                "observations"
+                f"the {added} characters added to the conversation are at least {tokens} tokens, "
+                f"and the model's context is {self._context_length}: shorten the observations"
             )
 
     async def _join_text(self, prompt: str) -> _Prompt:
@@ -525,7 +526,8 @@ class Conversation:
         """Counts a call as pending under the version that it was made at."""
         if self._closed:
             raise EngineError(
-                f"the attempt {self._name} is over: its agent was broken off and can't ask for more"
+                f"the attempt {self._name} has ended: its agent was broken off and can't send "
+                "more requests"
             )
 
         version = self._engine.version
@@ -569,7 +571,7 @@ class Conversation:
         except asyncio.CancelledError:
             if self._engine.version < 0:
                 self.broken = self.broken or EngineUnavailableError(
-                    "no engine answered until the attempt was broken off"
+                    "no engine answered before the attempt was broken off"
                 )
             raise
         except Exception as error:

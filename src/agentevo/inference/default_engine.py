@@ -32,7 +32,7 @@ def choose_engine(device: str, installed: Collection[str], embedded_for: str = "
     """The engine of a run on a kind of device, with these packages installed. `embedded_for`: what
     in the recipe needs the embedded engine."""
     if device != CUDA:
-        return EngineChoice(OWN, f"which is the one for {device}")
+        return EngineChoice(OWN, f"which is the default on {device}")
 
     if embedded_for:
         return EngineChoice(OWN, f"which {embedded_for} needs")

@@ -42,8 +42,8 @@ TokenListener = Callable[[Sequence[int], Sequence[float]], None]
 """Gets the tokens of one request as they are drawn: ids, and the log-prob of each. It is called on
 the engine's event loop, between the engine's steps, so it must return at once."""
 CANT_SCORE = (
-    "this engine can't tell log-probs of given tokens, which rewards by the policy's probability "
-    "need: use engine.type=torch, or an engine with `score` (docs/engines.md)"
+    "this engine can't compute log-probs of given tokens, which rewards by the policy's "
+    "probability need: use engine.type=torch, or an engine with `score` (docs/engines.md)"
 )
 NO_VERSION = -1
 """The version of an engine that has not had any weights of the run yet, or of no engine at all."""

@@ -51,8 +51,9 @@ class StreamedTokens:
         ):
             if streamed != drawn:
                 raise StreamDivergedError(
-                    f"token {place} was streamed as {streamed} by one engine and drawn as {drawn} "
-                    "by the next, which has newer weights or rounds otherwise: ask again"
+                    f"token {place} was streamed as {streamed} by one engine and sampled as "
+                    f"{drawn} by the next, which has newer weights or rounds differently: ask "
+                    "again"
                 )
 
         self._place += len(ids)
@@ -68,5 +69,5 @@ class StreamedTokens:
         if len(self._ids) > len(completion.ids):
             raise StreamDivergedError(
                 f"{len(self._ids)} tokens were streamed and the completion has "
-                f"{len(completion.ids)}: another engine has drawn it, with newer weights: ask again"
+                f"{len(completion.ids)}: another engine sampled it with newer weights: ask again"
             )

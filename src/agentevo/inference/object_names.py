@@ -17,6 +17,6 @@ def is_others(stored_id: str, writer_id: str) -> bool:
 def others_weights(url: str) -> str:
     """The message for that case."""
     return (
-        f"rollout.weights.url={url} has the weights of another run: give this one an address of "
-        "its own, or delete what is there if nobody trains it any more"
+        f"rollout.weights.url={url} has the weights of another run: use another address for this "
+        "run, or delete those weights if that run has ended"
     )

@@ -78,7 +78,7 @@ class Objects:
             if state_of(info) == before:
                 raise OSError(f"{place}: {len(content)} of {size} bytes have arrived")
             if time.monotonic() > deadline:
-                raise OSError(f"{place}: it was written anew during each of its downloads")
+                raise OSError(f"{place}: it was rewritten during each download")
 
     def put(self, path: str, content: bytes) -> None:
         """Writes the object. Raises OSError where it has not arrived whole."""

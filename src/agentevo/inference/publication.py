@@ -93,8 +93,8 @@ class Publication:
         except OSError as error:  # the folder is away, or full: try again at the next look
             why = f"{self._folder.place}: {error.strerror or error}"
             self._say(
-                f"version {self._version} could not be written, and is tried again while attempts "
-                f"are waited for: {why}"
+                f"version {self._version} could not be written, and is tried again while the run "
+                f"waits for attempts: {why}"
             )
 
     async def _write(self) -> None:

@@ -140,7 +140,7 @@ class RemoteEngine:
         if secret is None:
             if not isinstance(engines, EngineDirectory):
                 raise TypeError(
-                    "engines by URL want a secret: give that of their run, RunSecret(RUN / "
+                    "engines by URL need a secret: give that of their run, RunSecret(RUN / "
                     "'engines')"
                 )
             secret = RunSecret(engines.folder)
@@ -420,8 +420,7 @@ class RemoteEngine:
             else:
                 self._warn(
                     f"{engine.url} stays at version {engine.version} while others have newer "
-                    "weights: it is not asked until it has them too "
-                    "(its own log says what keeps it)"
+                    "weights: it gets no requests until it has them too (its log says why)"
                 )
 
         return able
@@ -475,7 +474,7 @@ class RemoteEngine:
         if engine.connecting is not None:
             engine.connecting.cancel()
         if engine.connection is not None:
-            engine.connection.abandon(f"it has said nothing for {self._max_age_s:g} s")
+            engine.connection.abandon(f"it has sent nothing for {self._max_age_s:g} s")
 
     def _place(self) -> str:
         return (

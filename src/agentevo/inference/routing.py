@@ -87,8 +87,9 @@ def engine_routers(model: PreTrainedModel) -> Routers:
     routers = routers_of(model)
     if routers is None:
         raise EngineError(
-            "engine.routed_experts: the model's routers are not prepared to tell what they choose: "
-            "call agentevo.models.routers.routed(model) after prepare(model), or leave the key out"
+            "engine.routed_experts: the model's routers are not prepared to report their "
+            "choices: call agentevo.models.routers.routed(model) after prepare(model), or leave "
+            "the key out"
         )
     return routers
 

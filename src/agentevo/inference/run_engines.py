@@ -160,7 +160,7 @@ class RunEngines:
             if time.monotonic() > deadline:
                 raise EngineUnavailableError(
                     f"no engine has had version {self._meant} within {deadline_s:g} s (the oldest "
-                    f"serves {self._engines.version}): look into the log of `agentevo serve`"
+                    f"serves {self._engines.version}): see the log of `agentevo serve`"
                 )
             await asyncio.sleep(self._poll_s)
 

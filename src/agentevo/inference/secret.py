@@ -37,8 +37,8 @@ class RunSecret:
         secret = key_of("rollout.engine_secret", self._reference)
         if secret is not None and not re.fullmatch("[0-9a-f]{64}", secret):
             raise ConfigError(
-                f"rollout.engine_secret: what {self._reference} stands for is no secret: make 64 "
-                "hexadecimal digits, such as by `openssl rand -hex 32`"
+                f"rollout.engine_secret: the value of {self._reference} is not a secret: set it "
+                "to 64 hexadecimal digits, such as from `openssl rand -hex 32`"
             )
         return secret
 
@@ -57,15 +57,16 @@ class RunSecret:
                 secret = self.file.read_text(encoding="ascii").strip()
         except OSError as error:
             raise EngineError(
-                f"{self.file} can't be used ({error.strerror or error}): it is its owner's "
-                "alone; let one user run all processes of a run"
+                f"{self.file} can't be used ({error.strerror or error}): only its owner can use "
+                "it; run all processes of a run as one user"
             ) from error
         except UnicodeDecodeError:
             secret = ""
 
         if not re.fullmatch("[0-9a-f]{64}", secret):
             raise EngineError(
-                f"{self.file} holds no secret: delete it, whoever needs it next makes another"
+                f"{self.file} holds no secret: delete it, and the next process that needs it "
+                "makes a new one"
             )
 
         return secret

@@ -122,7 +122,7 @@ class ServerConnection:
             await asyncio.gather(*work, *requests, return_exceptions=True)
 
         if closing.is_set():
-            self._last_word = (GOING_AWAY, "the engine is going down: ask another one")
+            self._last_word = (GOING_AWAY, "the engine is shutting down: use another one")
         if self._last_word is not None:
             await self._say_good_bye(*self._last_word)
 
@@ -135,7 +135,7 @@ class ServerConnection:
             try:
                 messages = read_requests(event.get("bytes") or b"")
             except msgspec.MsgspecError as error:
-                reason = f"no list of requests: {error}".encode("ascii", "replace")[
+                reason = f"not a list of requests: {error}".encode("ascii", "replace")[
                     :MAX_REASON_BYTES
                 ].decode()
                 self._last_word = (UNSUPPORTED, reason)
@@ -145,7 +145,10 @@ class ServerConnection:
             for message in messages:
                 if isinstance(message, (Generate, ScoreRequest, WatchRequest)):
                     if message.id <= self._newest_id:
-                        self._last_word = (POLICY, f"the id {message.id} was used: ids grow")
+                        self._last_word = (
+                            POLICY,
+                            f"the id {message.id} was used: ids must increase",
+                        )
                         return
                     self._newest_id = message.id
                 self._take(message)

@@ -172,7 +172,7 @@ class SglangEngine:
         check_tokens(prompt_ids, self._vocabulary)
         if sampling.grammar:
             raise GrammarError(
-                "engine.type=sglang follows no grammar of AgentEvo's form: use engine.type=torch"
+                "engine.type=sglang does not support AgentEvo's grammars: use engine.type=torch"
             )
 
         facts = self._known()
@@ -337,9 +337,9 @@ class SglangEngine:
                 restore_error = failure
 
         self._failure = EngineError(
-            f"SGLang holds no whole weights: {error}; the version before could not be loaded again "
-            f"({restore_error or 'it is not known here'}): it serves again when a whole version "
-            "is in"
+            f"SGLang holds incomplete weights: {error}; the previous version could not be loaded "
+            f"again ({restore_error or 'it is unknown'}): SGLang serves again after it has loaded "
+            "a whole version"
         )
         for draw in self._draws:
             draw.cancel()
@@ -355,7 +355,7 @@ class SglangEngine:
                     if time.monotonic() > until:
                         raise DeadlineExceededError(
                             f"{len(self._requests.running)} requests did not end in time: they "
-                            "go on as before"
+                            "continue as before"
                         )
                     await asyncio.sleep(0.005)
 
@@ -412,7 +412,9 @@ class SglangEngine:
     async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
         """See SleepingEngine.sleep. The weights stay, so that others may be published."""
         if not self._known().can_sleep:
-            raise EngineError("SGLang gives no memory back: start it with --enable-memory-saver")
+            raise EngineError(
+                "SGLang can't release its memory: start it with --enable-memory-saver"
+            )
 
         async with self._changing:
             if self.asleep:

@@ -51,9 +51,9 @@ class SglangOptions(Section):
     def _one_kind(self) -> Self:
         started = [name for name in ("command", "args", "log_file") if getattr(self, name)]
         if self.url is not None and started:
-            raise ValueError(f"{started[0]} is for a server that is started here: leave out url")
+            raise ValueError(f"{started[0]} is for a server that this run starts: leave out url")
         if self.url is None and (self.api_key or self.admin_api_key or self.ca_file):
-            raise ValueError("api_key, admin_api_key and ca_file are for a url")
+            raise ValueError("api_key, admin_api_key and ca_file need a url")
         return self
 
 
@@ -62,8 +62,8 @@ def read_options(section: EngineSection) -> SglangOptions:
     would go unprotected."""
     if section.batch_invariant:
         raise ConfigError(
-            "engine.batch_invariant: SGLang's numbers may depend on what is computed beside a "
-            "request: leave the key out, or use engine.type=torch"
+            "engine.batch_invariant: SGLang's numbers can depend on the other requests in a "
+            "step: leave the key out, or use engine.type=torch"
         )
 
     try:
@@ -84,8 +84,8 @@ def check_options(section: EngineSection) -> None:
     check_keys(options)
     if options.url is None and not options.command and find_spec("sglang") is None:
         raise MissingExtraError(
-            "engine.type=sglang starts a server of the package 'sglang': pip install sglang, name "
-            "a server that runs with engine.options.url, or set engine.type=torch"
+            "engine.type=sglang starts a server of the package 'sglang': pip install sglang, "
+            "give the URL of a running server in engine.options.url, or set engine.type=torch"
         )
 
 
@@ -131,13 +131,13 @@ def _check_url(options: SglangOptions, url: str) -> None:
     if parts.scheme == "http":
         raise ConfigError(
             f"engine.options.url: {shown}: keys and tokens would travel unencrypted: start the "
-            "server with --ssl-certfile and --ssl-keyfile and give https://, or go through a "
-            "tunnel (ssh -L)"
+            "server with --ssl-certfile and --ssl-keyfile and give https://, or use a tunnel "
+            "(ssh -L)"
         )
 
     if options.api_key is None and options.admin_api_key is None:
         raise ConfigError(
-            f"engine.options.url: {shown} is on another machine, and whoever reaches it could "
+            f"engine.options.url: {shown} is on another machine, and anyone who reaches it could "
             "replace its weights: start it with --api-key and write api_key: ${env:NAME}"
         )
 

@@ -128,7 +128,7 @@ class SglangRequests:
                 tell(listen, last.ids, last.logprobs)
 
         if last is None or last.finish is None:
-            raise EngineError("SGLang's answer has no end: is the server going down?")
+            raise EngineError("SGLang's answer is incomplete: is the server shutting down?")
 
         if last.finish["type"] == "abort":
             self._check_whole()
@@ -137,8 +137,8 @@ class SglangRequests:
         unknown = set(last.labels) - set(self._versions)
         if unknown or len(last.labels) != len(drawn.ids) - before:
             raise EngineError(
-                f"SGLang drew tokens under weights {sorted(unknown)[:3]} that this run has not "
-                "given it: it was started anew, or somebody else replaces its weights"
+                f"SGLang sampled tokens with weights {sorted(unknown)[:3]}, which this run has "
+                "not loaded: the server was restarted, or another client replaces its weights"
             )
 
         drawn.versions.extend(self._versions[label] for label in last.labels)

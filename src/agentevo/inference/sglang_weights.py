@@ -43,7 +43,7 @@ def check_writable(model: PreTrainedModel) -> None:
         if not plain or len(names) != 1 or layer.lora_variant or layer.fan_in_fan_out:
             raise ConfigError(
                 f"engine.type=sglang: {name} is not one plain LoRA adapter around a linear layer, "
-                "and its sum can't be written: use engine.type=torch, or train all weights"
+                "so it can't be merged: use engine.type=torch, or train all weights"
             )
 
 

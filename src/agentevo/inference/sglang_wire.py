@@ -89,7 +89,7 @@ def launch_config(api_key: str) -> str:
 def why_unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> str:
     """Why the tokens can't be drawn as the request wants, or an empty text."""
     if sampling.penalties is not None:
-        return "penalties are not what AgentEvo means by them there: leave them out"
+        return "its penalties have another meaning than AgentEvo's: leave them out"
     if len(sampling.stop_strings) > MAX_STOPS:
         return f"stop_strings: it takes at most {MAX_STOPS}"
     if sampling.temperature == 0:
@@ -103,14 +103,14 @@ def why_unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) 
 
     if sampling.top_k and sampling.top_p < 1:
         return (
-            "top_k with top_p: it takes top_p of the whole distribution, and not of what top_k "
-            "leaves: give one of them"
+            "top_k with top_p: it applies top_p to the whole distribution and not to what top_k "
+            "leaves: set only one of them"
         )
 
     if sampling.top_k > facts.mask_tokens:
         return (
-            f"top_k={sampling.top_k}: log-probs of what was drawn from are told for at most "
-            f"{facts.mask_tokens} tokens: start it with --sampling-mask-max-tokens"
+            f"top_k={sampling.top_k}: it returns log-probs of the sampling distribution for at "
+            f"most {facts.mask_tokens} tokens: start it with --sampling-mask-max-tokens"
         )
 
     return ""
@@ -241,8 +241,8 @@ def _numbers(
         and any(len(mask) >= most_tokens for mask in masks)
     ):
         raise EngineError(
-            f"top_p or min_p keeps more than {most_tokens} tokens somewhere, and SGLang tells "
-            "log-probs for no more: give top_k, or start it with a higher "
+            f"top_p or min_p keeps more than {most_tokens} tokens at some position, and SGLang "
+            "returns log-probs for no more: set top_k, or start it with a higher "
             "--sampling-mask-max-tokens"
         )
 
@@ -287,8 +287,8 @@ class SglangClient:
             release = tuple(map(int, re.findall(r"\d+", str(info["version"]))[:3]))
             if release < OLDEST:
                 raise EngineError(
-                    f"{self.url} is SGLang {info['version']}: tokens are stamped with their "
-                    f"weights from {'.'.join(map(str, OLDEST))} on: install that"
+                    f"{self.url} is SGLang {info['version']}, which does not report the weights "
+                    f"behind each token: install {'.'.join(map(str, OLDEST))} or newer"
                 )
 
             longest_prompt = int(info["max_req_input_len"])
@@ -363,7 +363,9 @@ class SglangClient:
         body = {"new_version": label, "abort_all_requests": False}
         answer = await self._post("/update_weight_version", body, CONTROL_S)
         if answer.get("success") is not True:
-            raise EngineError(f"SGLang has not taken the label of weights: {str(answer)[:SHOWN]}")
+            raise EngineError(
+                f"SGLang did not accept the label of the weights: {str(answer)[:SHOWN]}"
+            )
 
     async def flush(self) -> None:
         """Drops every cached key and value. Raises EngineError where it was not done."""

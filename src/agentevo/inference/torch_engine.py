@@ -83,8 +83,8 @@ class TorchEngine:
         self.config = config or EngineSection()
         if self.config.batch_invariant and (why := company_matters(model)) is not None:
             raise EngineError(
-                f"engine.batch_invariant: the numbers of a completion could depend on what is "
-                f"computed beside it, because {why}: use float32 on an x86 CPU (model.device=cpu "
+                "engine.batch_invariant: the numbers of a completion could depend on the other "
+                f"requests in a step, because {why}: use float32 on an x86 CPU (model.device=cpu "
                 "model.dtype=float32) and a decoder without experts, or leave the key out"
             )
 
@@ -334,8 +334,8 @@ class TorchEngine:
         """See UpdatableEngine.check."""
         if self.failed_steps >= MAX_FAILED_STEPS:
             raise EngineError(
-                f"{self.failed_steps} steps have failed one after the other, so this engine "
-                f"ends, and others have its requests; the last time: {self.failure}"
+                f"{self.failed_steps} steps in a row have failed, so this engine ends, and other "
+                f"engines get its requests; the last error: {self.failure}"
             ) from self.failure
 
     async def close(self) -> None:
@@ -384,8 +384,8 @@ class TorchEngine:
                         )  # the steps run on this very loop, between two sleeps
             except TimeoutError:
                 raise DeadlineExceededError(
-                    f"{what}: requests were still running after {deadline_s:g} s; the old "
-                    "weights go on serving"
+                    f"{what}: requests were still running after {deadline_s:g} s; the old weights "
+                    "keep serving"
                 ) from None
 
             yield

@@ -146,8 +146,8 @@ class VllmEngine:
         except Exception as error:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise EngineError(
-                f"vLLM has not started ({type(error).__name__}: {error}): its own lines above say "
-                "why; engine.options and engine.kv_cache_gb are what it is told"
+                f"vLLM did not start ({type(error).__name__}: {error}): its own lines above say "
+                "why; its settings are engine.options and engine.kv_cache_gb"
             ) from error
 
     @property
@@ -232,8 +232,8 @@ class VllmEngine:
         check_score(context_ids, ids, temperature, deadline_s)
         if temperature != 1:
             raise EngineError(
-                f"score: temperature={temperature:g}: vLLM tells log-probs of given tokens at "
-                "temperature 1 only: ask for that, or use engine.type=torch"
+                f"score: temperature={temperature:g}: vLLM computes log-probs of given tokens at "
+                "temperature 1 only: use that, or use engine.type=torch"
             )
 
         all_ids = [*context_ids, *ids]
@@ -311,7 +311,7 @@ class VllmEngine:
         then the new version serves."""
         if weights is None:
             raise EngineError(
-                "vLLM has weights of its own, which nobody changes in place: publish the weights"
+                "vLLM has its own weights, which can't be changed in place: publish the weights"
             )
 
         verified = (
@@ -407,8 +407,8 @@ class VllmEngine:
             await to_its_end(self._llm.resume_generation())
             if isinstance(error, TimeoutError):
                 raise DeadlineExceededError(
-                    f"publish: requests were still running after {deadline_s:g} s; the old weights "
-                    "go on serving"
+                    f"publish: requests were still running after {deadline_s:g} s; the old "
+                    "weights keep serving"
                 ) from None
             raise
 
@@ -428,7 +428,8 @@ class VllmEngine:
         except Exception as error:
             self._failure = EngineError(
                 f"vLLM has failed to load version {version} and may hold a part of it, so this "
-                f"engine ends, and others have its requests ({type(error).__name__}: {error})"
+                f"engine ends, and other engines get its requests ({type(error).__name__}: "
+                f"{error})"
             )
             await self._llm.abort(list(self._running))
             raise self._failure from error
@@ -448,8 +449,8 @@ class VllmEngine:
         """See UpdatableEngine.check."""
         if self._failure is None and self._llm.errored:
             self._failure = EngineError(
-                "vLLM's processes have ended, so this engine ends, and others have its requests: "
-                "its own lines above say why"
+                "vLLM's processes have ended, so this engine ends, and other engines get its "
+                "requests: its own lines above say why"
             )
         if self._failure is not None:
             raise self._failure
@@ -457,7 +458,7 @@ class VllmEngine:
     async def close(self) -> None:
         """See UpdatableEngine.close."""
         if self._failure is None:
-            self._failure = EngineError("the engine is closed: nothing can be asked of it")
+            self._failure = EngineError("the engine is closed: it takes no more requests")
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()
         await in_thread(self._llm.shutdown, timeout=SHUTDOWN_S)

@@ -39,8 +39,8 @@ def read_options(section: EngineSection) -> VllmOptions:
     that it can't follow."""
     if section.batch_invariant:
         raise ConfigError(
-            "engine.batch_invariant: vLLM's numbers may depend on what is computed beside a "
-            "request: leave the key out, or use engine.type=torch"
+            "engine.batch_invariant: vLLM's numbers can depend on the other requests in a step: "
+            "leave the key out, or use engine.type=torch"
         )
 
     try:
@@ -58,7 +58,7 @@ def read_options(section: EngineSection) -> VllmOptions:
         guess = nearest(key, option_names)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
-            f"engine.options.{key}: vLLM is not told of that from here: {hint}give one of "
+            f"engine.options.{key}: this option is not passed to vLLM: {hint}give one of "
             f"{', '.join(option_names)}"
         ) from error
 

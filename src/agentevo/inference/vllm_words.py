@@ -48,14 +48,14 @@ def check_sampling(sampling: SamplingParams) -> None:
     penalties = sampling.penalties
     if sampling.grammar:
         raise GrammarError(
-            "vLLM does not tell which tokens a grammar let it draw from, so a turn under one could "
-            "not be trained: use engine.type=torch, or leave the grammar out"
+            "vLLM does not report which tokens a grammar allowed, so a turn under one could not "
+            "be trained: use engine.type=torch, or leave the grammar out"
         )
 
     if not (sampling.temperature == 0 or LOWEST <= sampling.temperature <= HIGHEST):
         raise EngineError(
-            f"sampling: temperature={sampling.temperature:g}: vLLM draws at 0 and at {LOWEST:g} to "
-            f"{HIGHEST:g} only: choose one of these, or engine.type=torch"
+            f"sampling: temperature={sampling.temperature:g}: vLLM samples at 0 and at {LOWEST:g} "
+            f"to {HIGHEST:g} only: choose one of these, or engine.type=torch"
         )
 
     if sampling.min_p > 0 and sampling.top_p < 1:
@@ -253,8 +253,8 @@ class VllmTokens:
         versions = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
         if len(versions) < len(self.ids):
             raise EngineError(
-                f"vLLM has told the versions of {len(versions)} of {len(self.ids)} tokens, so none "
-                "of them can be used: install a release that engine.type=vllm is written for"
+                f"vLLM reported the versions of {len(versions)} of {len(self.ids)} tokens, so "
+                "none of them can be used: install a release that engine.type=vllm supports"
             )
         return versions[: len(self.ids)]
 

@@ -281,7 +281,7 @@ class WeightVersions(ABC):
             return None
         except (OSError, msgspec.MsgspecError) as error:
             raise EngineError(
-                f"{self.place}/{LATEST_FILE} can't be read ({error}): the trainer writes it anew"
+                f"{self.place}/{LATEST_FILE} can't be read ({error}): the trainer writes it again"
             ) from error
 
     def read(self, version: int, *, sha256: str | None = None) -> dict[str, torch.Tensor]:
@@ -317,8 +317,8 @@ class WeightVersions(ABC):
             full = self._manifest(links[0].version, links[0].sha256)
             if full.chain:
                 raise EngineError(
-                    f"{self._name(latest.version)} builds on version {full.version}, which is no "
-                    "full one: not served"
+                    f"{self._name(latest.version)} builds on version {full.version}, which is not "
+                    "a full version: not served"
                 )
 
             begin = 1
@@ -385,7 +385,8 @@ class WeightVersions(ABC):
             # The other errors are for dtypes and shapes that this torch does not know.
             except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
                 raise EngineError(
-                    f"{self._name(manifest.version)}/{part.file} is no safetensors file ({error})"
+                    f"{self._name(manifest.version)}/{part.file} is not a safetensors file "
+                    f"({error})"
                 ) from error
 
         tensors: dict[str, torch.Tensor] = {}

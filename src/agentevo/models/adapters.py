@@ -88,8 +88,8 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
     for name in section.targets:
         if any(layer == name or layer.endswith(f".{name}") for layer in special):
             raise ModelError(
-                f"model.lora: {name} gives more than a product, to which no adapter can be added: "
-                "leave it out of model.lora.targets"
+                f"model.lora: {name} returns more than a matrix product, so no adapter can be "
+                "added to it: leave it out of model.lora.targets"
             )
 
     config = library.LoraConfig(
@@ -155,9 +155,8 @@ def load_adapter(
                 )
     except (ValueError, RuntimeError, KeyError, UserWarning) as error:
         raise ModelError(
-            f"adapter {folder} does not fit this base ({_one_line(error)}): set model.name to "
-            "what it was made for, "
-            f"{config.base_model_name_or_path}"
+            f"adapter {folder} does not fit this base ({_one_line(error)}): set model.name to its "
+            f"base, {config.base_model_name_or_path}"
         ) from error
 
     _check_ties(adapted)

@@ -69,8 +69,8 @@ def grammar_of(
 
     if chat.parser.name == HARMONY:
         raise BadRequestError(
-            "this model writes its answers in channels, whose form can't be prescribed: ask for "
-            "the form in the prompt"
+            "this model writes its answers in channels, which can't be constrained to a form: "
+            "ask for the form in the prompt"
         )
 
     rules = []

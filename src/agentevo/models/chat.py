@@ -301,7 +301,7 @@ class ChatFormat:
         if not rendered.startswith(prompt) or not found_mark:
             raise ModelError(
                 "the chat template begins or ends an assistant's message with tool calls or "
-                "reasoning otherwise than its own generation prompt: edit the template"
+                "reasoning differently from its own generation prompt: edit the template"
             )
 
         opens = OPENS_THINKING.search(self.opening) is not None
@@ -329,7 +329,7 @@ class ChatFormat:
             raise ModelError(
                 "the tokenizer has no token for "
                 f"{' '.join(map(repr, unknown_chars)) or 'part of the text'} in {text[-200:]!r}: "
-                "keep to characters it knows, or use model.tiny.tokenizer=byte"
+                "use only characters that it knows, or use model.tiny.tokenizer=byte"
             )
 
         return ids
@@ -423,8 +423,8 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     if end is None:
         raise ModelError(
             _refusal(
-                "it puts no special token at the end of an assistant's message, so nothing "
-                "tells where a turn ends"
+                "it puts no special token at the end of an assistant's message, so the end of a "
+                "turn can't be found"
             )
         )
 

@@ -96,8 +96,8 @@ class ChatTemplate:
             beside_text = any(message.tool_calls and message.text for message in messages)
             if beside_text and not self._keeps_calls_beside_text:
                 raise ModelError(
-                    "the chat template leaves out tool_calls beside a content: give a message "
-                    "the one or the other, or choose a model whose template has a place for both"
+                    "the chat template leaves out tool_calls of a message that has content: give "
+                    "a message one of the two, or choose a model whose template renders both"
                 )
 
         return self._apply([self._mapping(message, form) for message in messages], prompt, tools)
@@ -197,7 +197,7 @@ def _content(message: Message) -> str:
         if image is not None:
             raise ModelError(
                 f"a message of role {message.role} holds an image ({image.media_type}, SHA-256 "
-                f"{image.sha256[:12]}...), and the engine reads text alone: leave images out"
+                f"{image.sha256[:12]}...), and the engine reads text only: leave images out"
             )
 
     return message.text

@@ -46,13 +46,13 @@ _NOT_COMPUTED = {
         "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "embd_pdrop",
         "attn_pdrop", "resid_pdrop", "router_jitter_noise",
     ): (
-        "policies are trained without noise, so that drawn and recomputed log-probs agree"
+        "policies are trained without noise, so that sampled and recomputed log-probs agree"
     ),
     ("use_cache", "output_attentions", "output_hidden_states", "return_dict"): (
         "it says what a call returns, which engine and trainer decide"
     ),
     ("initializer_range", "init_std", "initializer_factor"): (
-        "it is for new weights, and these are loaded"
+        "it affects new weights only, and these are loaded"
     ),
 }  # fmt: skip
 """Keys of many models that change nothing that is computed here, and why."""

@@ -302,7 +302,7 @@ def _compare(kernels: CpuKernels) -> None:
     }
     for name, (result, expected) in pairs.items():
         if not torch.allclose(result, expected, rtol=TOLERANCE, atol=TOLERANCE):
-            raise KernelsUnavailableError(f"{name} computes something else than PyTorch does")
+            raise KernelsUnavailableError(f"{name} gives other results than PyTorch")
 
 
 def _attend_both_ways(

@@ -101,8 +101,8 @@ class Grammars:
 
         if state.digest() != constraint.masks:
             raise GrammarError(
-                "the grammar allows other tokens here than where the turn was drawn: install the "
-                "same version of llguidance on both sides"
+                "the grammar allows other tokens here than when the turn was sampled: install "
+                "the same version of llguidance on both sides"
             )
 
         return TokenMasks([np.frombuffer(mask, dtype=np.uint32) for mask in table], rows)
@@ -156,8 +156,7 @@ class _PlainTokens:
         texts = [str(tokenizer.decode([token])) for token in range(len(tokenizer))]
         if any("�" in text for text in texts):
             raise ModelError(
-                "llguidance can't read this tokenizer: without response_format and tool_choice it "
-                "works"
+                "llguidance can't read this tokenizer: leave out response_format and tool_choice"
             )
 
         self.tokens = [text.encode() for text in texts]
@@ -197,7 +196,9 @@ class GrammarState:
             raise self._broken()
 
     def _broken(self) -> GrammarError:
-        return GrammarError(f"the grammar or schema leads nowhere here: {_problem(self._matcher)}")
+        return GrammarError(
+            f"the grammar or schema allows no continuation here: {_problem(self._matcher)}"
+        )
 
     def digest(self) -> str:
         """The digest of all masks so far; see Constraint.masks."""

@@ -37,6 +37,6 @@ def company_matters(model: nn.Module) -> str | None:
         if not is_ordered and any(
             parameter.dim() > 1 for parameter in module.parameters(recurse=False)
         ):
-            return f"{name} ({type(module).__name__}) multiplies in a way of its own"
+            return f"{name} ({type(module).__name__}) has its own way to multiply"
 
     return None

@@ -276,14 +276,14 @@ def load_reward_model(
     )
     if model.config.num_labels != 1:
         raise ModelError(
-            f"reward_model.name={name} has {model.config.num_labels} outputs per token, a reward "
-            "is one: train it with one"
+            f"reward_model.name={name} has {model.config.num_labels} outputs per token, and a "
+            "reward model needs one: train it with one"
         )
 
     if own_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ModelError(
             f"reward_model.name={name} has another vocabulary than the policy: it would read "
-            "other words than were said"
+            "other words than the policy wrote"
         )
 
     return _place(model, policy.device)
@@ -329,7 +329,7 @@ def _unreadable(key: str, folder: Path, kind: str, error: Exception) -> ModelErr
     remedy = "save or fetch it again"
     if _looks_or_listens(folder):
         remedy = (
-            "it looks at pictures or listens, and models read text alone here: name a model of text"
+            "it reads images or audio, and AgentEvo supports text models only: name a text model"
         )
     return ModelError(f"{key}: {folder} can't be read as {kind} ({_reason(error)}): {remedy}")
 

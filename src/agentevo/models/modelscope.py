@@ -80,6 +80,6 @@ def _download(package: Any, name: str, *, ignored: Sequence[str], local_files_on
         )
     )
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json: it is no model for transformers")
+        raise ModelError(f"{folder} has no config.json: it is not a model for transformers")
 
     return folder

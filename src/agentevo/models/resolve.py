@@ -233,9 +233,8 @@ def run_checkpoint(run_folder: Path, which: str = "best") -> Path:
         path = folder / f"step-{step:06d}" if step is not None else folder
     except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"model {str(run_folder)!r}: {folder / 'index.json'} is torn ({error}): give one "
-            "of the checkpoints beside it, or resume the "
-            "run, which writes it anew"
+            f"model {str(run_folder)!r}: {folder / 'index.json'} is torn ({error}): give one of "
+            "the checkpoints in that folder, or resume the run, which writes it again"
         ) from error
 
     if any(os.path.isfile(path / name) for name in ("config.json", "adapter_config.json")):

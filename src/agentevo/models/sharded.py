@@ -79,8 +79,8 @@ def check_shard(model: PreTrainedModel) -> None:
     """Raises ModelError for a model that can't be sharded; see `shard`."""
     if not all(parameter.is_floating_point() for parameter in model.parameters()):
         raise ModelError(
-            "trainer.parallel.shard: a base in 8 or 4 bits (model.lora.quantize) does not lie in "
-            "parts: set model.lora.quantize=none, or leave trainer.parallel.shard out"
+            "trainer.parallel.shard: a base in 8 or 4 bits (model.lora.quantize) can't be "
+            "sharded: set model.lora.quantize=none, or leave trainer.parallel.shard out"
         )
 
     if not _layers(model):

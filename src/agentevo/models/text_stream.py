@@ -88,8 +88,8 @@ class TextStream:
         streamed = "".join(self._pieces)
         if not text.startswith(streamed):
             raise ModelError(
-                f"the tokenizer decodes tokens otherwise one by one ({streamed[-80:]!r}) than all "
-                f"at once ({text[-80:]!r}): ask for the completion without streaming"
+                f"the tokenizer decodes tokens differently one by one ({streamed[-80:]!r}) than "
+                f"all at once ({text[-80:]!r}): ask for the completion without streaming"
             )
 
         self._pieces = [text]

@@ -195,9 +195,9 @@ def _cause(
     copies = _logits(model, mixed, _Alone(), list(range(0, len(mixed), 2)))
     if not _difference(copies, copies[:1].expand_as(copies)) <= tolerance:
         return (
-            "what it predicts after a token depends on the tokens around it by another way than "
-            "attention (convolution, recurrence, shifted tokens, or experts that drop tokens), so "
-            "packed sequences would mix"
+            "what it predicts after a token depends on the tokens around it by other ways than "
+            "attention (convolution, recurrence, shifted tokens, or experts that drop tokens), "
+            "so packed sequences would mix"
         )
 
     if _difference(_packed_logits(model, text, other_texts, None), reference) <= tolerance:
@@ -213,8 +213,8 @@ def _cause(
     positioned = _own_logits(model, text, position_ids=list(range(TEXT)))
     if not _difference(positioned, reference) <= tolerance:
         return (
-            "its positions do not begin at 0, so it would meet other ones in training and in the "
-            "engine than in transformers"
+            "its positions do not begin at 0, so training and the engine would use other "
+            "positions than transformers"
         )
 
     return None
@@ -284,8 +284,8 @@ def _logits(
     logits = logits[rows] if scores else logits
     if len(logits) != len(rows):
         raise ModelError(
-            f"{_name(model)} gives logits of {len(logits)} tokens where {len(rows)} are asked for "
-            f"(logits_to_keep): {REMEDY}"
+            f"{_name(model)} gives logits of {len(logits)} tokens instead of the {len(rows)} "
+            f"requested ones (logits_to_keep): {REMEDY}"
         )
 
     return logits

@@ -104,7 +104,7 @@ class RemoteConversations:
 
         if overrides is not None and overrides.penalties is not None:
             raise BadRequestError(
-                f"{model} is a remote model, to which no penalties are passed on: leave them out"
+                f"{model} is a remote model, which gets no penalties: leave them out"
             )
 
         if overrides is not None and overrides.seed is not None:

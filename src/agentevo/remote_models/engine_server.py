@@ -118,7 +118,9 @@ class EngineServer:
         from agentevo.remote_models.local_engine import load
 
         if body.get("tools"):
-            raise self._failure("is computed here, and calls no tools: leave them out")
+            raise self._failure(
+                "is computed in this process, and calls no tools: leave the tools out"
+            )
 
         until = time.monotonic() + within_s
         if self._loaded is None:

@@ -239,7 +239,9 @@ class RemoteModel:
         assert problem is not None
 
         tries = self.section.max_tries
-        raise RemoteModelError(f"given up after {tries} requests: {problem}", problem.status)
+        raise RemoteModelError(
+            f"no usable answer after {tries} requests: {problem}", problem.status
+        )
 
     def _request(self, request: _RemoteRequest, call: LedgerLine) -> RemoteReply:
         """One request, accounted for."""
@@ -300,7 +302,7 @@ class RemoteModel:
         if attempt + 1 == self.section.max_tries:
             return
         if time.monotonic() + pause >= request.until:
-            raise self._late(f"it would be asked again in {pause:.1f} s: {error}") from error
+            raise self._late(f"the next request would start in {pause:.1f} s: {error}") from error
         if self._workers.ended.wait(pause):
             raise RemoteModelError(f"remote model {self.name}: the run has ended")
 
@@ -382,7 +384,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
     def account(self) -> list[str]:
         """`totals` as readable text, a line for each, and the rest of the budgets."""
         lines = [
-            f"remote model {row['model']}, asked by {row['role'] or 'nobody in particular'}: "
+            f"remote model {row['model']}, asked by {row['role'] or 'no named role'}: "
             f"{row['answers']} answers ({row['from_cache']} from the cache), "
             f"{row['failed_requests']} failed requests, {row['tokens']} tokens, cost "
             f"{row['cost']:.4g}"

@@ -45,7 +45,7 @@ def served_models(name: str, section: RemoteModelSection) -> list[str] | None:
         what = f"the key of {section.api_key}" if section.api_key else "a request without a key"
         raise ConfigError(
             f"remote_models.{name}: {section.url} refuses {what} (status {status}): give "
-            "api_key: ${env:NAME} with a key that is good there"
+            "api_key: ${env:NAME}  with a key that it accepts"
         )
 
     return _names(content) if status == 200 else None

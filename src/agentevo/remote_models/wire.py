@@ -29,9 +29,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         counts = (self.prompt_tokens, self.completion_tokens)
         if not 0 <= self.cached_tokens <= self.prompt_tokens or self.completion_tokens < 0:
-            raise ValueError(f"the server counts {self}, which can't be")
+            raise ValueError(f"the server reports {self}, which is impossible")
         if max(counts) > MOST_TOKENS:
-            raise ValueError(f"the server counts more than {MOST_TOKENS} tokens, which can't be")
+            raise ValueError(
+                f"the server reports more than {MOST_TOKENS} tokens, which is impossible"
+            )
 
     @property
     def tokens(self) -> int:
