@@ -314,9 +314,14 @@ def test_the_form_of_an_answer_is_passed_on(gateway_of, api, path, asked, sent):
     [
         ("anthropic", "/chat/completions", {"response_format": {"type": "json_object"}}, "schema"),
         ("openai", "/chat/completions", {"response_format": {"type": "grammar"}}, "json_schema"),
-        ("openai", "/chat/completions", {"logprobs": True}, "whose tokens nobody here knows"),
-        ("openai", "/chat/completions", {"logit_bias": {"3": 1}}, "no penalties are passed on"),
-        ("openai", "/messages/count_tokens", {}, "whose tokens nobody here can count"),
+        (
+            "openai",
+            "/chat/completions",
+            {"logprobs": True},
+            "whose tokens the gateway does not know",
+        ),
+        ("openai", "/chat/completions", {"logit_bias": {"3": 1}}, "which gets no penalties"),
+        ("openai", "/messages/count_tokens", {}, "whose tokens the gateway can't count"),
     ],
 )
 def test_what_cannot_be_passed_on_is_refused(gateway_of, api, path, asked, words, monkeypatch):

@@ -360,7 +360,7 @@ def test_an_answer_in_another_form_is_the_same_turn() -> None:
         assert later.parent == following.index
 
     (of_ids,) = asyncio.run(conversation.complete([40]))
-    with pytest.raises(BadRequestError, match="answered token ids"):
+    with pytest.raises(BadRequestError, match="answered a prompt of token ids"):
         conversation.recognise(of_ids.index, parsed)
 
 

@@ -168,7 +168,7 @@ def test_a_copy_has_routers_of_its_own(random_model):
 @pytest.mark.parametrize(
     ("name", "settings", "why"),
     [
-        ("llama", {}, "it has no experts with a router beside them"),
+        ("llama", {}, "it has no block with both experts and a router"),
         ("phimoe", {}, "its PhimoeTopKRouter returns no experts that topk has chosen"),
         (
             "deepseek_v2",
@@ -182,7 +182,7 @@ def test_a_copy_has_routers_of_its_own(random_model):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "jetmoe", {}, "it has no experts with a router beside them", marks=pytest.mark.slow
+            "jetmoe", {}, "it has no block with both experts and a router", marks=pytest.mark.slow
         ),
     ],
 )
@@ -205,5 +205,5 @@ def test_experts_that_are_chosen_elsewhere_too_are_refused(random_model, monkeyp
         return original(self, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(layer, "forward", choosing)
-    with pytest.raises(ModelError, match="it chooses experts elsewhere than in its routers"):
+    with pytest.raises(ModelError, match="it also chooses experts outside its routers"):
         enable_routing(model)

@@ -195,7 +195,7 @@ def _cause(
     copies = _logits(model, mixed, _Alone(), list(range(0, len(mixed), 2)))
     if not _difference(copies, copies[:1].expand_as(copies)) <= tolerance:
         return (
-            "what it predicts after a token depends on the tokens around it by other ways than "
+            "what it predicts after a token depends on the tokens around it by another way than "
             "attention (convolution, recurrence, shifted tokens, or experts that drop tokens), "
             "so packed sequences would mix"
         )
