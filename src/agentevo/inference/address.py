@@ -19,8 +19,8 @@ class EngineAddress(NamedTuple):
 
     url: str
     certificate: str = ""
-    """SHA-256 of the certificate that the engine must show, in hexadecimal; empty where nothing is
-    encrypted."""
+    """SHA-256 of the certificate that the engine must show, in hexadecimal; empty if the connection
+    is not encrypted."""
 
     @property
     def pinned_url(self) -> str:
@@ -30,7 +30,7 @@ class EngineAddress(NamedTuple):
     @classmethod
     def read(cls, text: str, *, what: str = "an engine", printed_by: str = "serve") -> Self:
         """The address that `agentevo serve` prints, or the command that `printed_by` names. Raises
-        ConfigError for text that is no such URL, and for one to which the key would go
+        ConfigError for text that is not such a URL, and for a URL that would get the key
         unprotected."""
         url, pin, certificate = text.partition(PIN)
         try:

@@ -3,8 +3,8 @@
     join -> buckets of bytes -> sent.json -> compare -> agree
 
 A round has a group of its own, separate from the other groups of these processes. All calls except
-those for tensors go over gloo. Tensors go over NCCL where trainer and receivers each have a CUDA
-device of their own, and else over gloo as well. Tensors follow one another in buckets of at most
+those for tensors go over gloo. Tensors go over NCCL if trainer and receivers each have their own
+CUDA device, and otherwise over gloo as well. Tensors follow one another in buckets of at most
 BUCKET_BYTES, so the trainer needs one bucket and one tensor at a time.
 
 Invariant: `receive` returns exactly the bits that `send` was given, or raises WeightsLostError. The
@@ -39,7 +39,7 @@ BUCKET_BYTES = 2**28
 JOIN_S = 20.0
 """Longest time for all members of a round to meet."""
 BUCKET_S = 60.0
-"""Longest time for one bucket, with what the trainer gathers for it."""
+"""Longest time for one bucket, including the time in which the trainer gathers it."""
 SEEN_S = 15.0
 """Longest time for a file to become visible to other machines after it was written, on a network
 disk."""
@@ -52,8 +52,8 @@ process, in C++; by the time of the next round the file is gone, or stays."""
 
 
 def check_network() -> None:
-    """Raises ConfigError where gloo finds no address to listen on, so that a process that would
-    break off every round reports it before the first one."""
+    """Raises ConfigError if gloo finds no address to listen on, so that a process that would break
+    off every round reports it before the first one."""
     interfaces = os.environ.get(INTERFACE, "")
     try:
         for interface in filter(None, interfaces.split(",")):
@@ -155,7 +155,7 @@ class BroadcastGroup:
         return int(count)
 
     def close(self) -> None:
-        """Members that still wait for this one see that it is gone."""
+        """Shows members that still wait for this one that it is gone."""
         for group in {id(group): group for group in (self._tensors, self._control)}.values():
             group.abort()
 
@@ -217,7 +217,7 @@ def send(
     device: torch.device,
 ) -> int:
     """On the trainer: sends the tensors, in the order of `specs`, to all others; they are `opened`
-    once all members have joined. Returns how many members have found other bits than these. Raises
+    once all members have joined. Returns how many members received other bits than these. Raises
     WeightsLostError, and OSError for files."""
     with _join_group(files, answer, 0, device) as group, opened() as tensors:
         coming = iter(tensors)

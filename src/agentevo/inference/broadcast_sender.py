@@ -42,8 +42,8 @@ from agentevo.models.parts import Spec
 EXPECT_S = 10.0
 """How long `publish` waits for an engine that had the version before, or asked for it."""
 MOST_BROKEN = 3
-"""Most rounds of one `publish` that are broken off; `look_after` serves engines that have nothing
-then."""
+"""The maximum number of broken rounds in one `publish`; `look_after` serves the engines that are
+still waiting."""
 ALONE_AFTER = 2
 """Broken rounds in a row after which an engine has rounds of its own..."""
 PAUSE_S = 60.0
@@ -61,7 +61,7 @@ class BroadcastSender:
         self._note = note
         self._version = 0
         self._latest: Latest | None = None
-        """What is announced; None where it could not be written."""
+        """The announced version; None if it could not be written."""
         self._has_begun = False
         self._expected: set[str] = set()
         """Engines that have this version, and are waited for at the next one."""
@@ -69,14 +69,14 @@ class BroadcastSender:
         """Engine -> its consecutive rounds that were broken off, and when it may have another
         one."""
         self._said = ""
-        """The trouble that was reported last; it is reported once."""
+        """The last reported problem; each is reported once."""
 
     async def begin(self, version: int) -> None:
-        """See WeightSender.begin. Engines keep what they have of a later version."""
+        """See WeightSender.begin. Engines keep the weights that they have of a later version."""
         await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """See WeightSender.publish. What can't be announced now, `look_after` announces later."""
+        """See WeightSender.publish. `look_after` announces later what can't be announced now."""
         missing = self._expected | await self._still_asking()
         num_broken = 0
         self._version = version

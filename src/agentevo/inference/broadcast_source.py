@@ -39,7 +39,7 @@ LOOK_S = 0.1
 
 
 class BroadcastSource:
-    """A WeightSource and a GroupSource, see the module. `device`: where `read` receives what comes
+    """A WeightSource and a GroupSource, see the module. `device`: where `read` receives tensors
     over NCCL."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class BroadcastSource:
 
 
 def receive_place(incoming: Incoming, place: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What one of an engine's places receives, see `receive`. Raises EngineError."""
+    """The weights that one process of an engine receives, see `receive`. Raises EngineError."""
     files = BroadcastFiles(Path(incoming.folder))
     specs = files.contents(incoming.answer.sha256).specs
     try:

@@ -152,7 +152,7 @@ class ClientConnection:
     ) -> ClientConnection:
         """Connects to the engine; `on_report` is called with its state every `every_s`. Raises
         LostError if it can't be reached. Raises RefusedError if it belongs to another run or shows
-        another certificate than that of its address, and sends it nothing then."""
+        another certificate than that of its address; then it sends nothing to the engine."""
         url = address.url
         tls: dict[str, Any] = {"ssl": _tls()} if address.certificate else {}
         try:
@@ -196,8 +196,8 @@ class ClientConnection:
         deadline_s: float,
         streamed: StreamedTokens | None = None,
     ) -> Completion:
-        """See Engine.generate. `streamed` gets the tokens as they come, and at the end those that
-        have not come yet. Raises LostError when the connection ends before the answer has come."""
+        """See Engine.generate. `streamed` gets the tokens as they arrive, and at the end the
+        missing ones. Raises LostError if the connection ends before the answer arrives."""
         message = Generate(
             id=next(self._ids),
             prompt_ids=prompt_ids,

@@ -49,8 +49,8 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     certificate: str = ""
     """SHA-256 of the certificate that the engine shows; empty where it does not encrypt."""
     version: int | None = None
-    """The version of the weights that it served at its last heartbeat; None where it does not
-    report one. For observers: requests ask the engine itself."""
+    """The version of the weights that it served at its last heartbeat; None if it does not report
+    one. For observers: requests ask the engine itself."""
 
     def is_of_same(self, announcement: Announcement | None) -> bool:
         """Whether both were made by the same process."""
@@ -216,7 +216,7 @@ class EngineDirectory:
 
     @staticmethod
     def _read(file: Path) -> Announcement | None:
-        """The announcement in the file; None where there is none that an engine has written."""
+        """The announcement in the file; None if no engine has written one."""
         try:
             return msgspec.json.decode(file.read_bytes(), type=Announcement)
         except (FileNotFoundError, msgspec.MsgspecError):

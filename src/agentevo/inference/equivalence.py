@@ -3,14 +3,14 @@ way.
 
 Clients keep a conversation in records of their own. These change an answer: tool calls lose the
 order of their keys, their spaces and escapes; text is stripped; reasoning is left out or moves into
-the content; ids of calls are left out or replaced, in a call and in its result alike. None of it
-changes the meaning: such a message has the same `key_of` as the recorded one, and is `compatible`
-with it. All that decides what a tool does, or what the model has read, is in the key: 1 and 1.0
-differ. Where one of our ids comes back with a call, the recorded call is meant even if the client's
+the content; ids of calls are left out or replaced, in a call and in its result alike. These changes
+keep the meaning: such a message has the same `key_of` as the recorded one, and is `compatible` with
+it. Everything that decides what a tool does, or what the model has read, is in the key: 1 and 1.0
+differ. If one of our ids comes back with a call, the recorded call is meant even if the client's
 JSON has lost some of it (`names_calls`).
 
 Parts that may be missing (reasoning, the name of a tool, ids) are not in a key, because a missing
-part matches any other. `compatible` compares them where both messages have them.
+part matches any other. `compatible` compares them if both messages have them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Parts(NamedTuple):
     calls: tuple[tuple[str, str], ...]
     """Names and canonical arguments."""
     reasoning: str
-    """Empty where there is none."""
+    """Empty if there is none."""
 
 
 def parts_of(message: Message) -> Parts:

@@ -4,8 +4,8 @@ A node is one message after all those before it. Answers of the policy are nodes
 one node for each answer, even where two have the same text. `find` walks down the messages of a
 request and returns the deepest answer on the way:
 
-    what was recorded of a request = the path to that answer, whose token ids are reused
-    what is new                    = the messages after it
+    the recorded part of a request = the path to that answer, whose token ids are reused
+    the new part                   = the messages after it
 
 Messages match by equality with any form in which the message is known. Answers that were passed on
 to a client (`recognise`) also match as equivalence.py says; from then on, so do the messages of
