@@ -1,5 +1,5 @@
-"""The changes of weights in parts on several processes: each process compares what it has with what
-it had when they were published, and only the difference travels to the first one.
+"""The changes of weights in parts on several processes: each process compares its current part with
+the published one, and sends only the difference to the first process.
 
     keep      each process copies the boxes that it gives: these were published
     compare   each compares them with what it has now, and sends the first one the sizes of what
@@ -45,7 +45,7 @@ class BoxDifference(NamedTuple):
 
     box: Box
     changes: dict[str, Spec]
-    """Of `gaps` and `values`, or of `whole`; nothing where nothing changed."""
+    """Of `gaps` and `values`, or of `whole`; empty if nothing changed."""
     sha256: str
     """The box's checksum as it is now."""
 
@@ -64,7 +64,7 @@ class PublishedParts:
         self._group = group
         self._kept: dict[str, tuple[Box, torch.Tensor]] = {}
         self._changes: dict[str, dict[str, torch.Tensor]] = {}
-        """What changed of the boxes that are not given whole."""
+        """The changes of the boxes that are not given whole."""
 
     def keep(self) -> None:
         """Keeps a copy of what was published: the current weights."""
@@ -105,7 +105,7 @@ class PublishedParts:
                 distributed.send(as_bytes(tensor.contiguous()), group=self._group, group_dst=0)
 
     def pop(self, name: str) -> dict[str, torch.Tensor]:
-        """What changed of this process's box; it is dropped here."""
+        """The changes of this process's box; they are dropped here."""
         changes = self._changes.pop(name)
         return changes or {"whole": self._own()[name].given}
 
@@ -151,7 +151,7 @@ class PublishedParts:
 
 @dataclass(frozen=True, eq=False)
 class PartsDelta:
-    """On the first process: what changed of the whole tensors."""
+    """On the first process: the changes of the whole tensors."""
 
     specs: dict[str, Spec]
     """The contents of a delta's files, in this order."""
@@ -170,7 +170,7 @@ class PartsDelta:
         differences: list[dict[str, BoxDifference]],
         parts: PublishedParts,
     ) -> PartsDelta:
-        """`differences`: of each process. Raises ModelError where it is not all of a tensor."""
+        """`differences`: of each process. Raises ModelError if the boxes do not cover a tensor."""
         delta = cls({}, {}, {}, [], parts)
         for name, part in own_parts.items():
             of_boxes = {
@@ -211,7 +211,7 @@ class PartsDelta:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that changed."""
+        """Of all changes."""
         return sum(spec.num_bytes for spec in self.specs.values())
 
     @contextmanager

@@ -3,10 +3,10 @@
 A conversation stays with the engine that holds its cache. A new one goes to the engine with the
 least load, among those that are awake and serve the newest version. When an engine dies, hangs or
 refuses, the same request (same ids, same seed) goes to another one within the same deadline. Only
-what the first has computed of it is lost, because engines keep no state that an answer depends on.
-The request is given up only when no engine is left until the deadline (EngineUnavailableError). The
-listener to its tokens gets those that go beyond what the first engine sent. Where the other engine
-draws different ones, under newer weights, the request ends (StreamDivergedError).
+the computation of the first engine is lost, because engines keep no state that an answer depends
+on. The request fails only when no engine is left until the deadline (EngineUnavailableError). The
+listener to its tokens gets those after the ones that the first engine sent. If the other engine
+samples different ones, under newer weights, the request ends (StreamDivergedError).
 
 `version` is the smallest of the engines that may be asked, so no token is older than it says. An
 engine that stays at an older version than others for LATE_S gets no requests, and does not count,
@@ -179,7 +179,7 @@ class RemoteEngine:
         listen: TokenListener | None = None,
     ) -> Completion:
         """See Engine.generate. Raises EngineUnavailableError if no engine has answered until the
-        deadline, and StreamDivergedError if, after an engine's death, another one draws other
+        deadline, and StreamDivergedError if, after an engine's death, another one samples other
         tokens than `listen` has received."""
         streamed = None if listen is None else StreamedTokens(listen)
         return await self._ask_engines(
@@ -327,7 +327,7 @@ class RemoteEngine:
             )
 
     async def _look_once(self) -> None:
-        """Looks once. A failure (a file system that is away) is logged once, and is in the error of
+        """Looks once. A failure (an unavailable file system) is logged once, and is in the error of
         requests that find no engine."""
         try:
             await self._look()

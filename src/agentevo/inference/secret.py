@@ -30,7 +30,7 @@ class RunSecret:
         self._reference = reference
 
     def check(self) -> None:
-        """Raises ConfigError where the environment should hold a secret and holds none."""
+        """Raises ConfigError if the environment should hold a secret and holds none."""
         self._given()
 
     def _given(self) -> str | None:
@@ -43,8 +43,8 @@ class RunSecret:
         return secret
 
     def value(self) -> str:
-        """The secret, 64 hexadecimal digits; created if there is none. Raises EngineError where the
-        file can't be used. Where the environment holds the secret, no file is created or read."""
+        """The secret, 64 hexadecimal digits; created if there is none. Raises EngineError if the
+        file can't be used. If the environment holds the secret, no file is created or read."""
         configured = self._given()
         if configured is not None:
             return configured

@@ -3,10 +3,10 @@ in the engine. Answers are sent when they are ready, and so is the engine's stat
 connection ends, all of the client's requests are cancelled in the engine.
 
 The load of a client is bounded: running requests (MAX_RUNNING; more are refused), answers that it
-does not take (MAX_UNREAD; nothing more is read from it then), and conversations that are to be
-forgotten (MAX_RELEASES; the engine drops the rest by itself when it needs the room). The tokens of
-a request that streams wait as one list, and its answer takes their place. Request ids only grow, so
-none can be used twice.
+does not take (MAX_UNREAD; nothing more is read from it then), and conversations to forget
+(MAX_RELEASES; the engine drops the rest by itself when it needs the room). The tokens of a request
+that streams wait as one list, and its answer takes their place. Request ids only grow, so none can
+be used twice.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class ServerConnection:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._newest_id = -1
         self._releases: dict[str, None] = {}
-        """Conversations that are to be forgotten, each once, in the order of their requests."""
+        """Conversations to forget, each once, in the order of their requests."""
         self._any_releases = asyncio.Event()
         self._every_s = float("inf")
         self._watch = 0
         self._last_word: tuple[int, str] | None = None
-        """Close code and reason, where this side ends the connection."""
+        """Close code and reason, if this side ends the connection."""
         self._told: EngineState | None = None
         self._told_at = 0.0
 

@@ -2,8 +2,8 @@
 from the disk.
 
 Invariant: a folder is whole before it gets its name, and it holds the whole model: untrained
-weights as the model has them, and adapters summed into their base, so that a server of the version
-need not know what was trained.
+weights as the model has them, and adapters summed into their base, so a server of the version need
+not know which weights were trained.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ and flags.
 Its behaviour, and what this module therefore does:
 
 - Log-probs (`output_token_logprobs`) are after temperature and before top-k, top-p and min-p. Under
-  those the sampling mask is asked for, whose log-probs are of what was drawn from. It needs a
-  finite top_k; top_p counts before top_k there and after it here: both together are refused.
+  those this module requests the sampling mask, whose log-probs are of the sampling distribution. It
+  needs a finite top_k; top_p counts before top_k there and after it here: both together are
+  refused.
 - `ignore_eos` also ignores `stop_token_ids`, and without it every end-of-text token ends a request.
 - Seeds count only under --enable-deterministic-inference, where min_p ends the whole server.
 - `retract` leaves keys and values of the old weights in the prefix cache; /flush_cache drops them
@@ -46,7 +47,7 @@ class ServerFacts(NamedTuple):
     """What a running server reports of itself."""
 
     longest: int
-    """Most tokens of a sequence, prompt and answer together."""
+    """The maximum tokens of a sequence, prompt and answer together."""
     longest_prompt: int
     capacity: int
     mask_tokens: int
@@ -87,7 +88,7 @@ def launch_config(api_key: str) -> str:
 
 
 def why_unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> str:
-    """Why the tokens can't be drawn as the request wants, or an empty text."""
+    """Why SGLang can't sample as the request wants, or an empty text."""
     if sampling.penalties is not None:
         return "its penalties have another meaning than AgentEvo's: leave them out"
     if len(sampling.stop_strings) > MAX_STOPS:
@@ -218,7 +219,7 @@ def _numbers(
     facts: ServerFacts,
     vocabulary: int,
 ) -> tuple[list[float], list[Alternatives]]:
-    """Log-probs and alternatives of the distribution that was drawn from."""
+    """Log-probs and alternatives of the sampling distribution."""
     count = sampling.top_logprobs
     if sampling.temperature == 0:
         return [0.0] * len(ids), [[(token, 0.0)] for token in ids] if count else []
@@ -260,8 +261,8 @@ def _numbers(
 
 
 class SglangClient:
-    """One server. Belongs to one event loop. It raises EngineError, and EngineUnavailableError
-    where the server does not answer or the answer was lost."""
+    """One server. Belongs to one event loop. It raises EngineError, and EngineUnavailableError if
+    the server does not answer or the answer was lost."""
 
     def __init__(
         self, url: str, api_key: str | None, admin_key: str | None, ca_file: Path | None
@@ -281,7 +282,7 @@ class SglangClient:
         await self._http.aclose()
 
     async def facts(self) -> ServerFacts:
-        """Raises EngineError for a server that this module is not written for."""
+        """Raises EngineError for a server that this module does not support."""
         info = await self._ask("GET", "/server_info", timeout_s=CONTROL_S)
         try:
             release = tuple(map(int, re.findall(r"\d+", str(info["version"]))[:3]))
@@ -318,8 +319,8 @@ class SglangClient:
         self, body: Mapping[str, Any], deadline: float
     ) -> AsyncIterator[Mapping[str, Any]]:
         """The pieces of a stream, or the one answer. A request is sent again only when no
-        connection was made, so nothing is drawn twice. `deadline`: until when to try, by the loop's
-        clock."""
+        connection was made, so nothing is sampled twice. `deadline`: until when to try, by the
+        loop's clock."""
         while True:
             try:
                 async with self._http.stream(
@@ -368,7 +369,7 @@ class SglangClient:
             )
 
     async def flush(self) -> None:
-        """Drops every cached key and value. Raises EngineError where it was not done."""
+        """Drops every cached key and value. Raises EngineError if that failed."""
         await self._post("/flush_cache", None, CONTROL_S)
 
     async def release_memory(self) -> None:

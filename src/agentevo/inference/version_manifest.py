@@ -1,4 +1,4 @@
-"""What a version of the weights says of itself, and its place: see weight_versions.py."""
+"""The manifest of a version of the weights, and its folder: see weight_versions.py."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """vLLM as an engine. Only this module, `vllm_words` and `vllm_weights` know vLLM's names.
 
 vLLM runs in processes of its own, which this one starts and ends; none of them listens on a
-network. It begins with the model's weights as files in a temporary folder, and is handed new ones
-the same way:
+network. It begins with the model's weights as files in a temporary folder, and gets new ones the
+same way:
 
     verify -> write -> pause, every cached key and value dropped -> load -> label -> resume
 
-Invariants: a token's log-prob is that of the distribution it was drawn from (vLLM's
-`processed_logprobs`). Its version is the label under which vLLM drew it. No token is drawn over
-keys and values of other weights. Weights that vLLM may hold only in part are never served: when a
+Invariants: a token's log-prob is that of the distribution it was sampled from (vLLM's
+`processed_logprobs`). Its version is the label under which vLLM sampled it. No token is sampled
+over keys and values of other weights. Weights that vLLM holds only in part are never served: when a
 load fails, every request fails with EngineError from then on, and `check` raises it.
 
 Not promised: the same numbers with other requests in a step (they differ by rounding), and
@@ -93,8 +93,8 @@ LOAD_S = 600.0
 
 class VllmEngine:
     """See the module. `model` says names, shapes and the weights to begin with; nothing is computed
-    with it. Starting takes a minute and more. Raises ConfigError for what vLLM can't follow,
-    MissingExtraError without vLLM, EngineError when it does not start."""
+    with it. Starting takes a minute and more. Raises ConfigError for settings that vLLM does not
+    support, MissingExtraError without vLLM, EngineError when it does not start."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class VllmEngine:
         async with self._open_request(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
                 (output,) = answer.outputs
-                if stopped:  # what vLLM draws until the abort reaches it
+                if stopped:  # tokens that vLLM samples until the abort reaches it
                     drawn.end(output)
                     continue
 
@@ -210,8 +210,8 @@ class VllmEngine:
         )
 
     def _cut_at_stop_string(self, drawn: VllmTokens, before: int, sampling: SamplingParams) -> bool:
-        """Whether one of the tokens from `before` on completes a stop string; then what follows it
-        is dropped."""
+        """Whether one of the tokens from `before` on completes a stop string; then the text after
+        it is dropped."""
         if self._tokenizer is None or not sampling.stop_strings:
             return False
         for count in range(before + 1, len(drawn.ids) + 1):
@@ -384,7 +384,7 @@ class VllmEngine:
 
     @contextmanager
     def _changing_nothing(self, what: str) -> Iterator[None]:
-        """Wraps what workers do before they change anything."""
+        """Wraps the work of vLLM's workers before they change anything."""
         try:
             yield
         except WeightsLostError:
@@ -397,7 +397,7 @@ class VllmEngine:
             ) from error
 
     async def _pause(self, in_flight: InFlight, deadline_s: float) -> None:
-        """Stops all computation and drops all that was computed: tokens over keys and values of
+        """Stops all computation and drops everything computed: tokens over keys and values of
         other weights would be of neither version. If this fails, vLLM resumes."""
         mode = "wait" if in_flight == "finish" else "keep"
         try:
@@ -414,7 +414,7 @@ class VllmEngine:
 
     async def _take_over(self, version: int, path: Path | None = None, *, came: bool) -> None:
         """Switches a paused vLLM to new weights; `came`: weights are in `path`, or in the workers.
-        When it fails, vLLM may hold some of the new weights and some of the old ones, and draws
+        When it fails, vLLM can hold some of the new weights and some of the old ones, and samples
         nothing from then on."""
         started = time.perf_counter()
         try:

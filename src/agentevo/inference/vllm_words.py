@@ -1,6 +1,6 @@
 """The translation between our terms and vLLM's: its start, its requests, and its outputs.
 
-What vLLM would compute differently from every other engine is refused, with the reason.
+Requests that vLLM would compute differently from every other engine are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ releases."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports."""
 LOWEST = 0.01
-"""The lowest temperature above 0 at which vLLM draws: it raises lower ones without notice."""
+"""The lowest temperature above 0 at which vLLM samples: it raises lower ones without notice."""
 HIGHEST = 2.0
-"""The highest temperature at which vLLM draws: it refuses higher ones."""
+"""The highest temperature at which vLLM samples: it refuses higher ones."""
 NEVER = -1e9
 """The bias of an id that is no token: next to any other logit it has no probability."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raises EngineError for what vLLM computes in another order than every other engine, and for
-    what it reports too little of."""
+    """Raises EngineError for settings that vLLM applies in another order than every other engine,
+    and for those that it reports too little about."""
     penalties = sampling.penalties
     if sampling.grammar:
         raise GrammarError(
@@ -168,8 +168,8 @@ def drawing(
     sampling: SamplingParams, vocabulary: int, unused: Iterable[int], *, streams: bool
 ) -> Any:
     """The request in vLLM's terms. The end-of-text token ends a request only if it is asked to, and
-    `logprobs` counts those in addition to the drawn one's. `unused`: ids of the model that are no
-    tokens, which are never drawn."""
+    `logprobs` counts those in addition to the sampled one's. `unused`: ids of the model that are
+    not tokens, which are never sampled."""
     penalties = sampling.penalties or Penalties()
     biases = dict(penalties.logit_bias) | dict.fromkeys(unused, NEVER)
     return load_vllm().SamplingParams(
@@ -193,7 +193,8 @@ def drawing(
 
 
 def scoring() -> Any:
-    """vLLM's object for a request for the log-probs of its prompt. A token has to be drawn, too."""
+    """vLLM's object for a request for the log-probs of its prompt. It has to sample a token,
+    too."""
     return load_vllm().SamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -248,8 +249,8 @@ class VllmTokens:
         del self.ids[count:], self.logprobs[count:], self.top_logprobs[count:]
 
     def versions(self) -> list[int]:
-        """The version of each token. Raises EngineError where vLLM has not reported which weights
-        drew it."""
+        """The version of each token. Raises EngineError if vLLM has not reported which weights
+        sampled it."""
         versions = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
         if len(versions) < len(self.ids):
             raise EngineError(
@@ -260,6 +261,6 @@ class VllmTokens:
 
 
 def _likeliest(logprobs: dict[int, float], count: int) -> Alternatives:
-    """The likeliest of one token's log-probs, which always include the drawn one."""
+    """The likeliest of one token's log-probs, which always include the sampled one."""
     ordered = sorted(logprobs.items(), key=lambda item: -item[1])[:count]
     return [(token, logp) for token, logp in ordered if math.isfinite(logp)]
