@@ -389,7 +389,7 @@ def test_a_full_context_and_a_closed_conversation() -> None:
 
     asyncio.run(full.close())
     assert engine.released == ["a"] and full.broken is None
-    with pytest.raises(EngineError, match="the attempt a is over"):
+    with pytest.raises(EngineError, match="the attempt a has ended"):
         asyncio.run(conversation_closed(engine).complete(ASKED[:1]))
 
 

@@ -140,7 +140,7 @@ def test_a_client_of_another_run_is_refused_until_it_has_the_secret(tmp_path, ca
                 await ask(client, deadline_s=2.0)
 
             assert (
-                len([record for record in caplog.records if "of another run" in record.message])
+                len([record for record in caplog.records if "to another run" in record.message])
                 == 1
             ), "told once"
             assert engines.by_name["e1"].asked == []

@@ -108,7 +108,7 @@ def test_weights_of_somebody_else_are_never_a_version(tmp_path, monkeypatch):
     async def play():
         async with by_url(tmp_path, monkeypatch) as (case, server):
             server.label = "default"  # as of a server that was started anew
-            with pytest.raises(EngineError, match="not given it"):
+            with pytest.raises(EngineError, match="has not loaded"):
                 await case.draw()
 
     asyncio.run(play())

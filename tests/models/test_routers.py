@@ -189,7 +189,9 @@ def test_a_copy_has_routers_of_its_own(random_model):
 def test_what_cant_be_replayed_is_refused_and_left_as_it_was(name, settings, why, tiny):
     model = tiny(name, **settings)
     before = {key: vars(module).get("forward") for key, module in model.named_modules()}
-    with pytest.raises(ModelError, match=f"^trainer.routing_replay: what .*{why}.*: set trainer"):
+    with pytest.raises(
+        ModelError, match=f"^trainer.routing_replay: the routing .*{why}.*: set trainer"
+    ):
         enable_routing(model)
     after = {key: vars(module).get("forward") for key, module in model.named_modules()}
     assert before == after and routers_of(model) is None

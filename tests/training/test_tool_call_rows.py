@@ -75,7 +75,7 @@ def test_calls_as_deepseek_r1_takes_them(template, said, tmp_path):
 def test_calls_that_the_template_does_not_write_are_refused_with_their_message(tmp_path):
     beside = row_of_calls(tmp_path, content="Let me see.")
     for template, expected in (
-        (R1_DISTIL, "leaves out tool_calls of a message that has content (message 2)"),
+        (R1_DISTIL, "leaves out tool_calls beside a content (message 2)"),
         (R1_TEXT, "message 6: the template begins it otherwise"),
     ):
         with pytest.raises(RowError) as caught:
