@@ -7,9 +7,9 @@ A message of this API is a list of blocks. In the order of ours:
     assistant: thinking, text, tool_use    one message: reasoning, content, tool_calls
     user: tool_result, ..., text           one message of role tool for each result, then the text
 
-Texts that stand in blocks are joined as they are. A result that `is_error` begins with "Error: ":
-no chat template has a place for the mark. Its tool's name, which some templates write, is that of
-the call that it answers.
+Texts in blocks are joined unchanged. A result with `is_error` begins with "Error: ", because no
+chat template has a place for the flag. Its tool's name, which some templates write, is that of the
+call that it answers.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 
 
 def counted_of(body: Mapping[str, Any]) -> ModelRequest:
-    """The request whose prompt is to be counted; it needs no `max_tokens`."""
+    """The request whose prompt is counted; it needs no `max_tokens`."""
     return _request(body)
 
 
@@ -140,7 +140,7 @@ def _request(body: Mapping[str, Any], **fields: Any) -> ModelRequest:
 
 
 def _check_configuration(body: Mapping[str, Any]) -> None:
-    """Raises Refusal for what would have to change how the policy answers."""
+    """Raises Refusal for fields that would have to change the policy's answer."""
     for key, allowed in (("output_config", _CONFIGURED), ("context_management", ("edits",))):
         unknown = [
             name for name, value in _fields(body, key).items() if name not in allowed and value
@@ -168,7 +168,7 @@ def _fields(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _choice(body: Mapping[str, Any]) -> FieldChoice:
-    """What this API's tool_choice says."""
+    """The ToolChoice of this API's tool_choice."""
     choice = _fields(body, "tool_choice")
     kind = choice.get("type", "auto")
     name = choice.get("name")
@@ -465,7 +465,7 @@ def _ending(reply: ModelReply) -> dict[str, Any]:
 
 
 def _usage(prompt: PromptSize, completion: int) -> dict[str, Any]:
-    """`input_tokens` are those that the conversation had not yet."""
+    """`input_tokens` are those that the conversation did not have yet."""
     return {
         "input_tokens": prompt.num_tokens - prompt.num_cached,
         "cache_creation_input_tokens": 0,

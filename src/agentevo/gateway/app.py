@@ -58,7 +58,7 @@ from agentevo.inference.admission import AdmittedConnection
 from agentevo.store.trace_context import TracePlace, read_traceparent
 
 MARGIN_S = 30.0
-"""What is waited beyond the engine's own deadline before a request is given up."""
+"""The seconds beyond the engine's own deadline after which a request fails."""
 CLIENT_GONE = 499
 APIS: tuple[Api[Any], ...] = (
     chat_completions.API,
@@ -174,7 +174,7 @@ class Routes:
                 connection.leave()
 
     def _hot_path(self, scope: Scope) -> str | None:
-        """The path of a request to an API, which `_answer` answers directly; None for others. Such
+        """The path of a request to an API, which `_answer` handles directly; None for others. Such
         requests are many, and the application's layers cost more than all other work for them."""
         if scope["method"] != "POST":
             return None

@@ -12,7 +12,7 @@ from fastapi import Request
 from agentevo.gateway.refusals import Refusal
 
 BODY_S = 30.0
-"""How long the body of a request may take to come, in seconds."""
+"""The time limit for a request's body, in seconds."""
 _JSON_WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 """msgspec's names of types, which are Python's, in JSON's words."""
 _TYPES = re.compile(r"(Expected|got) `([a-z |]+)`")
@@ -24,7 +24,7 @@ async def json_body(
     request: Request, max_bytes: int, *, of: str, may_be_empty: bool = False
 ) -> dict[str, Any]:
     """The request's body as an object; an empty one has no keys where it `may_be_empty`. Raises
-    Refusal for one that is too long, late or none; `of` names the bound."""
+    Refusal for a body that is too long, late or not an object; `of` names the bound."""
     body = bytearray()
     too_long = Refusal(f"the body is longer than {max_bytes} bytes ({of}): send less", status=413)
     if int(request.headers.get("content-length", 0)) > max_bytes:

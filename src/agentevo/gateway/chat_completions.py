@@ -37,9 +37,9 @@ from agentevo.models.tool_calls import (
 from agentevo.types import Message, ToolCall
 
 DONE: Event = {}
-"""The last event of a stream, which says nothing but that."""
+"""The last event of a stream; it only marks the end."""
 _CONTENT_KEYS = ("refusal", "annotations", "audio", "function_call", "images", "videos")
-"""What may say something that no template has a place for. All other keys are a client's own."""
+"""Keys whose values no template has a place for. All other keys are ignored as a client's own."""
 _KNOWN = {
     "messages",
     "model",
@@ -173,7 +173,7 @@ class ChatCompletionStream:
         ]
 
     def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
-        """What a completion says next."""
+        """The event for a completion's next pieces."""
         deltas = map(_delta, pieces)
         return [self._chunk(number, delta) for delta in deltas if delta is not None]
 
@@ -245,7 +245,7 @@ def usage(replies: Sequence[ModelReply]) -> dict[str, Any]:
 
 
 def head(request: ModelRequest, prefix: str, kind: str) -> dict[str, Any]:
-    """What every answer and event begins with; its id has the prefix."""
+    """The fields that every answer and event begins with; the id has the prefix."""
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
@@ -292,7 +292,7 @@ def _logprobs(reply: ModelReply) -> dict[str, Any]:
 
 
 def token_logprobs(reply: ModelReply) -> list[dict[str, Any]]:
-    """The log-prob of every drawn token, as OpenAI's APIs write it."""
+    """The log-prob of every sampled token, in the form of OpenAI's APIs."""
     return [
         {**_token(token), "top_logprobs": list(map(_token, token.alternatives))}
         for token in reply.tokens

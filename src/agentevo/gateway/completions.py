@@ -140,7 +140,7 @@ class CompletionStream(chat_completions.ChatCompletionStream):
         return []
 
     def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
-        """What a completion says next."""
+        """The event for a completion's next pieces."""
         return [
             {**self._head, "choices": [_choice(self._request, number, piece.text)]}
             for piece in pieces
@@ -158,7 +158,7 @@ def _head(request: ModelRequest) -> dict[str, Any]:
 def _choice(
     request: ModelRequest, number: int, text: str, reply: ModelReply | None = None
 ) -> dict[str, Any]:
-    """`reply`: the whole answer, where this is its end."""
+    """`reply`: the whole answer, if this is its end."""
     choice: dict[str, Any] = {
         "index": number,
         "text": text,
@@ -179,8 +179,8 @@ def _choice(
 
 
 def _logprobs(request: ModelRequest, reply: ModelReply) -> dict[str, Any]:
-    """The log-probs of all drawn tokens, in this API's columns; offsets count characters of the
-    completion's tokens. The drawn token is always among the likeliest, as the API defines it."""
+    """The log-probs of all sampled tokens, in this API's columns; offsets count characters of the
+    completion's tokens. The sampled token is always among the likeliest, as the API defines it."""
     lengths = [len(drawn.token.text) for drawn in reply.tokens]
     top: list[dict[str, float]] = []
     for drawn in reply.tokens:

@@ -1,5 +1,5 @@
-"""The gateway's own OpenAPI page: its routes, what their bodies are, and who may ask. The fields of
-each API are described where the API is from; docs/gateway.md says what each of them does here."""
+"""The gateway's own OpenAPI page: its routes, their bodies and their keys. The provider of each API
+documents its fields; docs/gateway.md describes the effect of each field in this gateway."""
 
 from __future__ import annotations
 

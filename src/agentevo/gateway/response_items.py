@@ -1,9 +1,9 @@
 """Items of OpenAI's Responses API -> messages.
 
 One answer of the policy is several items (a thought, a text, each tool call) and one message. So
-the items of the assistant that stand together are one message again. Items that the gateway has
-made have ids that say which answer they are of, and `ID_PARTS` reads them: by these an answer is
-put together even where results of tools stand between its calls.
+adjacent items of the assistant become one message again. The ids of the gateway's own items name
+their answer, and `ID_PARTS` reads them: they join the items of an answer even if results of tools
+are between its calls.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class _Drafts:
     def __init__(self) -> None:
         self.all: list[_AnsweredItems | dict[str, Any]] = []
         self.last_answer: _AnsweredItems | None = None
-        """The assistant's message after which there are results of tools alone."""
+        """The assistant's message that only results of tools follow."""
 
     def answer_of(self, item: Mapping[str, Any], kind: str) -> _AnsweredItems:
-        """The answer that an item belongs to; a new one where there is none."""
+        """The answer that an item belongs to; a new one if there is none."""
         parts = ID_PARTS.fullmatch(str(item.get("id")))
         answer_id = parts[1] if parts else None
         last = self.last_answer
@@ -77,7 +77,7 @@ class _Drafts:
 
 
 def name_within(namespace: str, name: str) -> str:
-    """What the policy calls a tool of a namespace."""
+    """The policy's name for a tool of a namespace."""
     return f"{namespace}__{name}"
 
 

@@ -1,8 +1,8 @@
 """OpenAI's Responses API: https://platform.openai.com/docs/api-reference/responses.
 
-What an answer says is written once, as items that grow with the pieces (`_ResponsesOutput`): a
-stream sends the events of that growth, and an answer that is not streamed is its last state. A text
-and a call that the policy wrote in turns are items in turns.
+An answer is built once, as items that grow with the pieces (`_ResponsesOutput`): a stream sends the
+events of that growth, and an answer that is not streamed is its last state. Alternating texts and
+calls of the policy become alternating items.
 
 `previous_response_id` continues an answer of the same session. The session's memory has it with the
 messages before it, but without `instructions`, as the API defines it.
@@ -50,7 +50,7 @@ from agentevo.types import Message
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (None, LOGPROBS, "reasoning.encrypted_content")
-"""What `include` may ask for; a thought is readable in any case."""
+"""The values that `include` can have; a thought is readable in any case."""
 _ECHOED: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -70,7 +70,7 @@ _ECHOED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""What an answer says again of its request, and what it is where the request says nothing."""
+"""The fields of a request that its answer repeats, and their defaults."""
 _KNOWN = {
     *_ECHOED,
     "input",
@@ -100,15 +100,15 @@ _TOOL_KEYS = {*_SCHEMA_KEYS, "type"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRequest(ModelRequest):
-    """A request, with what its answer says of it."""
+    """A request, with the fields that its answer repeats."""
 
     history: tuple[Message, ...]
     """The prompt without `instructions`."""
     raw_input: Any
-    """`input` as it came."""
+    """`input`, unchanged."""
     echoed: dict[str, Any]
     memory: Memory | None
-    """Where the answer is kept; None where the client wants none kept."""
+    """The memory that keeps the answer; None if the client wants it not kept."""
     namespaces: Mapping[str, tuple[str, str]]
     """Tool -> its namespace and its name there, for the tools that have one."""
 
@@ -163,7 +163,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
 
 
 def _no_other_service(body: Mapping[str, Any]) -> None:
-    """Raises Refusal for what only OpenAI's own service does."""
+    """Raises Refusal for features that only OpenAI's own service has."""
     if boolean(body, "background"):
         raise Refusal("background is not supported: wait for the answer, or stream it")
     if body.get("truncation") not in (None, "disabled"):
@@ -290,8 +290,8 @@ class _ResponsesOutput:
                 return self._close("incomplete")
 
     def finish(self, *, is_whole: bool) -> list[Event]:
-        """The last item is done. An answer without a call has a text, though it may say
-        nothing, unless it was cut off within a thought."""
+        """The last item is done. An answer without a call has a text, even an empty one, unless it
+        was cut off within a thought."""
         kinds = {item["type"] for item in self.items}
         events: list[Event] = []
         if not kinds & {"function_call", "message"} and (is_whole or not kinds):
@@ -485,7 +485,7 @@ class ResponsesStream:
 
 
 def answer(request: ResponseRequest, replies: Sequence[ModelReply]) -> dict[str, Any]:
-    """The last state of the stream that says this reply: what it thought, said and called."""
+    """The last state of the stream of this reply: its thought, text and calls."""
     (reply,) = replies
     stream = ResponsesStream(request)
     stream.pieces(0, pieces_of(reply))

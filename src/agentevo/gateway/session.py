@@ -45,7 +45,7 @@ MAX_AT_ONCE = 256
 MAX_POSTED = 10_000
 """Rewards that one session takes."""
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
-"""What decides the distribution that tokens are drawn from."""
+"""The settings that decide the sampling distribution."""
 
 
 class Listening:
@@ -66,7 +66,7 @@ class Listening:
         self._new.setdefault(number, []).extend(ids)
 
     def close(self) -> None:
-        """What has not been passed on is the answers' to finish."""
+        """Stops passing tokens on; the answers finish with the rest."""
         self._new = {}
 
     def tell(self, number: int, pieces: list[Delta]) -> None:
@@ -94,12 +94,11 @@ class GatewaySession:
         remote: RemoteConversations | None = None,
         remote_agents: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`conversations`: of each agent by its name; a single one has whatever name.
-        `follows_client`: the client decides the distribution that its completions are drawn
-        from, and not the recipe. `whole_calls`: streams tell of a call when it is whole. `key` is
-        drawn at random unless it is given. `remote`: of the
-        models that a client may name in place of the policy; `remote_agents`: agents that are such
-        a model's, and which; that of no name is the policy."""
+        """`conversations`: of each agent by its name; the name of a single one does not matter.
+        `follows_client`: the client, not the recipe, decides the sampling distribution of its
+        completions. `whole_calls`: streams send a call only when it is complete. `key` is random by
+        default. `remote`: the models that a client may name instead of the policy; `remote_agents`:
+        the agents that such a model plays, with its name; the empty name is the policy."""
         self.remote = remote
         self.remote_agents = remote_agents
         self.key = secrets.token_urlsafe(32) if key is None else key
@@ -108,9 +107,9 @@ class GatewaySession:
         self.posted: list[PostedReward] = []
         self._sums = RewardSums()
         self.ignored: dict[str, float] = {}
-        """What a client asked of the distribution and did not get."""
+        """The client's sampling settings that were ignored."""
         self.memory = Memory()
-        """What the APIs keep of its answers."""
+        """The answers that the APIs keep."""
         self.allowance = Allowance()
         """The session's allowance of requests."""
         self._follows_client = follows_client
@@ -253,22 +252,22 @@ class GatewaySession:
         ]
 
     def remote_name(self, model_name: str | None) -> str:
-        """The remote model that a client means by a model's name; empty where it means none."""
+        """The remote model that a client's model name selects; empty if it selects none."""
         model = self.remote_agents.get(model_name or "", model_name or "")
         if self.remote is None:
             return ""
         return model if model in self.remote.models else self.remote_agents.get("", "")
 
     def _agent_of(self, model_name: str | None) -> str:
-        """The agent whose words a remote model's answer is: the one of that name; none where the
-        model itself was named; else the policy, which it plays."""
+        """The agent that a remote model's answer belongs to: the agent of that name; none if the
+        client named the model itself; else the policy, which it plays."""
         if model_name and model_name in self.remote_agents:
             return model_name
         return "" if self.remote is not None and model_name in self.remote.models else POLICY
 
     def wait_of(self, model_name: str | None, own_s: float) -> tuple[str, float]:
-        """What answers a request for a model, in words, and how long to wait for it: `own_s` for a
-        policy."""
+        """The side that answers a request for a model, in words, and how long to wait for it:
+        `own_s` for a policy."""
         model = self.remote_name(model_name)
         if not model or self.remote is None:
             return "the policy", own_s
