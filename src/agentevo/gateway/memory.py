@@ -27,9 +27,9 @@ class Memory:
             self._num_characters -= self._kept.pop(oldest)[1]
 
     def forget(self, name: str) -> None:
-        """Forgets a name that is kept."""
+        """Drops a kept name."""
         self._num_characters -= self._kept.pop(name)[1]
 
     def find(self, name: str) -> Any | None:
-        """The value under the name; None where there is none, or it was dropped."""
+        """The value under the name; None if there is none, or it was dropped."""
         return self._kept.get(name, (None,))[0]

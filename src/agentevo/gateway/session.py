@@ -66,7 +66,7 @@ class Listening:
         self._new.setdefault(number, []).extend(ids)
 
     def close(self) -> None:
-        """Stops passing tokens on; the answers finish with the rest."""
+        """Ends the passing on; finishing the answers gives the remaining pieces."""
         self._new = {}
 
     def tell(self, number: int, pieces: list[Delta]) -> None:
@@ -292,7 +292,7 @@ class GatewaySession:
             await conversation.close()
 
     def conversation_of(self, agent: str | None) -> Conversation:
-        """The conversation that a client means: the only one, or that of the named agent. Raises
+        """The conversation of a request: the only one, or that of the named agent. Raises
         Refusal."""
         if len(self.conversations) == 1:
             return next(iter(self.conversations.values()))
@@ -311,7 +311,7 @@ class GatewaySession:
 
     @contextmanager
     def _one_more(self) -> Iterator[None]:
-        """A request that is under way. Raises Refusal where there are too many."""
+        """A request that is under way. Raises Refusal if there are too many."""
         if self._under_way >= MAX_AT_ONCE:
             raise Refusal(
                 f"{MAX_AT_ONCE} requests of this session are under way: wait for one of them",
@@ -341,7 +341,7 @@ class GatewaySession:
             self._bridge_across().send(discard)
 
     def post(self, *rewards: PostedReward) -> None:
-        """Takes rewards in: all of them, or none."""
+        """Accepts all of the rewards, or none."""
         if len(self.posted) + len(rewards) > MAX_POSTED:
             raise Refusal(f"a session takes {MAX_POSTED} rewards", status=429)
 
@@ -373,7 +373,8 @@ class GatewaySession:
                 raise BadRequestError(f"there is no turn {reward.turn}: the session has {turns}")
 
     def _admitted_overrides(self, overrides: SamplingOverrides | None) -> SamplingOverrides | None:
-        """What a request may change: the distribution only if the client decides it."""
+        """The settings that a request may change: the distribution only if the client decides
+        it."""
         if overrides is None or self._follows_client:
             return overrides
         ignored = {name: value for name, value in overrides.given().items() if name in DISTRIBUTION}

@@ -47,7 +47,7 @@ _READERS = 4
 
 class TornError(UnusableCheckpointError):
     """A checkpoint whose files differ from those that were saved: one is missing or changed. One
-    that can't be read now, and may be complete, is a CheckpointError but no TornError."""
+    that can't be read now, and may be complete, is a CheckpointError but not a TornError."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,9 +137,9 @@ def verify(folder: Path) -> CheckpointManifest:
 
 
 def verify_model(folder: Path, *, most_bytes: float = math.inf) -> bool:
-    """Reads the files of the model again, where `folder` is a checkpoint; another model's has no
-    manifest, and nothing to compare with. Returns whether all were compared: where they have more
-    than `most_bytes` together, large ones are left out. Raises as `verify`."""
+    """Reads the files of the model again, if `folder` is a checkpoint; another model's has no
+    manifest, and nothing to compare with. Returns whether all were compared: if they have more than
+    `most_bytes` together, large ones are left out. Raises as `verify`."""
     if not (folder / NAME).exists():
         return True
 

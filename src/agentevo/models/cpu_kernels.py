@@ -259,7 +259,7 @@ class CpuKernels:
 
 
 def cpu_kernels() -> CpuKernels | None:
-    """The kernels of this machine, or None where there are none; `why_not` says why."""
+    """The kernels of this machine, or None if there are none; `why_not` says why."""
     return _found()[0]
 
 
@@ -281,8 +281,8 @@ def _found() -> tuple[CpuKernels | None, str, str]:
 
 
 def _compare(kernels: CpuKernels) -> None:
-    """Raises KernelsUnavailableError where a function computes something else than PyTorch's
-    operators. The code that packs a matrix compares products with oneDNN's, to the bit."""
+    """Raises KernelsUnavailableError if a function gives other results than PyTorch's operators.
+    The code that packs a matrix compares products with oneDNN's, to the bit."""
     numbers = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 5, 96, generator=numbers, dtype=torch.float32).mul_(4)
     epsilon = 1e-5

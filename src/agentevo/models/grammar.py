@@ -1,5 +1,5 @@
 """The tokens that a grammar allows next: constrained decoding, and the same masks again for code
-that trains or checks what was drawn under them. The grammars are llguidance's
+that trains on or checks the tokens sampled under them. The grammars are llguidance's
 (`agentevo[constrained]`).
 
 A mask is a bit for each token of the vocabulary, lowest bit first, in W uint32. It follows from the
@@ -89,9 +89,9 @@ class Grammars:
         return GrammarState(matcher.deep_copy(), self.num_words)
 
     def masks_of(self, constraint: Constraint, ids: Sequence[int]) -> TokenMasks:
-        """The masks that a recorded completion was drawn under. Raises GrammarError where they are
-        not those, because the grammar reads otherwise here: by another version of llguidance, or
-        another tokenizer."""
+        """The masks that a recorded completion was sampled under. Raises GrammarError if they
+        differ from the recorded ones, because the grammar compiles differently here: by another
+        version of llguidance, or another tokenizer."""
         state = self.begin(constraint.grammar, constraint.end_ids)
         table: dict[bytes, int] = {}
         rows = np.empty(len(ids), dtype=np.int32)
@@ -149,7 +149,7 @@ class _PlainTokens:
     bos_token_id = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_id: int) -> None:
-        """Raises ModelError where tokens are parts of characters."""
+        """Raises ModelError if tokens are parts of characters."""
         self.eos_token_id = eos_token_id
         self._tokenizer = tokenizer
 
@@ -190,8 +190,8 @@ class GrammarState:
         return mask
 
     def take(self, token: int) -> None:
-        """The next token. Raises GrammarError for a token that the mask does not have, and where
-        the grammar needs too much afterwards."""
+        """The next token. Raises GrammarError for a token that the mask does not have, and if the
+        grammar needs too much afterwards."""
         if not self._matcher.consume_token(token):
             raise self._broken()
 

@@ -44,7 +44,7 @@ class InParts:
     """All processes, for tensors on the CPU."""
 
     def specs(self, *, only_trained: bool) -> dict[str, Spec]:
-        """What `tensors` gives, in its order."""
+        """The specs of the tensors that `tensors` yields, in its order."""
         return {name: part.spec for name, part in self.own_parts(only_trained).items()}
 
     def tensors(self, *, only_trained: bool) -> Wholes:

@@ -10,9 +10,9 @@ operators that reach it have private names, so this is the one file that uses th
 copied), same state dict, same gradients to float32 rounding.
 
 Without gradients a row of a product does not depend on the other rows, to the last bit. oneDNN sums
-over the inputs in one order for any number of rows but one. This module sums a single row in that
-order (`_of_one_row`), or multiplies it twice. `available()` checks whether this machine's kernels
-keep to that order.
+over the inputs in one order for any number of rows except one. This module sums a single row in
+that order (`_of_one_row`), or multiplies it twice. `available()` checks whether this machine's
+kernels keep to that order.
 """
 
 from __future__ import annotations
@@ -197,10 +197,9 @@ class PackedMatrix:
         return kernels.product(self._few, x, addend)
 
     def _for_few_rows(self) -> Matrix | None:
-        """The matrix as our own kernel takes it; None where there is no kernel, or where it does
-        not give exactly the bits that oneDNN gives many rows. That follows from the shape, so it is
-        checked once for all layers and all weights of that shape: every publish packs the model
-        again."""
+        """The matrix as our own kernel takes it; None if there is no kernel, or if it does not give
+        exactly the bits that oneDNN gives many rows. That follows from the shape, so it is checked
+        once for all layers and all weights of that shape: every publish packs the model again."""
         kernels = cpu_kernels()
         if kernels is None or self._tables is None:
             return None

@@ -160,7 +160,7 @@ def _quantization_arguments(kind: str, dtype: torch.dtype, device: torch.device)
 
 def _never_pack(model: PreTrainedModel) -> None:
     """Keeps 4-bit weights in the layout that passes gradients on. On a CPU with avx512_bf16
-    bitsandbytes packs a layer in its first pass without gradients, for good, and its product of
+    bitsandbytes packs a layer permanently in its first pass without gradients, and its product of
     packed weights has no backward pass."""
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
@@ -217,7 +217,7 @@ def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
 
 def make_hollow(section: ModelSection, shape: PretrainedConfig) -> PreTrainedModel:
     """The model of a configuration, in the section's type and without adapters, on the device
-    `meta`. Raises whatever the model's class does."""
+    `meta`. Raises any exception of the model's class."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             shape, dtype=getattr(torch, section.dtype)
@@ -241,8 +241,8 @@ def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedMod
 
 def check_overrides(section: ModelSection, source: Path | str | None) -> None:
     """Raises ModelError for `config_overrides` that the model does not take, where its folder is on
-    this machine; a model of a hub is checked when it is loaded. `source`: as `resolve` gives it,
-    None where it has not been downloaded."""
+    this machine; a model of a hub is checked when it is loaded. `source`: as `resolve` returns it,
+    None if it has not been downloaded."""
     if section.config_overrides and isinstance(source, Path):
         _config(section.name, source, section.config_overrides)
 

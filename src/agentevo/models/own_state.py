@@ -1,9 +1,9 @@
-"""torch's settings of the thread that computes: those of a fresh thread, whatever settings a user's
-code has left.
+"""torch's settings of the thread that computes: those of a fresh thread, independent of settings
+that a user's code has left.
 
 An agent that awaits the policy inside of `with torch.no_grad()` turns gradients off for all code
-that shares its thread, and two such agents end each other's blocks in the wrong order. What is
-computed here does not depend on these settings, and the settings of the user's code are restored
+that shares its thread, and two such agents end each other's blocks in the wrong order. AgentEvo's
+own computation does not depend on these settings, and the settings of the user's code are restored
 afterwards.
 """
 

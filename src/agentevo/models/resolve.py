@@ -49,7 +49,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
 def locate(name: str) -> Path | str | KnownModel:
     """What a name in a recipe refers to: a folder, a hub name or a known model. Downloads nothing.
 
-    Raises `UnknownNameError` (with the nearest known name) for what can be none of these,
+    Raises `UnknownNameError` (with the nearest known name) for a name that is none of these,
     `ModelError` for a folder without a model.
     """
     if name.startswith(MODELSCOPE):
@@ -133,7 +133,7 @@ def saved_folder(name: str) -> Path | None:
 
 def missing_model(name: str) -> str:
     """Why a recipe's model can't be loaded on this machine without the network, and what to do;
-    empty where it can. Nothing is downloaded, and nothing of it is read."""
+    empty if it can. Nothing is downloaded, and none of its files is read."""
     if name == TINY:
         return ""
 
@@ -148,13 +148,13 @@ def missing_model(name: str) -> str:
 
 
 def _folder_of(name: str) -> Path:
-    """Raises ModelError for what no path can be."""
+    """Raises ModelError for a name that can't be a path."""
     problem = name_problem(name)
     if problem:
         raise ModelError(f"model {name[:60]!r}: {problem}")
     try:
         return Path(name).expanduser()
-    except RuntimeError as error:  # ~somebody, who has no home
+    except RuntimeError as error:  # ~user, for a user without a home
         raise ModelError(f"model {name!r}: {error}: write the whole path") from error
 
 

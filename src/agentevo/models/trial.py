@@ -54,7 +54,7 @@ class PlanMissingError(ModelError):
 
 
 class KeyValueSize(NamedTuple):
-    """What one call of attention keeps for a token."""
+    """The tensors that one call of attention keeps for a token."""
 
     heads: int
     key_dim: int
@@ -162,7 +162,7 @@ def pass_alone(model: PreTrainedModel, count: int, routing: Any) -> None:
 
 
 def try_out(model: PreTrainedModel, implementation: str) -> None:
-    """Raises ModelError for a model that AgentEvo would compute otherwise than transformers does;
+    """Raises ModelError for a model that AgentEvo would compute differently from transformers;
     leaves it with `implementation`, AgentEvo's attention. One on the device `meta` passes."""
     if next(model.parameters()).is_meta:
         model.set_attn_implementation(implementation)
@@ -186,7 +186,7 @@ def _cause(
     other_texts: list[list[int]],
     reference: torch.Tensor,
 ) -> str | None:
-    """Why the two ways to compute differ, where the cause can be found."""
+    """Why the two computations differ, if the cause can be found."""
     tolerance = _tolerance(model)
     model.set_attn_implementation(implementation)
     repeated = [_Token(number, 0, text[3]) for number in range(OTHER)]

@@ -66,7 +66,7 @@ class Prose:
             self._space = [PARAGRAPH]
 
     def finish(self) -> str:
-        """The white space at the end, where it belongs to the text."""
+        """The white space at the end, if it belongs to the text."""
         return "" if self._cut else "".join(self._space)
 
 
@@ -192,7 +192,7 @@ def read_call(
     is_bare: bool = False,
 ) -> Generator[None, None, bool]:
     """Reads one call with `body`, which raises MalformedError, after `lead`, which was taken
-    already. False where it is none."""
+    already. False if there is none."""
     text = out.text
     call = OpenCall(out, is_bare=is_bare)
     record = text.record = [lead]

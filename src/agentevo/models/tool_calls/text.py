@@ -126,7 +126,7 @@ class CallText:
         return "".join(pieces), mark
 
     def starts_with(self, *strings: str) -> Generator[None, None, str]:
-        """The one of the strings that comes next in the text, or "". None is taken."""
+        """The string that comes next in the text, or "". Takes nothing."""
         return (yield from self.look_for(marks(*strings)))
 
     def look_for(self, candidates: Marks) -> Generator[None, None, str]:
