@@ -58,7 +58,7 @@ class Bridge:
         return self._sampler
 
     def send(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function on the sampler's loop; from the gateway's. Raises RuntimeError where
+        """Calls a function on the sampler's loop; from the gateway's. Raises RuntimeError if
         that loop has ended."""
         self._to_sampler.send(function, *arguments)
 

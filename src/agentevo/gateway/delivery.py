@@ -221,7 +221,7 @@ class EventStream(Response):
 
 
 async def _end_of(scope: Scope, send: Send) -> bool:
-    """Ends an answer that has been sent completely. False where its client does not have it: the
+    """Ends an answer that has been sent completely. False if its client does not have it: the
     connection is cut then."""
     connection: AdmittedConnection = scope["state"]["connection"]
     is_delivered = await connection.took_all(READER_S)

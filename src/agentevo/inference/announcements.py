@@ -59,7 +59,7 @@ class StoreAnnouncements:
         self._secret = secret
         self._seen: dict[str, tuple[str, float, Announcement | None]] = {}
         """Name of the object -> (its state, when that was first seen by the monotonic clock, its
-        announcement; None where it is not of this run)."""
+        announcement; None if it is not of this run)."""
         self._warned = False
 
     def announce(self, announcement: Announcement) -> None:
@@ -191,7 +191,7 @@ class Lookout:
         self._every_s = every_s
         self.found: list[Announcement] = []
         self.trouble = ""
-        """What went wrong with the last look; empty where nothing did."""
+        """What went wrong with the last look; empty if nothing did."""
 
     async def look(self) -> None:
         """Looks once."""

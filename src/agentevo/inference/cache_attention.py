@@ -202,7 +202,7 @@ class CacheRows:
 
     def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Additive mask [B, 1, Q * repeat, P + K]: causal at the end of each sequence, and `window`
-        back; None where every query sees every key. Kept for all layers that are alike."""
+        back; None if every query sees every key. Kept for all layers that are alike."""
         prefix = self.prefix
         num_queries = self.tokens.shape[1]
         if self.even and (window is None or window >= prefix + self.max_length):
@@ -271,7 +271,7 @@ class CacheRows:
 def _additive(
     key: torch.Tensor, query: torch.Tensor, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """0 where a query at place `query` [..., Q] sees the key at place `key` [K], itself included,
+    """0 if a query at place `query` [..., Q] sees the key at place `key` [K], itself included,
     -inf elsewhere: [..., Q, K]."""
     is_visible = key <= query[..., None]
     if window is not None:

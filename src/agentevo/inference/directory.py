@@ -47,7 +47,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     """Unix time in seconds."""
     certificate: str = ""
-    """SHA-256 of the certificate that the engine shows; empty where it does not encrypt."""
+    """SHA-256 of the certificate that the engine shows; empty if it does not encrypt."""
     version: int | None = None
     """The version of the weights that it served at its last heartbeat; None if it does not report
     one. For observers: requests ask the engine itself."""

@@ -38,7 +38,7 @@ class DriftPlace:
     message: int
     """Number of the message in the request, from 1."""
     recorded: str
-    """The recorded message, shortened and escaped; empty where there is none."""
+    """The recorded message, shortened and escaped; empty if there is none."""
     came: str
     """The message that came in its place."""
     turn: int
@@ -260,7 +260,7 @@ class TokenDifference:
 def first_difference(
     recorded: Sequence[int], rendered: Sequence[int], text: Callable[[Sequence[int]], str]
 ) -> TokenDifference | None:
-    """The first token that two sequences do not share; None where one begins with the other."""
+    """The first token that two sequences do not share; None if one begins with the other."""
     pairs = enumerate(zip(recorded, rendered, strict=False))
     position = next((place for place, (a, b) in pairs if a != b), None)
     if position is None:

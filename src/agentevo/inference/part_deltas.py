@@ -81,7 +81,7 @@ class PublishedParts:
             self._kept[name] = (part.box, copy.copy_(part.given))
 
     def compare(self) -> PartsDelta | None:
-        """On the first process: what changed; None where the change is unknown, because nothing was
+        """On the first process: what changed; None if the change is unknown, because nothing was
         kept or other tensors are trained now. None on the others."""
         own_parts = self._own()
         differences = self._compare_boxes()
@@ -127,7 +127,7 @@ class PublishedParts:
         }
 
     def _compare_boxes(self) -> dict[str, BoxDifference] | None:
-        """Of each box that this process gives; None where it has not kept the same ones."""
+        """Of each box that this process gives; None if it has not kept the same ones."""
         parts = self._given()
         self._changes = {}
 

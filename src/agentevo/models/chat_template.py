@@ -137,7 +137,7 @@ class ChatTemplate:
         return isinstance(form, CallForm) and self._with_a_call("probetext", form) is not None
 
     def _with_a_call(self, content: str, form: CallForm) -> str | None:
-        """A conversation with a call, or None where it isn't shown."""
+        """A conversation with a call, or None if it isn't shown."""
         call = ToolCall(_CALL, json.dumps({"a": _ARGUMENT}), "probe0001")
         messages = [Message("user", "q"), Message("assistant", content, (call,))]
         try:

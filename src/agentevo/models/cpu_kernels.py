@@ -264,7 +264,7 @@ def cpu_kernels() -> CpuKernels | None:
 
 
 def why_not() -> tuple[str, str]:
-    """Why `cpu_kernels` is None (empty where it is not), and the remedy, if there is one."""
+    """Why `cpu_kernels` is None (empty if it is not), and the remedy, if there is one."""
     return _found()[1:]
 
 

@@ -74,7 +74,7 @@ class FusedDecoder:
         )
 
     def _layers(self) -> list[tuple[FusedLayer, tuple[PackedMatrix, ...]]] | None:
-        """Every layer with its weights of now; None where one of them is not fused, or has hooks,
+        """Every layer with its weights of now; None if one of them is not fused, or has hooks,
         so that it has to be called as a module."""
         layers: list[tuple[FusedLayer, tuple[PackedMatrix, ...]]] = []
         decoder: Any = self.decoder

@@ -242,7 +242,7 @@ class PackedMatrix:
         self._tables = None
 
     def _as_tables(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The packed numbers as [out / BLOCK_OUT * in, BLOCK_OUT]; None where the layout is another
+        """The packed numbers as [out / BLOCK_OUT * in, BLOCK_OUT]; None if the layout is another
         one, which the first and the last block show.
 
         They are not copied but read where oneDNN keeps them, and PackedMatrix keeps that alive.
@@ -374,7 +374,7 @@ def drop_packed(model: nn.Module) -> None:
 
 
 def use_fast_linear(model: nn.Module) -> int:
-    """Replaces every plain `nn.Linear` of `model`, in place; returns how many. Does nothing where
+    """Replaces every plain `nn.Linear` of `model`, in place; returns how many. Does nothing if
     `available()` is false."""
     if not available():
         return 0

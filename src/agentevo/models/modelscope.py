@@ -29,7 +29,7 @@ def check_name(name: str) -> None:
 
 
 def saved_folder(name: str) -> Path | None:
-    """The folder of a model that an earlier fetch brought; None where there is none, or no
+    """The folder of a model that an earlier fetch brought; None if there is none, or no
     package. Nothing is downloaded."""
     try:
         package = _package(name)

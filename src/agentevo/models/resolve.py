@@ -109,7 +109,7 @@ def locate(name: str) -> Path | str | KnownModel:
 
 
 def saved_folder(name: str) -> Path | None:
-    """The folder that a recipe's model has on this machine; None where a run downloads it first.
+    """The folder that a recipe's model has on this machine; None if a run downloads it first.
     Asks no network. Raises as `locate`."""
     source = locate(name)
     if isinstance(source, Path):

@@ -103,7 +103,7 @@ class Recording(Chooser):
         return chosen
 
     def rows(self) -> np.ndarray:
-        """[T, layers, K] uint16 on the CPU. Raises ModelError where a router was not asked."""
+        """[T, layers, K] uint16 on the CPU. Raises ModelError if a router was not asked."""
         chosen = _of_all(self._chosen, self.routers.layers)
         experts: np.ndarray = chosen.to(torch.int16).cpu().numpy().astype(np.uint16)
         return experts
@@ -122,7 +122,7 @@ class RouterReplay(Chooser):
         self._is_divided = False
 
     def choose(self, layer: int, own_choice: torch.Tensor) -> torch.Tensor:
-        """See Chooser.choose. Raises TrainingError where the number of tokens differs from the
+        """See Chooser.choose. Raises TrainingError if the number of tokens differs from the
         recorded one."""
         recorded = self.rows[:, layer]
         if recorded.shape != own_choice.shape:
@@ -138,7 +138,7 @@ class RouterReplay(Chooser):
 
     def differs(self) -> torch.Tensor | None:
         """[T, layers] bool: where the router would have chosen other experts than were recorded;
-        None where several processes have a stretch of the pass each. Raises ModelError where a
+        None if several processes have a stretch of the pass each. Raises ModelError if a
         router was not asked."""
         return None if self._is_divided else _of_all(self._differs, self.rows.shape[1])
 
@@ -386,7 +386,7 @@ def _why_not_forced(
     outputs: list[torch.Tensor],
 ) -> str:
     """The problem of a router when it is forced to choose other experts than `chosen`, its own
-    choice, which gave `outputs`; empty where there is none."""
+    choice, which gave `outputs`; empty if there is none."""
     weights = _weights(outputs, chosen)
     if weights is None:
         return "returns no weights of the chosen experts"

@@ -90,7 +90,7 @@ class StreamedAnswer(Protocol):
         ...
 
     def answer(self) -> Mapping[str, Any]:
-        """The body that the server would have sent in one piece. Raises BadAnswerError where the
+        """The body that the server would have sent in one piece. Raises BadAnswerError if the
         events ended before the answer did."""
         ...
 

@@ -228,7 +228,7 @@ def read_calls(
     goes_on: Callable[[CallText], Generator[None, None, bool]] | None = None,
 ) -> Generator[None, None, bool]:
     """Reads calls: an item, or a list of them with commas between, and again where `goes_on`, which
-    takes what follows the item or list, returns true. False where the first is none. What breaks
+    takes what follows the item or list, returns true. False if the first is none. What breaks
     behind a call breaks that call."""
     text = out.text
     in_list = False

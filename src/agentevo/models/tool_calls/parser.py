@@ -45,7 +45,7 @@ class ToolCallParser:
     """A regular expression of what chat templates have that ask for it."""
     begins: str = ""
     """A regular expression of all that `read` may take for the beginning of a call. It may match
-    more than that; empty where it is not known."""
+    more than that; empty if it is not known."""
     thoughts: tuple[str, ...] = ("<think>",)
     """The marks that begin a thought; keys of THOUGHTS."""
 
