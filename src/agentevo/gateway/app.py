@@ -409,7 +409,7 @@ def _place_in(scope: Scope) -> TracePlace | None:
 
 
 def _api_of(request: Request) -> Api[Any]:
-    """The API that the client speaks, where the path does not say it."""
+    """The client's API, if the path does not name it."""
     speaks_anthropic = "anthropic-version" in request.headers
     return anthropic_messages.API if speaks_anthropic else _api_at(request.url.path)
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 async def json_body(
     request: Request, max_bytes: int, *, of: str, may_be_empty: bool = False
 ) -> dict[str, Any]:
-    """The request's body as an object; an empty one has no keys where it `may_be_empty`. Raises
+    """The request's body as an object; an empty one has no keys if it `may_be_empty`. Raises
     Refusal for a body that is too long, late or not an object; `of` names the bound."""
     body = bytearray()
     too_long = Refusal(f"the body is longer than {max_bytes} bytes ({of}): send less", status=413)

@@ -207,7 +207,7 @@ class FieldChoice:
 
     kind: Literal["auto", "none", "required"]
     tool: str | None = None
-    """The only one that may be called."""
+    """The only function that may be called."""
     parallel: bool = True
 
     def form(self, schema: Schema | None, *, strict: bool = False) -> AnswerForm | None:

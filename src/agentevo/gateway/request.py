@@ -61,10 +61,10 @@ class PromptSize:
     """The size of a request, known before its first token is sampled."""
 
     num_tokens: int = 0
-    """The tokens of the whole context. This number and the next are sums where there are several
+    """The tokens of the whole context. This number and the next are sums if there are several
     prompts."""
     num_cached: int = 0
-    """How many of them the conversation had already."""
+    """How many of them the conversation already had."""
 
 
 @dataclass(slots=True)

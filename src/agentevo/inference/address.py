@@ -24,7 +24,7 @@ class EngineAddress(NamedTuple):
 
     @property
     def pinned_url(self) -> str:
-        """What `read` takes."""
+        """The URLs that `read` accepts."""
         return f"{self.url}{PIN}{self.certificate}" if self.certificate else self.url
 
     @classmethod

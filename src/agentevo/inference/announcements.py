@@ -191,7 +191,7 @@ class Lookout:
         self._every_s = every_s
         self.found: list[Announcement] = []
         self.trouble = ""
-        """What went wrong with the last look; empty if nothing did."""
+        """The error of the last look; empty if there was none."""
 
     async def look(self) -> None:
         """Looks once."""

@@ -156,7 +156,7 @@ class BroadcastSender:
             return []
 
     def _latest_version(self) -> Latest:
-        """The version as engines see it, written again where it was damaged."""
+        """The version as engines see it, written again if it was damaged."""
         if not self._has_begun:
             self._files.begin()
             self._has_begun = True

@@ -65,7 +65,7 @@ class BroadcastSource:
         return self._files.latest_version()
 
     def read(self, version: int, *, sha256: str | None = None) -> Weights:
-        """See WeightSource.read. On this engine's device where they come over NCCL."""
+        """See WeightSource.read. On this engine's device if they come over NCCL."""
         latest = self._files.latest_version()
         if latest is None or latest.version != version or sha256 not in (None, latest.sha256):
             raise WeightsNotSentError(f"version {version} is no longer the newest")

@@ -79,7 +79,7 @@ class RefusedError(LostError):
 
 
 class _connect(connect):
-    """Follows no redirect: the secret is for the engine alone."""
+    """Follows no redirect: the secret is for the engine only."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
         return exc

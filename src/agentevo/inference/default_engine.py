@@ -108,7 +108,7 @@ def engine_override(
     note: Callable[[str], None],
     is_separate: bool = False,
 ) -> list[str]:
-    """The override that names the engine where no recipe of these runs does, empty for the embedded
+    """The override that names the engine if no recipe of these runs does, empty for the embedded
     one. A resumed run keeps the engine that it began with. For a new run on a GPU, `note` gets the
     engine and the reason for it. `is_separate` as in `embedded_for`. Raises ModelError for a device
     that does not exist."""

@@ -32,14 +32,14 @@ HEARTBEAT_S = 1.0
 DEAD_S = 15.0
 """Another engine under our name that has shown no sign of life for this long is dead."""
 ENDING_S = 5.0
-"""How long an engine waits for its name: the one that has it may be about to end."""
+"""How long an engine waits for its name: the engine that has it could be about to end."""
 FORGET_S = 3600.0
 """Announcements that have been dead for this long are deleted by the next engine that starts."""
 LOCK = ".lock"
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine reports of itself."""
+    """An engine's announcement."""
 
     url: str
     name: str

@@ -233,7 +233,7 @@ def _line(message: Message) -> str:
 
 
 def _shown(*texts: str) -> list[str]:
-    """Texts from shortly before where they begin to differ, shortened and escaped."""
+    """Texts from shortly before their first difference, shortened and escaped."""
     letters = enumerate(zip(*texts, strict=False))
     same = next((place for place, at in letters if len(set(at)) > 1), 0)
     start = max(0, same - SHOWN // 3)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Weights = Mapping[str, "torch.Tensor"]
 """Tensors by the name of the model's parameter."""
 InFlight = Literal["continue", "finish"]
-"""What happens to running requests when an engine gets new weights or goes to sleep: they continue
+"""The treatment of running requests when an engine gets new weights or goes to sleep: they continue
 afterwards from their current state, or end first."""
 TokenListener = Callable[[Sequence[int], Sequence[float]], None]
 """Gets the tokens of one request as they are sampled: ids, and the log-prob of each. It is called
@@ -229,7 +229,7 @@ class UpdatableEngine(Engine, Protocol):
 
     async def forget_cache(self) -> None:
         """Drops every cached key and value, so that later results do not depend on earlier
-        requests. A conversation that continues keeps its recorded experts, where there are any."""
+        requests. A conversation that continues keeps its recorded experts, if there are any."""
         ...
 
     def check(self) -> None:

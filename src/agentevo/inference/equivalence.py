@@ -178,7 +178,7 @@ def key_of(message: Message, place: int) -> Hashable:
 
 
 def compatible(forms: Sequence[Message], came: Message) -> bool:
-    """Whether the reasoning and the tool's name of `came`, where it has them, are those of a
+    """Whether the reasoning and the tool's name of `came`, if it has them, are those of a
     recorded message, which is known in these forms and has the same key."""
     if came.role == "assistant":
         _, thought = _answer_and_thought(came)
@@ -189,8 +189,8 @@ def compatible(forms: Sequence[Message], came: Message) -> bool:
 
 
 def undone(forms: Sequence[Message], came: Message) -> list[Undone]:
-    """What differs between a message that came back and the nearest form of the recorded one that
-    it means."""
+    """The differences between a message that came back and the nearest form of the recorded one
+    that it means."""
     key = key_of(came, -1)
     alike = [form for form in forms if key_of(form, -1) == key or names_calls(form, came)]
     return min((_find_rewrites(form, came) for form in alike), key=len, default=[])

@@ -57,7 +57,7 @@ class HistoryNode:
         """By the id of a call."""
         self._by_form: dict[Message, list[HistoryNode]] = {}
         self._by_key: dict[Hashable, list[HistoryNode]] = {}
-        """Of the first `_num_keyed` children alone: most are never looked up by key."""
+        """Of the first `_num_keyed` children only: most are never looked up by key."""
         self._num_keyed = 0
         self._is_keyed = False
 

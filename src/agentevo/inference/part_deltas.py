@@ -51,7 +51,7 @@ class BoxDifference(NamedTuple):
 
 
 class PublishedParts:
-    """What this process has of the version that was published last; see the module."""
+    """This process's part of the version that was published last; see the module."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class PublishedParts:
             self._kept[name] = (part.box, copy.copy_(part.given))
 
     def compare(self) -> PartsDelta | None:
-        """On the first process: what changed; None if the change is unknown, because nothing was
-        kept or other tensors are trained now. None on the others."""
+        """On the first process: the changes; None if they are unknown, because nothing was kept or
+        other tensors are trained now. None on the others."""
         own_parts = self._own()
         differences = self._compare_boxes()
         of_all: list[dict[str, BoxDifference] | None] = [differences]
@@ -99,7 +99,7 @@ class PublishedParts:
         return PartsDelta.of(own_parts, answers, self) if len(answers) == len(of_all) else None
 
     def give(self) -> None:
-        """On the others: sends what `compare` has found."""
+        """On the others: sends the changes that `compare` found."""
         for name in list(self._changes):
             for tensor in self.pop(name).values():
                 distributed.send(as_bytes(tensor.contiguous()), group=self._group, group_dst=0)
@@ -110,7 +110,7 @@ class PublishedParts:
         return changes or {"whole": self._own()[name].given}
 
     def take(self, process: int, spec: Spec) -> torch.Tensor:
-        """On the first process: what another one gives next."""
+        """On the first process: the next tensor from another one."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
         distributed.recv(as_bytes(tensor), group=self._group, group_src=process)
         return tensor
@@ -216,8 +216,8 @@ class PartsDelta:
 
     @contextmanager
     def taken(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """What changed, by its key in `specs` and in that order, while the others `give`. A caller
-        that breaks off takes the rest, too, so that the others finish."""
+        """The changes, by their key in `specs` and in that order, while the others `give`. A caller
+        that breaks off receives the rest, too, so that the others finish."""
         waiting = iter(self._givers)
 
         def coming() -> Iterator[tuple[str, torch.Tensor]]:

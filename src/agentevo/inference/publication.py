@@ -47,7 +47,8 @@ class Publication:
         """The state of its files when they were last read whole."""
         self._verified_at = 0.0
         self._in_full = False
-        """The versions that the last one built on may be damaged: the next builds on none."""
+        """Whether the versions that the last one built on could be damaged: then the next builds on
+        none."""
         self._advised = False
         self._said = ""
         """The last reported problem; each is reported once."""

@@ -345,7 +345,7 @@ class RemoteEngine:
             self._excuse(time.monotonic() - asleep_since - self._poll_s)
 
     def _excuse(self, late_s: float) -> None:
-        """This process itself stood still, and may have left reports of engines unread."""
+        """This process itself was paused, and could have unread reports of engines."""
         for engine in self._known.values():
             engine.last_report_at += late_s
 

@@ -1,4 +1,5 @@
-"""Which experts the embedded engine chose: rows of tokens, stored alongside their keys and values.
+"""The experts that the embedded engine chose: rows of tokens, stored alongside their keys and
+values.
 
 A sequence has a row for every token that has keys and values (`Sequence.cached`), from the pass
 that computed these. So has a shared prefix. A sequence may have rows of further tokens: the same
@@ -145,6 +146,6 @@ def drawn_rows(sequence: Sequence, request: EngineRequest) -> np.ndarray | None:
         return None
     if earlier_rows is None:
         return sequence.routed.first(count)
-    if len(earlier_rows) == count:  # nothing was drawn since they were kept
+    if len(earlier_rows) == count:  # no token was sampled since they were kept
         return earlier_rows
     return np.concatenate([earlier_rows, sequence.routed.first(count)[len(earlier_rows) :]])

@@ -1,4 +1,4 @@
-"""Which experts an engine has reported, for the case that the context is computed again.
+"""The experts that an engine has reported, for contexts that are computed again.
 
 A client holds one row for each token of its conversation. Its later tokens are sampled over keys
 and values that may have been computed since, because the cache was dropped or given to another
@@ -45,7 +45,7 @@ class KnownPrefix(NamedTuple):
     num_tokens: int
 
     def agrees(self, rows: TokenRows, count: int) -> int:
-        """How many of the first `count` tokens may be taken from a cache with these rows."""
+        """How many of the first `count` tokens can come from a cache with these rows."""
         both = min(count, self.num_tokens)
         agreed = self.rows.agreement(rows, both)
         return count if agreed == both else agreed

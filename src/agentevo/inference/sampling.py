@@ -88,7 +88,7 @@ def draw_with_alternatives(
     changes: Sequence[PenaltyChanges | None] = (),
 ) -> tuple[list[int], list[float], list[Alternatives]]:
     """As `draw`, and for each row the `top_logprobs` likeliest tokens of the sampling distribution;
-    at temperature 0 the token alone."""
+    at temperature 0 only the token."""
     logits = logits.float()
     penalise(logits, changes)
     keep_allowed(logits, masks)

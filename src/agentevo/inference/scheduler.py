@@ -1,5 +1,5 @@
-"""Which sequences compute next, and where their keys and values are stored: the waiting queue,
-slots, sessions, shared prefixes and the memory budget.
+"""The choice of the sequences that compute next, and the storage of their keys and values: the
+waiting queue, slots, sessions, shared prefixes and the memory budget.
 
 Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle (a session between two
 turns: its keys and values are outside of the slots until the next turn, a release, or eviction). A

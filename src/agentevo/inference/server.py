@@ -61,10 +61,11 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 4 * 2**10
 BODY_S = 5.0
-"""How long the body of a request may take to come, in seconds."""
+"""The time limit for a request's body, in seconds."""
 PING_S = 20.0
 SILENT_S = 60.0
-"""A client that has not answered a ping for this long is gone, with its machine or its network."""
+"""A client that has not answered a ping for this long counts as gone, with its machine or
+network."""
 REFUSAL = (
     "the run's secret is wrong or missing: send `Authorization: Bearer` with the content of "
     f"engines/{NAME} in the run's folder"

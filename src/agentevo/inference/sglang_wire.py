@@ -44,7 +44,7 @@ SHOWN = 300
 
 
 class ServerFacts(NamedTuple):
-    """What a running server reports of itself."""
+    """The settings that a running server reports."""
 
     longest: int
     """The maximum tokens of a sequence, prompt and answer together."""
@@ -55,7 +55,7 @@ class ServerFacts(NamedTuple):
     seeded: bool
     can_sleep: bool
     incremental: bool
-    """Whether each piece of a stream has the new tokens alone."""
+    """Whether each piece of a stream has only the new tokens."""
 
 
 class SglangTokens(NamedTuple):

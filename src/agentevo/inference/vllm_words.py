@@ -131,7 +131,7 @@ def engine_arguments(
 
     steps: dict[str, Any] = {"max_num_batched_tokens": section.prefill_tokens}
     if current_platform.is_cpu():
-        # On a CPU vLLM can't take a seeded draw back, which it does after every piece of a prompt:
+        # On a CPU vLLM can't undo a seeded draw, which it does after every piece of a prompt:
         # its worker would end. Without pieces each prompt has to fit into one step.
         longest = options.max_model_len or context_length(model.config)
         most = max(section.prefill_tokens or 4096, longest, section.max_running)

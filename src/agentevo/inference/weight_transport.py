@@ -144,7 +144,7 @@ class WeightTransport:
     """One line for `agentevo list transports`."""
     sender: SenderFactory
     source: SourceFactory | None = None
-    """For engines in other processes. None: the transport serves this process's engine alone."""
+    """For engines in other processes. None: the transport serves only this process's engine."""
 
 
 transports: Registry[WeightTransport] = Registry("transports")

@@ -10,7 +10,7 @@ each with its checksum, and the checksum that every tensor must have afterwards.
 Invariants: `read` returns bit for bit what `write` got, or raises EngineError. A delta is applied
 only to its base, and never in place. `latest` names a version only after it was written completely.
 All versions that a kept version builds on are kept. Deltas since a full version are together
-smaller than it, and fewer than `full_every`; where that can't be, a full one is written.
+smaller than it, and fewer than `full_every`; if that is impossible, a full one is written.
 
 One process writes, any number read. Blocking.
 """

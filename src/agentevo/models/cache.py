@@ -195,8 +195,7 @@ def _size(folder: Path) -> int:
 
 @contextmanager
 def _reporting(report: Progress, words: Callable[[], str]) -> Iterator[None]:
-    """Reports progress and elapsed time while the block runs; not where a progress bar shows
-    them."""
+    """Reports progress and elapsed time while the block runs; not if a progress bar shows them."""
     if is_shown():
         yield
         return

@@ -11,7 +11,7 @@ thinking from old turns does no harm: old turns are never rendered. Before the r
 assistant's message is a tool call with the sentinel among its arguments, where the template
 supports calls: some templates end such a message differently, or refuse results without a call.
 
-Harmony's templates (GPT-OSS) end an answer with <|return|> where it is the last message and with
+Harmony's templates (GPT-OSS) end an answer with <|return|> if it is the last message and with
 <|end|> in a history, and leave its channel to the model. The sampled <|return|> or <|call|> is kept
 instead of the template's own token; <|end|> ends no answer, because a thought ends with it.
 

@@ -3,7 +3,7 @@ that trains on or checks the tokens sampled under them. The grammars are llguida
 (`agentevo[constrained]`).
 
 A mask is a bit for each token of the vocabulary, lowest bit first, in W uint32. It follows from the
-grammar, the tokens that may end its texts, the tokens before it and the tokenizer alone, so it is
+grammar, the tokens that may end its texts, the tokens before it and the tokenizer only, so it is
 never recorded. A turn has its grammar and a digest of its masks, which shows that masks computed
 again are the same.
 

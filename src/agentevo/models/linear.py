@@ -1,4 +1,4 @@
-"""Matrix products of linear layers through oneDNN where that is the fast library: float32 on an x86
+"""Matrix products of linear layers through oneDNN if that is the fast library: float32 on an x86
 CPU.
 
 PyTorch sends float32 `F.linear` to MKL, which on CPUs that are not Intel's runs at a third of the

@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 @contextmanager
 def own_torch_state() -> Iterator[None]:
     """Gradients on, no inference mode, no autocast, and tensors made on the CPU by default. For
-    code that awaits nothing."""
+    code without `await`."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

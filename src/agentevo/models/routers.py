@@ -20,9 +20,9 @@ gradient flows into the router:
 
     g_i = exp(z_i) / sum of exp(z_j) over j in s        (softmax, norm_topk_prob)
 
-Where the router agrees with the record these are the same operations on the same numbers, to the
-last bit. A trial pass, when the model is loaded, checks that a router is of this kind; any other
-router is refused.
+If the router agrees with the record, these are the same operations on the same numbers, to the last
+bit. A trial pass, when the model is loaded, checks that a router is of this kind; any other router
+is refused.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Recording(Chooser):
 
 
 class RouterReplay(Chooser):
-    """Answers with recorded experts in one pass, or only records where they differ from the
-    router's own."""
+    """Answers with recorded experts in one pass, or only records the places at which they differ
+    from the router's own."""
 
     def __init__(self, rows: torch.Tensor, *, apply: bool = True) -> None:
         """rows [T, layers, K] int64; OWN where the router decides. Without `apply` it decides

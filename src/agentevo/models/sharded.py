@@ -145,7 +145,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def note_change(model: nn.Module) -> None:
-    """What has been gathered is out of date: its shards have been written to."""
+    """Discards gathered weights: their shards have been written to."""
     if isinstance(model, FSDPModule):
         model.reshard()
 

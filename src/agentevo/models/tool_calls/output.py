@@ -1,7 +1,7 @@
 """A parser's output for a text, as deltas.
 
-Content is the text outside of thoughts and calls, joined. Where one of them was cut out at an end
-of the text, the adjacent white space is cut as well; a text without any is its own content. White
+Content is the text outside of thoughts and calls, joined. If one of them was cut out at an end of
+the text, the adjacent white space is cut as well; a text without any is its own content. White
 space that may be adjacent to a cut is held back. Reasoning has no white space at its ends.
 """
 
@@ -115,9 +115,9 @@ class ParsedOutput:
 class OpenCall:
     """A call that is being read.
 
-    `is_bare`: no mark says that it is a call, so it is one from where its tool and its arguments
-    have shown themselves; before that, what breaks is content. The brace that may end the arguments
-    is shown when the call is whole: what was shown of a call that breaks is no JSON.
+    `is_bare`: no mark says that it is a call, so it counts as one only after its tool and its
+    arguments are recognised; before that, broken text is content. The brace that may end the
+    arguments is shown when the call is whole: what was shown of a call that breaks is no JSON.
     """
 
     def __init__(self, out: ParsedOutput, *, is_bare: bool) -> None:
