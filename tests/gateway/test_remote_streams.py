@@ -149,8 +149,8 @@ SAID = chunk(content="le")
     [
         (streams(SAID, then=hangs_up), "broke off"),
         (streams(SAID), "it ended in the middle"),
-        (streams(SAID, b"data: {nonsense\n\n"), "answered nonsense"),
-        (streams(SAID, {"choices": [3]}), "answered nonsense"),
+        (streams(SAID, b"data: {nonsense\n\n"), "sent an unreadable answer"),
+        (streams(SAID, {"choices": [3]}), "sent an unreadable answer"),
         (streams(SAID, {"error": {"message": "out of memory"}}), "out of memory"),
         (streams(SAID, then=hangs), "has not answered within 5 s"),
     ],

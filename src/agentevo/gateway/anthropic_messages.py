@@ -123,7 +123,7 @@ def _request(body: Mapping[str, Any], **fields: Any) -> ModelRequest:
 
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
-        raise Refusal(f"{unknown[0]!r} is no field of a message that this gateway knows")
+        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a message")
 
     _check_configuration(body)
     schema = schema_of(_fields(body, "output_config").get("format"), "output_config.format")

@@ -88,7 +88,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     """See Api. Keeps nothing: a request has its whole history."""
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
-        raise Refusal(f"{unknown[0]!r} is no field of a chat completion that this gateway knows")
+        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a chat completion")
 
     no_other_service(body)
     response_format = body.get("response_format")

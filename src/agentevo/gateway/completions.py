@@ -57,7 +57,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     """See Api. Keeps nothing."""
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
-        raise Refusal(f"{unknown[0]!r} is no field of a completion that this gateway knows")
+        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a completion")
 
     no_other_service(body)
     n = whole_number(body, "n", 1)

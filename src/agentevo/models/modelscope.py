@@ -50,7 +50,7 @@ def download(name: str, ignored: Sequence[str]) -> Path:
             return folder
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise ModelError(
-            f"model {name!r}: ModelScope did not give it ({reason}): check name, revision and "
+            f"model {name!r}: ModelScope did not provide it ({reason}): check name, revision and "
             "network"
         ) from error
 

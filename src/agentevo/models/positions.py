@@ -92,5 +92,5 @@ def _refuse_beyond(border: int, module: nn.Module, args: tuple[Any, ...], kwargs
     if longest > border:
         raise ModelError(
             f"a sequence of {longest} tokens is longer than the {border} up to which this model's "
-            f"RoPE ({module.rope_type}) gives every sequence its own numbers: shorten it"
+            f"RoPE ({module.rope_type}) gives every sequence its own frequencies: shorten it"
         )

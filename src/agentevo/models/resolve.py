@@ -74,10 +74,9 @@ def locate(name: str) -> Path | str | KnownModel:
 
     if os.path.isfile(folder / "adapter_config.json"):
         raise ModelError(
-            f"model {name!r}: this folder holds an adapter and not the model it is for: set "
-            "model.name to its base and "
-            f"model.lora.adapter={name}, or make one model of the two with `agentevo merge "
-            f"{name} OUT`"
+            f"model {name!r}: this folder holds an adapter without its base model: set model.name "
+            f"to its base and model.lora.adapter={name}, or make one model of the two with "
+            f"`agentevo merge {name} OUT`"
         )
 
     if name and os.path.isdir(folder):
@@ -176,7 +175,7 @@ def _no_folder(name: str, path: Path) -> str:
     if os.path.isfile(path):
         return "this is a file: give the folder with its config.json, weights and tokenizer"
 
-    return "this is no folder: give one with config.json, weights and tokenizer"
+    return "this is not a folder: give one with config.json, weights and tokenizer"
 
 
 def _check_files(name: str, folder: Path) -> None:
@@ -254,9 +253,9 @@ def _model_of_run(run_folder: Path, which: str) -> Path:
     path = run_checkpoint(run_folder, which)
     if not os.path.isfile(path / "config.json"):
         raise ModelError(
-            f"model {str(run_folder)!r}: the checkpoint {path} holds an adapter and not the model "
-            "it is for: set model.name to that of the run's recipe and model.lora.adapter="
-            f"{path}, or make one model of the two with `agentevo merge {path} OUT`"
+            f"model {str(run_folder)!r}: the checkpoint {path} holds an adapter without its base "
+            f"model: set model.name to that of the run's recipe and model.lora.adapter={path}, or "
+            f"make one model of the two with `agentevo merge {path} OUT`"
         )
     return path
 
@@ -344,6 +343,6 @@ def _hub_failure(name: str, error: Exception) -> str:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
 
     return (
-        f"model {name!r}: no such local folder, and the Hugging Face hub did not give it "
+        f"model {name!r}: no such local folder, and the Hugging Face hub did not provide it "
         f"({reason}): check name and network; {instead}"
     )

@@ -176,7 +176,7 @@ class ModelServer:
 
     def _nonsense(self, error: Exception, content: bytes) -> Unanswered:
         return self._failure(
-            f"answered nonsense ({_words(error)}): {self._shown(content)}",
+            f"sent an unreadable answer ({_words(error)}): {self._shown(content)}",
             status=200,
             is_retryable=True,
             may_cost=True,

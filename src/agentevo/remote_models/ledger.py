@@ -184,7 +184,7 @@ class Ledger:
             if limit is not None and now + extra > limit:
                 return (
                     f"remote model {self._name}: {now:g} of budget.{what}={limit:g} are used, and "
-                    f"the next request may need {extra:g}: raise "
+                    f"the next request could need {extra:g}: raise "
                     f"remote_models.{self._name}.budget.{what}, or ask for shorter answers"
                 )
 
