@@ -392,7 +392,7 @@ def _renumber(on_pieces: Hear | None, first: int) -> Hear | None:
 
 
 def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
-    """A plain prompt as a text."""
+    """The text of a plain prompt."""
     if isinstance(prompt, str):
         return prompt
     return str(chat.tokenizer.decode(cast("list[int]", prompt), skip_special_tokens=False))

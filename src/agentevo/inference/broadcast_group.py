@@ -8,7 +8,7 @@ CUDA device, and otherwise over gloo as well. Tensors follow one another in buck
 BUCKET_BYTES, so the trainer needs one bucket and one tensor at a time.
 
 Invariant: `receive` returns exactly the bits that `send` was given, or raises WeightsLostError. The
-fingerprints that prove it are in the run's folder and don't come over the group.
+fingerprints that prove it are in the run's folder and are not sent over the group.
 
 A member that dies or hangs ends the round for all, within JOIN_S before it begins and BUCKET_S for
 each bucket. Nothing is encrypted, and members are not authenticated.

@@ -316,7 +316,7 @@ class EngineFactory(Protocol):
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
     ) -> UpdatableEngine:
         """`model` is what the engine computes with if it is an EmbeddedEngine; to others it says
-        names, shapes and where its files are (`model.name_or_path`), and the weights come by
-        `begin`. Raises ConfigError for keys of `section` that it can't follow. The first line of
-        its docstring is what `agentevo list engines` shows."""
+        names, shapes and where its files are (`model.name_or_path`), and the weights come with
+        `begin`. Raises ConfigError for keys of `section` that it does not support. The first line
+        of its docstring is what `agentevo list engines` shows."""
         ...

@@ -43,7 +43,7 @@ class HistoryNode:
         """How the message is written: first as the policy wrote it or as it first came, then as it
         was passed on."""
         self.place = -1
-        """Of a tool's result: see equivalence.places_of."""
+        """For a tool's result: see equivalence.places_of."""
         self.turn: int | None = None
         """The turn that produced it."""
         self.is_given = False
@@ -147,7 +147,7 @@ class _Reached:
     num_named: int = 0
     """Answers on the way whose tool-call ids came."""
     otherwise: _HistoryStep | None = None
-    """The last message on the way that was written differently."""
+    """The last message on the way that is written differently."""
 
     def rank(self) -> tuple[bool, bool, int, int, int]:
         turn = -1 if self.node.turn is None else self.node.turn
