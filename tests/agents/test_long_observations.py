@@ -66,7 +66,7 @@ def test_a_continuation_that_can_not_fit_is_refused(policy):
     async def talk() -> None:
         one = policy()
         reply = await one.generate([USER])
-        with pytest.raises(RequestTooLongError, match="characters are added"):
+        with pytest.raises(RequestTooLongError, match="characters added"):
             await one.generate([USER, reply.message, Message("user", "Go on. " * 10**6)])
         await one.generate([USER, reply.message, USER])
 

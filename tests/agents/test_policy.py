@@ -378,7 +378,7 @@ def test_a_request_made_while_no_engine_was_known_has_no_version(scripted):
 def test_a_closed_policy_answers_no_more(scripted):
     engine, policy = scripted(["left"])
     run(policy.conversation.close())
-    with pytest.raises(EngineError, match="the attempt a is over"):
+    with pytest.raises(EngineError, match="the attempt a has ended"):
         run(policy.generate([USER]))
     assert engine.requests == [] and policy.conversation.broken is None
 

@@ -132,7 +132,7 @@ def test_nobody_gets_in_without_a_key_and_no_key_outlives_its_attempt(gateway_of
 
 REFUSED = [
     ({"messages": []}, "at least one message"),
-    ({"messages": "hello"}, "messages is a list"),
+    ({"messages": "hello"}, "messages must be a list"),
     ({"messages": [{"role": "user"}]}, "content is missing"),
     ({"messages": [{"role": "king", "content": "x"}]}, "king"),
     ({"n": 0}, "n is 0"),
@@ -203,7 +203,7 @@ def test_what_can_not_be_asked_is_a_400_that_says_why(gateway_of):
             for content in NO_OBJECTS:
                 answer = await sent(content)
                 assert answer.status_code == 400, answer.text
-                assert "the body is no JSON" in answer.json()["error"]["message"]
+                assert "the body is not" in answer.json()["error"]["message"]
 
             return policy.turns
 

@@ -121,10 +121,10 @@ def test_the_other_apis_lead_there_too(gateway_of):
 @pytest.mark.parametrize(
     ("fault", "body", "status", "words"),
     [
-        (fails(500), {}, 424, "given up after 2 requests"),
+        (fails(500), {}, 424, "no usable answer after 2 requests"),
         (fails(401), {}, 424, "refuses the key"),
-        (gives(chat()), {"logprobs": True}, 400, "whose tokens nobody here knows"),
-        (gives(chat()), {"return_token_ids": True}, 400, "whose tokens nobody here knows"),
+        (gives(chat()), {"logprobs": True}, 400, "whose tokens the gateway does not know"),
+        (gives(chat()), {"return_token_ids": True}, 400, "whose tokens the gateway does not know"),
         (gives(chat()), {"budget": {"tokens": 5}}, 424, "budget.tokens=5"),
     ],
 )

@@ -149,8 +149,8 @@ SAID = chunk(content="le")
     [
         (streams(SAID, then=hangs_up), "broke off"),
         (streams(SAID), "it ended in the middle"),
-        (streams(SAID, b"data: {nonsense\n\n"), "answered nonsense"),
-        (streams(SAID, {"choices": [3]}), "answered nonsense"),
+        (streams(SAID, b"data: {nonsense\n\n"), "sent an unreadable answer"),
+        (streams(SAID, {"choices": [3]}), "sent an unreadable answer"),
         (streams(SAID, {"error": {"message": "out of memory"}}), "out of memory"),
         (streams(SAID, then=hangs), "has not answered within 5 s"),
     ],
@@ -314,9 +314,14 @@ def test_the_form_of_an_answer_is_passed_on(gateway_of, api, path, asked, sent):
     [
         ("anthropic", "/chat/completions", {"response_format": {"type": "json_object"}}, "schema"),
         ("openai", "/chat/completions", {"response_format": {"type": "grammar"}}, "json_schema"),
-        ("openai", "/chat/completions", {"logprobs": True}, "whose tokens nobody here knows"),
-        ("openai", "/chat/completions", {"logit_bias": {"3": 1}}, "no penalties are passed on"),
-        ("openai", "/messages/count_tokens", {}, "whose tokens nobody here can count"),
+        (
+            "openai",
+            "/chat/completions",
+            {"logprobs": True},
+            "whose tokens the gateway does not know",
+        ),
+        ("openai", "/chat/completions", {"logit_bias": {"3": 1}}, "which gets no penalties"),
+        ("openai", "/messages/count_tokens", {}, "whose tokens the gateway can't count"),
     ],
 )
 def test_what_cannot_be_passed_on_is_refused(gateway_of, api, path, asked, words, monkeypatch):

@@ -401,8 +401,8 @@ REFUSED = [
     ({"metadata": [1]}, "metadata"),
     ({"tools": [{"type": "web_search"}]}, "web_search"),
     ({"tools": [{"type": "function"}]}, "no name"),
-    ({"tools": [{"type": "namespace", "name": "a"}]}, "tool 1: a namespace has"),
-    ({"tools": [{"type": "namespace", "tools": TOOLS}]}, "tool 1: a namespace has"),
+    ({"tools": [{"type": "namespace", "name": "a"}]}, "tool 1: a namespace must have"),
+    ({"tools": [{"type": "namespace", "tools": TOOLS}]}, "tool 1: a namespace must have"),
     ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]}, "tool 1.1"),
     (
         {

@@ -221,7 +221,7 @@ def test_a_member_that_dies_or_hangs_costs_the_others_one_round(
             (found,) = looked_after(sender, *coming)
 
         assert_has(found, 7, sender._model)
-        assert len(notes) == 1 and "to bring version 7 to 2 engines" in notes[0]
+        assert len(notes) == 1 and "that sends version 7 to 2 engines" in notes[0]
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_a_bit_that_flips_on_the_way_is_found_and_told(folder, sender, notes, mo
         (found,) = looked_after(sender, threads.submit(taken, source))
 
     assert_has(found, 1, sender._model)
-    assert len(notes) == 1 and "1 of 1 found other bits than were sent" in notes[0]
+    assert len(notes) == 1 and "1 of 1 received other bits than were sent" in notes[0]
 
 
 def test_who_comes_to_a_round_that_is_over_goes_at_once(folder, sender):
@@ -325,7 +325,7 @@ def test_who_comes_to_a_round_that_is_over_goes_at_once(folder, sender):
     asyncio.run(sender.begin(1))
     sha256 = sender._latest.sha256
     given = Incoming(str(folder), PlaceAnswer("a" * 32, sha256, "gloo", first_rank=1, world=2))
-    with pytest.raises(WeightsLostError, match="the round was over"):
+    with pytest.raises(WeightsLostError, match="the round ended"):
         receive_place(given, 0, CPU)
 
 

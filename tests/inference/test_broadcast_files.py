@@ -72,7 +72,7 @@ def test_an_answer_that_is_torn_or_for_other_weights_is_not_followed(folder, sen
     latest = source.latest_version()
     with pytest.raises(WeightsNotSentError):
         source.read(1, sha256=latest.sha256)
-    with pytest.raises(WeightsNotSentError, match="not the newest"):
+    with pytest.raises(WeightsNotSentError, match="no longer the newest"):
         source.read(1, sha256="0" * 64)
 
     whole = {"round": "a" * 32, "sha256": latest.sha256, "backend": "gloo"}
@@ -80,7 +80,7 @@ def test_an_answer_that_is_torn_or_for_other_weights_is_not_followed(folder, sen
     for forged in ({"round": "../../x"}, {"backend": "mpi"}, {"first_rank": 2}, {"world": 10**6}):
         answer = json.dumps(whole | forged)
         (folder / "answers" / f"{source._asked.id}.json").write_text(answer)
-        with pytest.raises(EngineError, match="torn, or another's"):
+        with pytest.raises(EngineError, match="it is torn, or another program"):
             source.read(1, sha256=latest.sha256)
 
 

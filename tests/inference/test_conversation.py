@@ -360,7 +360,7 @@ def test_an_answer_in_another_form_is_the_same_turn() -> None:
         assert later.parent == following.index
 
     (of_ids,) = asyncio.run(conversation.complete([40]))
-    with pytest.raises(BadRequestError, match="answered token ids"):
+    with pytest.raises(BadRequestError, match="answered a prompt of token ids"):
         conversation.recognise(of_ids.index, parsed)
 
 
@@ -389,7 +389,7 @@ def test_a_full_context_and_a_closed_conversation() -> None:
 
     asyncio.run(full.close())
     assert engine.released == ["a"] and full.broken is None
-    with pytest.raises(EngineError, match="the attempt a is over"):
+    with pytest.raises(EngineError, match="the attempt a has ended"):
         asyncio.run(conversation_closed(engine).complete(ASKED[:1]))
 
 

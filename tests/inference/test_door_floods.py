@@ -98,7 +98,7 @@ def test_an_id_is_used_once(finished, tmp_path):
             await asyncio.sleep(0.1)
             await websocket.send(frame)
 
-            assert await last_word(websocket) == (1008, "the id 5 was used: ids grow")
+            assert await last_word(websocket) == (1008, "the id 5 was used: ids must increase")
             assert door.engine.asked == [1]
 
     asyncio.run(work())

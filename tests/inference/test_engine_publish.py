@@ -172,7 +172,7 @@ def test_a_publish_that_can_not_wait_any_longer_leaves_all_as_it_was(one):
         while not engine.scheduler.running:
             await asyncio.sleep(0)
 
-        with pytest.raises(DeadlineExceededError, match="the old weights go on serving"):
+        with pytest.raises(DeadlineExceededError, match="the old weights keep serving"):
             await engine.publish(1, new_weights(one.model), deadline_s=0.05)
 
         found = await engine.generate(PROMPT, LONG, deadline_s=300)

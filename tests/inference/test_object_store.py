@@ -189,7 +189,7 @@ def test_another_runs_place_is_refused(rooms, tmp_path):
     model = made()
     first.write(1, model, keep=2)
 
-    with pytest.raises(EngineError, match="has the weights of another run: give this one an"):
+    with pytest.raises(EngineError, match="has the weights of another run: use another"):
         rooms.writer("other").write(1, made(3), keep=2)
 
     rooms.writer().write(2, model, keep=2)  # this run's trainer, restarted

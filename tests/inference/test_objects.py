@@ -89,7 +89,7 @@ def test_an_object_that_never_keeps_still_is_given_up_in_time(tmp_path, monkeypa
     )
     started = time.monotonic()
 
-    with pytest.raises(OSError, match="written anew during each of its downloads"):
+    with pytest.raises(OSError, match="rewritten during each download"):
         store.get(PATH)
 
     assert time.monotonic() - started < 50

@@ -111,7 +111,7 @@ def test_strangers_get_nothing_but_the_reason(given, tmp_path, caplog):
                 ):
                     assert (
                         answer.status_code == 401
-                        and "engines/secret of the run's folder" in answer.json()["message"]
+                        and "engines/secret in the run's folder" in answer.json()["message"]
                     )
                     assert own.split()[1] not in answer.text
 
@@ -135,12 +135,12 @@ def test_a_client_of_another_run_is_refused_until_it_has_the_secret(tmp_path, ca
             )
             with pytest.raises(
                 EngineUnavailableError,
-                match=rf"of another run: it refuses the secret in {other.file}",
+                match=rf"to another run: it refuses the secret in {other.file}",
             ):
                 await ask(client, deadline_s=2.0)
 
             assert (
-                len([record for record in caplog.records if "of another run" in record.message])
+                len([record for record in caplog.records if "to another run" in record.message])
                 == 1
             ), "told once"
             assert engines.by_name["e1"].asked == []
@@ -151,7 +151,7 @@ def test_a_client_of_another_run_is_refused_until_it_has_the_secret(tmp_path, ca
             await client.close()
 
     asyncio.run(work())
-    with pytest.raises(TypeError, match="want a secret"):
+    with pytest.raises(TypeError, match="need a secret"):
         RemoteEngine(["http://127.0.0.1:1"])
 
 
@@ -353,7 +353,7 @@ def test_what_is_no_list_of_requests_ends_the_connection_with_the_reason(tmp_pat
                     with pytest.raises(ConnectionClosed) as raised:
                         await asyncio.wait_for(to_the_end(websocket), 300)
                     assert raised.value.rcvd.code == 1003
-                    assert "no list of requests" in raised.value.rcvd.reason
+                    assert "not a list of requests" in raised.value.rcvd.reason
 
             assert await ask(client) == 1
 

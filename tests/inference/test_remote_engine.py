@@ -244,7 +244,7 @@ def test_without_engines_a_request_waits_for_one_until_its_deadline(tmp_path):
             started = time.monotonic()
             with pytest.raises(
                 EngineUnavailableError,
-                match=rf"within 0\.3 s \(0 known; none was found\): .*{tmp_path}/engines",
+                match=rf"within 0\.3 s \(0 known; no engine was found\): .*{tmp_path}/engines",
             ):
                 await ask(client, deadline_s=0.3)
 

@@ -225,7 +225,7 @@ def test_over_the_wire_they_are_the_same(random_model, tmp_path):
 def test_an_engine_without_scores_says_so(tmp_path):
     async def work():
         async with remote(tmp_path, None) as client:
-            with pytest.raises(EngineError, match="can't tell log-probs of given tokens"):
+            with pytest.raises(EngineError, match="can't compute log-probs of given tokens"):
                 await client.score([1], [2], deadline_s=300)
 
     asyncio.run(work())

@@ -77,6 +77,6 @@ def test_a_file_that_can_not_be_read_is_said(tmp_path):
     (tmp_path / "secret").mkdir()
     with pytest.raises(
         EngineError,
-        match=rf"{tmp_path}/secret can't be used .*let one user run all processes of a run",
+        match=rf"{tmp_path}/secret can't be used .*run all processes of a run as one user",
     ):
         RunSecret(tmp_path).value()

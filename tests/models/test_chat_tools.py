@@ -169,7 +169,7 @@ def test_calls_beside_a_text_are_not_left_out_unseen() -> None:
     both = [QUESTION, Message("assistant", "Let me see.", CALL.tool_calls), RESULT]
     assert "Let me see.<calls>" in text_of(CHATS["r1 text"], CHATS["r1 text"].first_prompt(both))
     for name in ("r1", "r1 distil"):
-        with pytest.raises(ModelError, match="leaves out tool_calls beside a content"):
+        with pytest.raises(ModelError, match="leaves out tool_calls of a message that has content"):
             CHATS[name].first_prompt(both)
 
 

@@ -77,7 +77,7 @@ def test_what_others_can_write_is_not_loaded(folder, counting_compiler):
     assert stat.S_IMODE(file.stat().st_mode) == 0o700
 
     folder.chmod(0o777)
-    with pytest.raises(KernelsUnavailableError, match="others can write into") as refused:
+    with pytest.raises(KernelsUnavailableError, match="other users can write into") as refused:
         load_library()
 
     assert refused.value.remedy == f"chmod 700 {folder}"
@@ -120,7 +120,7 @@ def no_home():
 def test_where_nothing_can_be_kept_there_are_no_kernels(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(cpu_build.tempfile, "mkstemp", no_room)
-        with pytest.raises(KernelsUnavailableError, match=r"can't be kept.*Read-only") as error:
+        with pytest.raises(KernelsUnavailableError, match=r"can't be stored.*Read-only") as error:
             load_library()
 
     assert "another disk" in error.value.remedy

@@ -122,7 +122,7 @@ def test_a_pinned_model_is_fetched_and_found_again_without_the_hub(hub: Hub) -> 
     hub.server.server_close()
     assert fetch(NAME) == folder and missing_model(NAME) == ""
 
-    with pytest.raises(ModelError, match="ModelScope did not give it"):
+    with pytest.raises(ModelError, match="ModelScope did not provide it"):
         fetch("modelscope:own/name")
 
 
@@ -130,5 +130,5 @@ def test_a_pinned_model_is_fetched_and_found_again_without_the_hub(hub: Hub) -> 
 @needs_package
 def test_what_the_hub_does_not_give_is_told(hub: Hub) -> None:
     for name in ("own/name@v2", "own/other"):
-        with pytest.raises(ModelError, match="ModelScope did not give it"):
+        with pytest.raises(ModelError, match="ModelScope did not provide it"):
             fetch(modelscope.MODELSCOPE + name)

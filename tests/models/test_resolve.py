@@ -69,7 +69,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_known(name: str) -> None:
         (lambda: Path("m.gguf").touch(), "m.gguf", "GGUF is a format for inference, and training"),
         (lambda: None, "nowhere/m.gguf", "there is no such file, and training needs the Hugging"),
         (lambda: Path("m.bin").touch(), "m.bin", "this is a file: give the folder"),
-        (lambda: Path("m").symlink_to("m"), "m", "this is no folder"),
+        (lambda: Path("m").symlink_to("m"), "m", "this is not a folder"),
         (lambda: None, "/nowhere/m", r"there is no such folder \(looked for /nowhere/m\)"),
         (lambda: None, "./m", "there is no such folder"),
         (lambda: None, "a/b/c", "there is no such folder"),

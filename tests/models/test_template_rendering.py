@@ -102,4 +102,4 @@ def test_a_long_conversation_may_be_rendered_whole() -> None:
     assert json.loads(answer["text"]) == messages
 
     long = template_worker.answer_to({**request, "template": template * 20})
-    assert "characters" in long["problem"] and "are the most" in long["problem"]
+    assert "characters" in long["problem"] and "are allowed" in long["problem"]

@@ -263,7 +263,7 @@ def test_a_tokenizer_that_decodes_otherwise_in_other_company_is_found_out() -> N
     (letter,) = tokenizer.encode("a", add_special_tokens=False)
     stream = TextStream(tokenizer, end_ids=[], stop_strings=[], decode=lambda ids: "b" * len(ids))
     stream.add([letter])
-    with pytest.raises(ModelError, match="decodes tokens otherwise one by one"):
+    with pytest.raises(ModelError, match="decodes tokens differently one by one"):
         stream.finish()
 
 

@@ -168,6 +168,8 @@ def test_engines_and_samplers_of_their_own(moe_config, tmp_path, quiet_view):
 
 def test_a_model_that_cant_replay_is_refused_before_anything_is_created(tmp_path, small_config):
     config = small_config(tmp_path / "run", "trainer.routing_replay=rollout")
-    with pytest.raises(ModelError, match=r"^trainer.routing_replay: what LlamaForCausalLM routes"):
+    with pytest.raises(
+        ModelError, match=r"^trainer.routing_replay: the routing of LlamaForCausalLM"
+    ):
         train(config)
     assert not config.run_dir.exists()

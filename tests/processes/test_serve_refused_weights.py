@@ -105,6 +105,6 @@ def test_weights_that_can_not_be_swapped_in_yet_are_tried_again(run):
     asyncio.run(work())
     assert engine.version == 1
     assert notes == [
-        "publish: requests were still running after 0.05 s; the old weights go on serving",
+        "publish: requests were still running after 0.05 s; the old weights keep serving",
         "serving version 1",
     ]

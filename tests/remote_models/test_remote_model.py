@@ -218,7 +218,9 @@ def test_what_does_not_pass_is_raised_at_once(fault, words, tmp_path):
 
 def test_a_server_that_only_fails_is_given_up_after_max_tries(tmp_path):
     with RemoteServer(fails(500, "out of order")) as server:
-        with pytest.raises(RemoteModelError, match=r"given up after 3 .*out of order") as raised:
+        with pytest.raises(
+            RemoteModelError, match=r"no usable answer after 3 .*out of order"
+        ) as raised:
             asked(server, tmp_path, max_tries=3)
         assert len(server.received) == 3
     assert raised.value.status == 500
@@ -435,7 +437,7 @@ def test_names_that_differ_have_a_log_and_a_budget_each(tmp_path):
 def test_a_count_that_no_answer_has_is_no_answer(tmp_path):
     with (
         RemoteServer(gives(chat(usage=(10**400, 1)))) as server,
-        pytest.raises(RemoteModelError, match="counts more than 1000000000 tokens"),
+        pytest.raises(RemoteModelError, match="reports more than 1000000000 tokens"),
     ):
         asked(server, tmp_path, max_tries=1)
 

@@ -234,7 +234,11 @@ def test_models_are_asked_in_order_and_an_outage_is_a_failure_with_its_reasons()
         judged = scored([gone, broken, vague], group(0.1, 0.9))
 
     assert [one.status for one in judged] == ["failed", "failed"]
-    for words in ("m0: given up after 1 requests", "on fire", "m2: there is no JSON object"):
+    for words in (
+        "m0: no usable answer after 1 requests",
+        "on fire",
+        "m2: there is no JSON object",
+    ):
         assert words in judged[0].error
 
 

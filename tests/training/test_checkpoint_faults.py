@@ -104,7 +104,7 @@ def test_nobody_uses_a_file_that_was_put_beside_those_that_were_saved(name, save
         lambda: checkpoints.newest_whole(),
         lambda: export_model(path, tmp_path / "exported"),
     ):
-        with pytest.raises(CheckpointError, match=rf"{name} is no file of the checkpoint"):
+        with pytest.raises(CheckpointError, match=rf"{name} is not a file of the checkpoint"):
             use()
 
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_read_now_may_be_whole(name, code, saved, monkeypatch):
 
     monkeypatch.setattr(Path, "open", refused)
     reason = re.escape(f"step-000002/{name} can't be read now ({os.strerror(code)})")
-    with pytest.raises(CheckpointError, match=f"{reason}.*mend that and try again"):
+    with pytest.raises(CheckpointError, match=f"{reason}.*fix that and try again"):
         Checkpoints(checkpoints.folder, 9).newest_whole(
             torn=lambda step, error: pytest.fail(f"{step}: {error}")
         )

@@ -3,12 +3,12 @@ out, whether they come one by one or all at once: the deltas of the parser, in w
 The pieces that were passed on of a call that failed are void, and its text follows as content.
 
 Invariant: however the ids come, the pieces sum up to the same reply, and no piece is taken back.
-The pieces of a call's arguments are the arguments, byte for byte. Text that begins as a call and
-turns out to be none is content, in the model's own words: the agent sees it, and so does the policy
-when it comes back. A listener may have received its beginning by then, as a call that never becomes
-whole. The brace that may end the arguments comes only when the call is whole, so the pieces of a
-broken call are no JSON that a client could act on. With `whole_calls` a listener receives nothing
-of a call before it is whole.
+The pieces of a call's arguments are the arguments, byte for byte. Text that begins as a call but is
+not one becomes content, in the model's own words: the agent sees it, and so does the policy when it
+comes back. A listener may have received its beginning by then, as a call that never becomes whole.
+The brace that may end the arguments comes only when the call is whole, so the pieces of a broken
+call are no JSON that a client could act on. With `whole_calls` a listener receives nothing of a
+call before it is whole.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ Hear = Callable[[int, list[Delta]], None]
 
 
 class AnswerInProgress:
-    """See the module. `opening`: what the prompt said in the assistant's place; `echo`: what its
-    content begins with; `whole_calls`: calls are passed on when they are whole."""
+    """See the module. `opening`: the prompt's text in the assistant's place; `echo`: the beginning
+    of its content; `whole_calls`: calls are passed on when they are whole."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class AnswerInProgress:
         self._call_ids: list[str] = []
         """The ids of the calls that were passed on to a listener."""
         self.num_malformed = 0
-        """The number of texts that began as a call and were none."""
+        """The number of texts that began as a call but were not one."""
 
     def add(self, ids: Sequence[int]) -> list[Delta]:
-        """What the next ids make certain."""
+        """The pieces that are certain after the next ids."""
         return self._tell(self._read(self._text.add(ids)))
 
     def finish(self, turn: Turn) -> list[Delta]:

@@ -7,9 +7,9 @@ A message of this API is a list of blocks. In the order of ours:
     assistant: thinking, text, tool_use    one message: reasoning, content, tool_calls
     user: tool_result, ..., text           one message of role tool for each result, then the text
 
-Texts that stand in blocks are joined as they are. A result that `is_error` begins with "Error: ":
-no chat template has a place for the mark. Its tool's name, which some templates write, is that of
-the call that it answers.
+Texts in blocks are joined unchanged. A result with `is_error` begins with "Error: ", because no
+chat template has a place for the flag. Its tool's name, which some templates write, is that of the
+call that it answers.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 
 
 def counted_of(body: Mapping[str, Any]) -> ModelRequest:
-    """The request whose prompt is to be counted; it needs no `max_tokens`."""
+    """The request whose prompt is counted; it needs no `max_tokens`."""
     return _request(body)
 
 
@@ -123,7 +123,7 @@ def _request(body: Mapping[str, Any], **fields: Any) -> ModelRequest:
 
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
-        raise Refusal(f"{unknown[0]!r} is no field of a message that this gateway knows")
+        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a message")
 
     _check_configuration(body)
     schema = schema_of(_fields(body, "output_config").get("format"), "output_config.format")
@@ -140,7 +140,7 @@ def _request(body: Mapping[str, Any], **fields: Any) -> ModelRequest:
 
 
 def _check_configuration(body: Mapping[str, Any]) -> None:
-    """Raises Refusal for what would have to change how the policy answers."""
+    """Raises Refusal for fields that would have to change the policy's answer."""
     for key, allowed in (("output_config", _CONFIGURED), ("context_management", ("edits",))):
         unknown = [
             name for name, value in _fields(body, key).items() if name not in allowed and value
@@ -168,7 +168,7 @@ def _fields(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _choice(body: Mapping[str, Any]) -> FieldChoice:
-    """What this API's tool_choice says."""
+    """The ToolChoice of this API's tool_choice."""
     choice = _fields(body, "tool_choice")
     kind = choice.get("type", "auto")
     name = choice.get("name")
@@ -229,7 +229,7 @@ def prompt_of(body: Mapping[str, Any]) -> list[Message]:
     """The history in our messages; see the module."""
     raw_messages = body.get("messages")
     if not isinstance(raw_messages, list) or not raw_messages:
-        raise BadRequestError("messages is a list with at least one message")
+        raise BadRequestError("messages must be a list with at least one message")
 
     system = _text(body["system"], "system", billed=True) if body.get("system") else ""
     messages = [Message("system", system)] if system else []
@@ -251,8 +251,8 @@ def prompt_of(body: Mapping[str, Any]) -> list[Message]:
 
     if messages[-1].role == "assistant":
         raise Refusal(
-            "the last message is the assistant's: the policy can't go on from a beginning that it "
-            "has not said; end with a message of role user"
+            "the last message is the assistant's: the policy can't continue a text that it did "
+            "not write; end with a message of role user"
         )
 
     return messages
@@ -302,7 +302,7 @@ def _call(block: Mapping[str, Any], where: str) -> ToolCall:
     arguments = block.get("input")
     name = _field(block, "name", where)
     if not name or not isinstance(arguments, Mapping):
-        raise BadRequestError(f"{where} needs a name and, as its input, an object")
+        raise BadRequestError(f"{where} needs a name and an object as its input")
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False), _field(block, "id", where))
 
 
@@ -344,8 +344,8 @@ def _field(block: Mapping[str, Any], key: str, where: str) -> str:
 
 def _no_place(kind: str, where: str) -> Refusal:
     return Refusal(
-        f"{where} is of type {shown(kind)}, which no chat template has a place for: give text, and "
-        "in their turns thinking, tool_use and tool_result"
+        f"{where} is of type {shown(kind)}, which no chat template can render: give text, "
+        "thinking, tool_use or tool_result"
     )
 
 
@@ -465,7 +465,7 @@ def _ending(reply: ModelReply) -> dict[str, Any]:
 
 
 def _usage(prompt: PromptSize, completion: int) -> dict[str, Any]:
-    """`input_tokens` are those that the conversation had not yet."""
+    """`input_tokens` are those that the conversation did not have yet."""
     return {
         "input_tokens": prompt.num_tokens - prompt.num_cached,
         "cache_creation_input_tokens": 0,

@@ -1,5 +1,5 @@
 """The description of one API of the gateway: how its requests are read, and how its answers, its
-events and its failures are written. The routes (app.py) know nothing else of it."""
+events and its failures are written. The routes (app.py) use only this description."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AnswerStream(Protocol):
         ...
 
     def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
-        """What the completion of this number says next."""
+        """The events for the next pieces of the completion of this number."""
         ...
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
@@ -45,8 +45,8 @@ class Api(Generic[Request]):
     path: str
     """Below /v1, such as "/chat/completions"."""
     request_of: Callable[[Mapping[str, Any], Memory], Request]
-    """What a body asks. The memory is the session's; most APIs keep nothing in it. Raises
-    BadRequestError or Refusal for what can't be answered as it is asked."""
+    """The request of a body. The memory is the session's; most APIs keep nothing in it. Raises
+    BadRequestError or Refusal for a request that can't be answered."""
     answer: Callable[[Request, Sequence[ModelReply]], dict[str, Any]]
     """The body of an answer that is not streamed."""
     stream: Callable[[Request], AnswerStream]

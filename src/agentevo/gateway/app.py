@@ -58,7 +58,7 @@ from agentevo.inference.admission import AdmittedConnection
 from agentevo.store.trace_context import TracePlace, read_traceparent
 
 MARGIN_S = 30.0
-"""What is waited beyond the engine's own deadline before a request is given up."""
+"""The seconds beyond the engine's own deadline after which a request fails."""
 CLIENT_GONE = 499
 APIS: tuple[Api[Any], ...] = (
     chat_completions.API,
@@ -69,9 +69,9 @@ APIS: tuple[Api[Any], ...] = (
 """The form of the first applies to requests outside of all APIs."""
 
 KEPT: tuple[tuple[str, str, str, Callable[[Memory, str, Mapping[str, str]], Any]], ...] = (
-    ("GET", "", "An answer that is kept", lambda memory, name, _: found(memory, name).body),
-    ("DELETE", "", "Forgets an answer", lambda memory, name, _: forget(memory, name)),
-    ("GET", "/input_items", "What an answer was asked", input_items),
+    ("GET", "", "A stored answer", lambda memory, name, _: found(memory, name).body),
+    ("DELETE", "", "Deletes a stored answer", lambda memory, name, _: forget(memory, name)),
+    ("GET", "/input_items", "The input of a stored answer", input_items),
 )
 """Method, path below an answer's, summary, and the answer's answer."""
 
@@ -174,7 +174,7 @@ class Routes:
                 connection.leave()
 
     def _hot_path(self, scope: Scope) -> str | None:
-        """The path of a request to an API, which `_answer` answers directly; None for others. Such
+        """The path of a request to an API, which `_answer` handles directly; None for others. Such
         requests are many, and the application's layers cost more than all other work for them."""
         if scope["method"] != "POST":
             return None
@@ -341,8 +341,8 @@ class Routes:
         status = error.status_code if isinstance(error, HTTPException) else 404
         endpoints = ", ".join(f"POST /v1{api.path}" for api in APIS)
         refusal = Refusal(
-            f"there is no {request.method} {request.url.path}: use {endpoints}; "
-            "/openapi.json has all",
+            f"there is no {request.method} {request.url.path}: use {endpoints}; /openapi.json "
+            "lists all",
             status=status,
         )
         answer = _refusal_response(refusal, _api_of(request))
@@ -409,7 +409,7 @@ def _place_in(scope: Scope) -> TracePlace | None:
 
 
 def _api_of(request: Request) -> Api[Any]:
-    """The API that the client speaks, where the path does not say it."""
+    """The client's API, if the path does not name it."""
     speaks_anthropic = "anthropic-version" in request.headers
     return anthropic_messages.API if speaks_anthropic else _api_at(request.url.path)
 

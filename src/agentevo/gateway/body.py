@@ -12,7 +12,7 @@ from fastapi import Request
 from agentevo.gateway.refusals import Refusal
 
 BODY_S = 30.0
-"""How long the body of a request may take to come, in seconds."""
+"""The time limit for a request's body, in seconds."""
 _JSON_WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 """msgspec's names of types, which are Python's, in JSON's words."""
 _TYPES = re.compile(r"(Expected|got) `([a-z |]+)`")
@@ -23,8 +23,8 @@ T = TypeVar("T")
 async def json_body(
     request: Request, max_bytes: int, *, of: str, may_be_empty: bool = False
 ) -> dict[str, Any]:
-    """The request's body as an object; an empty one has no keys where it `may_be_empty`. Raises
-    Refusal for one that is too long, late or none; `of` names the bound."""
+    """The request's body as an object; an empty one has no keys if it `may_be_empty`. Raises
+    Refusal for a body that is too long, late or not an object; `of` names the bound."""
     body = bytearray()
     too_long = Refusal(f"the body is longer than {max_bytes} bytes ({of}): send less", status=413)
     if int(request.headers.get("content-length", 0)) > max_bytes:
@@ -37,7 +37,7 @@ async def json_body(
                 if len(body) > max_bytes:
                     raise too_long
     except TimeoutError:
-        raise Refusal(f"the body has not come within {BODY_S:g} s", status=408) from None
+        raise Refusal(f"the body did not arrive within {BODY_S:g} s", status=408) from None
 
     if may_be_empty and not body:
         return {}
@@ -45,10 +45,10 @@ async def json_body(
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal(f"the body is no JSON: {error}") from error
+        raise Refusal(f"the body is not JSON: {error}") from error
 
     if not isinstance(value, dict):
-        raise Refusal("the body is no JSON object")
+        raise Refusal("the body is not a JSON object")
 
     return value
 

@@ -1,7 +1,7 @@
 """The bridge between the gateway's event loop and the sampler's, which run in two threads.
 
-What one side sends while the other is busy arrives as one batch: the other loop is woken once. What
-is sent arrives in the order in which it was sent, so all pieces of an answer before its end.
+Calls that one side sends while the other is busy arrive as one batch: the other loop is woken once.
+They arrive in the order in which they were sent, so all pieces of an answer arrive before its end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mailbox:
         self._is_woken = False
 
     def send(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Raises RuntimeError where the loop has ended."""
+        """Raises RuntimeError if the loop has ended."""
         self._calls.append((function, arguments))
         if not self._is_woken:
             self._is_woken = True
@@ -58,7 +58,7 @@ class Bridge:
         return self._sampler
 
     def send(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function on the sampler's loop; from the gateway's. Raises RuntimeError where
+        """Calls a function on the sampler's loop; from the gateway's. Raises RuntimeError if
         that loop has ended."""
         self._to_sampler.send(function, *arguments)
 
@@ -71,7 +71,7 @@ class Bridge:
     ) -> asyncio.Future[T]:
         """Runs something on the sampler's loop in a context; from the gateway's. Cancelling the
         future cancels it; a work that the sampler cancels fails with a Refusal. Raises RuntimeError
-        where the sampler's loop has ended."""
+        if the sampler's loop has ended."""
         crossing = _Crossing(self._gateway.create_future(), self)
         try:
             self.send(crossing.begin, work, context)
@@ -120,7 +120,7 @@ class _Crossing:
             self._bridge.tell(settle, outcome)
 
     def give_up(self, answer: asyncio.Future[Any]) -> None:
-        """The waiter has given up."""
+        """The waiting side has cancelled the work."""
         if answer.cancelled():
             with suppress(RuntimeError):  # that loop has ended, and its tasks with it
                 self._bridge.send(self._cancel)

@@ -37,9 +37,9 @@ from agentevo.models.tool_calls import (
 from agentevo.types import Message, ToolCall
 
 DONE: Event = {}
-"""The last event of a stream, which says nothing but that."""
+"""The last event of a stream; it only marks the end."""
 _CONTENT_KEYS = ("refusal", "annotations", "audio", "function_call", "images", "videos")
-"""What may say something that no template has a place for. All other keys are a client's own."""
+"""Keys whose values no template has a place for. All other keys are ignored as a client's own."""
 _KNOWN = {
     "messages",
     "model",
@@ -88,7 +88,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     """See Api. Keeps nothing: a request has its whole history."""
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
-        raise Refusal(f"{unknown[0]!r} is no field of a chat completion that this gateway knows")
+        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a chat completion")
 
     no_other_service(body)
     response_format = body.get("response_format")
@@ -98,12 +98,12 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
-        raise BadRequestError("stream_options is an object")
+        raise BadRequestError("stream_options must be an object")
 
     logprobs = boolean(body, "logprobs")
     top_logprobs = top_logprobs_of(body, "top_logprobs")
     if top_logprobs and not logprobs:
-        raise Refusal("top_logprobs goes with logprobs: true", param="top_logprobs")
+        raise Refusal("top_logprobs needs logprobs: true", param="top_logprobs")
 
     return ModelRequest(
         prompt=prompt_of(body.get("messages")),
@@ -127,7 +127,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 def prompt_of(messages: Any) -> list[Message]:
     """Messages in OpenAI's form; `developer` is the newer word for `system`."""
     if not isinstance(messages, list) or not messages:
-        raise BadRequestError("messages is a list with at least one message")
+        raise BadRequestError("messages must be a list with at least one message")
     return messages_of([_plain(message, n) for n, message in enumerate(messages, start=1)])
 
 
@@ -138,8 +138,7 @@ def _plain(message: Any, number: int) -> Any:
     for key in _CONTENT_KEYS:
         if message.get(key):
             raise BadRequestError(
-                f"message {number} has {key!r}, for which no chat template has a place: leave it "
-                "out"
+                f"message {number} has {key!r}, which no chat template can render: leave it out"
             )
 
     plain = {key: value for key, value in message.items() if key in MESSAGE_KEYS}
@@ -174,7 +173,7 @@ class ChatCompletionStream:
         ]
 
     def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
-        """What a completion says next."""
+        """The event for a completion's next pieces."""
         deltas = map(_delta, pieces)
         return [self._chunk(number, delta) for delta in deltas if delta is not None]
 
@@ -246,7 +245,7 @@ def usage(replies: Sequence[ModelReply]) -> dict[str, Any]:
 
 
 def head(request: ModelRequest, prefix: str, kind: str) -> dict[str, Any]:
-    """What every answer and event begins with; its id has the prefix."""
+    """The fields that every answer and event begins with; the id has the prefix."""
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
@@ -293,7 +292,7 @@ def _logprobs(reply: ModelReply) -> dict[str, Any]:
 
 
 def token_logprobs(reply: ModelReply) -> list[dict[str, Any]]:
-    """The log-prob of every drawn token, as OpenAI's APIs write it."""
+    """The log-prob of every sampled token, in the form of OpenAI's APIs."""
     return [
         {**_token(token), "top_logprobs": list(map(_token, token.alternatives))}
         for token in reply.tokens

@@ -57,12 +57,12 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     """See Api. Keeps nothing."""
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
-        raise Refusal(f"{unknown[0]!r} is no field of a completion that this gateway knows")
+        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a completion")
 
     no_other_service(body)
     n = whole_number(body, "n", 1)
     if body.get("suffix"):
-        raise Refusal("suffix is not supported: the policy goes on behind its prompt alone")
+        raise Refusal("suffix is not supported: the policy only continues its prompt")
     if whole_number(body, "best_of", n) != n:
         raise Refusal("best_of is not supported: leave it out, and choose among n yourself")
 
@@ -76,7 +76,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
-        raise BadRequestError("stream_options is an object")
+        raise BadRequestError("stream_options must be an object")
 
     prompt, *more_prompts = prompts_of(body.get("prompt"))
     return ModelRequest(
@@ -140,7 +140,7 @@ class CompletionStream(chat_completions.ChatCompletionStream):
         return []
 
     def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
-        """What a completion says next."""
+        """The event for a completion's next pieces."""
         return [
             {**self._head, "choices": [_choice(self._request, number, piece.text)]}
             for piece in pieces
@@ -158,7 +158,7 @@ def _head(request: ModelRequest) -> dict[str, Any]:
 def _choice(
     request: ModelRequest, number: int, text: str, reply: ModelReply | None = None
 ) -> dict[str, Any]:
-    """`reply`: the whole answer, where this is its end."""
+    """`reply`: the whole answer, if this is its end."""
     choice: dict[str, Any] = {
         "index": number,
         "text": text,
@@ -179,8 +179,8 @@ def _choice(
 
 
 def _logprobs(request: ModelRequest, reply: ModelReply) -> dict[str, Any]:
-    """The log-probs of all drawn tokens, in this API's columns; offsets count characters of the
-    completion's tokens. The drawn token is always among the likeliest, as the API defines it."""
+    """The log-probs of all sampled tokens, in this API's columns; offsets count characters of the
+    completion's tokens. The sampled token is always among the likeliest, as the API defines it."""
     lengths = [len(drawn.token.text) for drawn in reply.tokens]
     top: list[dict[str, float]] = []
     for drawn in reply.tokens:

@@ -1,7 +1,7 @@
-"""Delivers an answer of the sampler to a client that may hang up, be slow, or wait in vain.
+"""Delivers an answer of the sampler to a client that can hang up, be slow, or time out.
 
-Invariant: where a client does not get the whole of its answer, the answer is discarded
-(`GatewaySession.lose`), so that no answer is trained on that no client acted on.
+Invariant: if a client does not get its whole answer, the answer is discarded
+(`GatewaySession.lose`), so training uses only answers that a client received.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from agentevo.inference.admission import AdmittedConnection
 from agentevo.models.tool_calls import Delta, join_texts
 
 READER_S = 60.0
-"""How long a client may take to read what was sent."""
+"""The time limit for a client to read sent data, in seconds."""
 
 T = TypeVar("T")
 
 
 class Awaited(Generic[T]):
     """Work of the sampler's loop that a client waits for. It is cancelled when the client hangs up,
-    after `within_s`, and when the block ends. `who` is to answer."""
+    after `within_s`, and when the block ends. `who` names the answering side in messages."""
 
     def __init__(
         self, work: asyncio.Future[T], client: AdmittedConnection, within_s: float, who: str
@@ -65,8 +65,8 @@ class Awaited(Generic[T]):
         self._work.add_done_callback(lambda work: callback())
 
     async def result(self) -> T:
-        """Raises ClientDisconnect for a client that has gone, Refusal when it is too late, and
-        what the work raises."""
+        """Raises ClientDisconnect for a client that has gone, Refusal after the time limit, and the
+        exceptions of the work."""
         try:
             result = await self._work
         except asyncio.CancelledError:
@@ -95,7 +95,7 @@ class Awaited(Generic[T]):
 
 
 class DeliveredTokens:
-    """What a streamed answer has said and its client has not been sent."""
+    """The pieces of a streamed answer that were not sent to its client yet."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[int, list[Delta]]] = []
@@ -111,7 +111,7 @@ class DeliveredTokens:
         return bool(self._pieces)
 
     def wake(self) -> None:
-        """Ends a wait without news."""
+        """Ends a wait without new pieces."""
         self._news.set()
 
     async def wait(self) -> None:
@@ -129,7 +129,8 @@ class DeliveredTokens:
 
 
 class WholeAnswer(Response):
-    """An answer in one piece. A client that does not read is given up after READER_S."""
+    """An answer in one piece. The connection of a client that does not read is closed after
+    READER_S."""
 
     def __init__(self, content: bytes, delivery: Delivery, session: GatewaySession) -> None:
         super().__init__(content, headers=delivery.headers, media_type="application/json")
@@ -148,8 +149,8 @@ class WholeAnswer(Response):
 
 
 class EventStream(Response):
-    """An answer as server-sent events, as they come. A client that does not read is given up after
-    READER_S."""
+    """An answer as server-sent events, as they come. The connection of a client that does not read
+    is closed after READER_S."""
 
     media_type = "text/event-stream"
 
@@ -220,7 +221,7 @@ class EventStream(Response):
 
 
 async def _end_of(scope: Scope, send: Send) -> bool:
-    """Ends an answer that has been sent completely. False where its client does not have it: the
+    """Ends an answer that has been sent completely. False if its client does not have it: the
     connection is cut then."""
     connection: AdmittedConnection = scope["state"]["connection"]
     is_delivered = await connection.took_all(READER_S)

@@ -1,7 +1,7 @@
-"""What the gateway counts of itself, in the text format of Prometheus:
+"""The gateway's own metrics, in the text format of Prometheus:
 https://prometheus.io/docs/instrumenting/exposition_formats/
 
-It belongs to the gateway's event loop. Nothing in it tells of a session, a key or a text.
+It belongs to the gateway's event loop. The metrics contain no session, key or text.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def top_logprobs_of(body: Mapping[str, Any], key: str, default: int = 0) -> int:
 def sampling_of(
     body: Mapping[str, Any], *, max_tokens: Sequence[str], stop: str
 ) -> SamplingOverrides | None:
-    """What the body changes of the sampling. `max_tokens`: the keys that may hold the limit."""
+    """The sampling settings that the body changes. `max_tokens`: the keys that may hold the
+    limit."""
     values: dict[str, Any] = {
         key: body[key]
         for key in ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -92,7 +93,7 @@ def sampling_of(
 
 
 def penalties_of(body: Mapping[str, Any]) -> Penalties | None:
-    """What the body does to the logits; None where it changes nothing. Raises BadRequestError and
+    """The body's changes to the logits; None if there are none. Raises BadRequestError and
     Refusal."""
     values: dict[str, Any] = {}
     for key, name in _PENALTIES.items():
@@ -128,7 +129,8 @@ def _refuse(problem: str | None, key: str) -> None:
 
 
 def no_other_service(body: Mapping[str, Any]) -> None:
-    """Raises Refusal for what would change the prompt or the answer, and is done otherwise here."""
+    """Raises Refusal for fields that would change the prompt or the answer, and that the gateway
+    handles in another way."""
     for key in ("functions", "function_call"):
         if body.get(key):
             raise Refusal(f"{key!r} is not supported: use tools", param=key)
@@ -136,7 +138,7 @@ def no_other_service(body: Mapping[str, Any]) -> None:
     if body.get("chat_template_kwargs"):
         raise Refusal(
             "chat_template_kwargs is not supported: the policy is trained with the recipe's "
-            "template; leave it out, and set model.chat_template to one that says what they say",
+            "template; leave it out, and set model.chat_template to one with these settings",
             param="chat_template_kwargs",
         )
     if body.get("modalities") not in (None, [], ["text"]):
@@ -153,7 +155,8 @@ def no_other_service(body: Mapping[str, Any]) -> None:
 
 
 def schema_of(form: Any, key: str) -> Schema | None:
-    """What an answer has to be JSON by, None for a text; `form` is what the field `key` holds."""
+    """The JSON schema that an answer must follow, None for a text; `form` is the value of the field
+    `key`."""
     kind = form.get("type") if isinstance(form, Mapping) else form
     if kind in (None, "text"):
         return None
@@ -179,7 +182,7 @@ def is_strict(form: Any) -> bool:
 
 
 def choice_of(body: Mapping[str, Any]) -> FieldChoice:
-    """What OpenAI's tool_choice and parallel_tool_calls say."""
+    """The ToolChoice of OpenAI's tool_choice and parallel_tool_calls."""
     parallel = body.get("parallel_tool_calls") is None or boolean(body, "parallel_tool_calls")
     choice: Any = body.get("tool_choice") or "auto"
     if choice in ("auto", "none", "required"):
@@ -204,12 +207,12 @@ class FieldChoice:
 
     kind: Literal["auto", "none", "required"]
     tool: str | None = None
-    """The only one that may be called."""
+    """The only function that may be called."""
     parallel: bool = True
 
     def form(self, schema: Schema | None, *, strict: bool = False) -> AnswerForm | None:
-        """What the answer has to look like; `schema`: the JSON that it is otherwise to be. None
-        where it may be any text."""
+        """The required form of the answer; `schema`: its JSON schema if it is not a call. None if
+        any text is allowed."""
         if self.kind == "none":
             return AnswerForm(schema=schema, calls="none", strict=strict)
         if self.kind == "required":

@@ -1,8 +1,8 @@
 """The gateway of one process: a thread with an event loop of its own, so that no step of an engine,
 which holds the sampler's loop, keeps a client waiting at the door.
 
-It begins to listen when the first session is opened, on this machine alone unless it is given a
-socket, and ends with `close`.
+It begins to listen when the first session is opened, only on this machine unless it gets a socket,
+and ends with `close`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=GatewaySession)
 
 START_S = 60.0
-"""How long the thread may take to listen; importing its packages is most of it."""
+"""The time limit for the thread to listen, in seconds; importing its packages takes most of the
+time."""
 CLOSE_S = 5.0
 MAX_CONNECTIONS = 4096
 IDLE_S = 120.0
-"""How long a connection of a client is kept that asks nothing."""
+"""How long the connection of an idle client is kept, in seconds."""
 
 
 class InFront(Protocol):
@@ -45,7 +46,7 @@ class InFront(Protocol):
         ...
 
     def page(self) -> dict[str, Any]:
-        """The `paths` and `components` that the OpenAPI page has of them."""
+        """Their `paths` and `components` in the OpenAPI page."""
         ...
 
 
@@ -64,7 +65,7 @@ class Gateway:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """`listener` is where it listens, and `tls` how it encrypts; without a listener the section
-        says where."""
+        names the place."""
         self._listener = listener
         self._tls = tls
         self.in_front: InFront | None = None
@@ -83,8 +84,8 @@ class Gateway:
 
     @property
     def base(self) -> str:
-        """Its URL without a path; it listens from now on. Raises ConfigError or EngineError where
-        it can't."""
+        """Its URL without a path; it listens from now on. Raises ConfigError or EngineError if it
+        can't listen."""
         if self._thread is None:
             self._start()
         return self._base
@@ -95,7 +96,7 @@ class Gateway:
         remote: RemoteConversations | None = None,
         remote_agents: Mapping[str, str] = MappingProxyType({}),
     ) -> GatewaySession:
-        """A session of the attempt that this is called in. `remote`: of its remote models."""
+        """A session of the current attempt. `remote`: its remote models."""
         follows_client = self._section.distribution == "client"
         return self.add(
             GatewaySession(
@@ -123,14 +124,15 @@ class Gateway:
         return self._bridge
 
     def end(self, session: GatewaySession) -> None:
-        """Its key opens nothing from now on."""
+        """Closes the session: its key is not valid from now on."""
         self._sessions.pop(session.key, None)
         if session.ignored and not self._noted:
             self._noted = True
             ignored = ", ".join(f"{name}={value:g}" for name, value in session.ignored.items())
             self._note(
-                f"gateway: the agent's client asks for {ignored}: the recipe's sampling is used, "
-                "as only that can be trained (gateway.distribution=client gives the client its way)"
+                f"gateway: the agent's client asks for {ignored}: the recipe's sampling is used "
+                "instead, because only that can be trained (gateway.distribution=client uses the "
+                "client's)"
             )
 
     def close(self) -> None:
@@ -177,8 +179,8 @@ class Gateway:
             from agentevo.inference.http_server import open_socket, serving, url_of
         except ModuleNotFoundError as missing:
             raise MissingExtraError(
-                f"agents that bring a client of their own need the package {missing.name!r}: pip "
-                "install 'agentevo[serve]'"
+                f"agents with their own client need the package {missing.name!r}: pip install "
+                "'agentevo[serve]'"
             ) from missing
 
         front = self.in_front

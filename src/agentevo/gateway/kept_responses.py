@@ -1,5 +1,5 @@
-"""Answers of the Responses API that a session keeps: what they were, what they were asked, and how
-they are forgotten."""
+"""Answers of the Responses API that a session keeps: storing, listing and deleting them and their
+inputs."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def keep(
 
 
 def found(memory: Memory, name: str) -> KeptResponse:
-    """The kept answer of that name. Raises Refusal where there is none."""
+    """The kept answer of that name. Raises Refusal if there is none."""
     response = memory.find(name)
     if not isinstance(response, KeptResponse):
         raise Refusal(
-            f"response {shown(name)} is not found: it is none of this session, was not to be "
-            "stored, or is kept no more",
+            f"response {shown(name)} is not found: it is not of this session, was sent with "
+            "store=false, or is no longer kept",
             status=404,
             param="response_id",
         )
@@ -64,7 +64,7 @@ def found(memory: Memory, name: str) -> KeptResponse:
 
 
 def forget(memory: Memory, name: str) -> dict[str, Any]:
-    """Forgets the answer and its items. Raises Refusal where there is no such answer."""
+    """Forgets the answer and its items. Raises Refusal if there is no such answer."""
     for item in found(memory, name).body["output"]:
         if memory.find(item["id"]) is not None:
             memory.forget(item["id"])
@@ -73,7 +73,7 @@ def forget(memory: Memory, name: str) -> dict[str, Any]:
 
 
 def input_items(memory: Memory, name: str, query: Mapping[str, str]) -> dict[str, Any]:
-    """A list of what it was asked, the newest first unless `order` is asc; `after` an item, and
+    """A list of its input items, the newest first unless `order` is asc; `after` an item, and
     `limit` of them. Raises Refusal."""
     order = query.get("order", "desc")
     limit = query.get("limit", "20")

@@ -1,5 +1,5 @@
-"""What an API keeps of one session's answers, so that a client can name one instead of sending it
-back. It is bounded: beyond its limits the oldest are forgotten."""
+"""The answers of one session that an API keeps, so that a client can name one instead of sending it
+back. The memory is bounded: beyond its limits the oldest answers are dropped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 MAX_KEPT = 10_000
 """Answers that one session keeps."""
 MAX_CHARACTERS = 2**26
-"""What these may hold in all."""
+"""The maximum characters of all of them."""
 
 
 class Memory:
@@ -27,9 +27,9 @@ class Memory:
             self._num_characters -= self._kept.pop(oldest)[1]
 
     def forget(self, name: str) -> None:
-        """Forgets a name that is kept."""
+        """Drops a kept name."""
         self._num_characters -= self._kept.pop(name)[1]
 
     def find(self, name: str) -> Any | None:
-        """The value under the name; None where there is none, or it was dropped."""
+        """The value under the name; None if there is none, or it was dropped."""
         return self._kept.get(name, (None,))[0]

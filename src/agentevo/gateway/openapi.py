@@ -1,5 +1,5 @@
-"""The gateway's own OpenAPI page: its routes, what their bodies are, and who may ask. The fields of
-each API are described where the API is from; docs/gateway.md says what each of them does here."""
+"""The gateway's own OpenAPI page: its routes, their bodies and their keys. The provider of each API
+documents its fields; docs/gateway.md describes the effect of each field in this gateway."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ BODIES: dict[str, Schema] = {
 }
 SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}]
 _FAILURES = {
-    400: "What can't be asked.",
+    400: "The request is not valid.",
     401: "No key, a wrong one, or one whose attempt has ended.",
     404: "An answer that the session does not have.",
-    408: "The body has not come in time.",
-    409: "The attempt was broken off while it waited.",
+    408: "The body did not arrive in time.",
+    409: "The attempt was broken off while the request waited.",
     413: "The body is too long.",
     429: "Too many requests of one session at once, or in a second.",
-    503: "No engine answers.",
+    503: "No engine is available.",
     504: "No engine answers in time.",
 }
 

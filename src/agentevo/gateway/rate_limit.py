@@ -1,4 +1,4 @@
-"""How many requests a second each key may make, and each address that shows wrong keys.
+"""The limit of requests a second for each key, and for each address that sends wrong keys.
 
 A token bucket that holds a second's worth, kept as one number: the time when it will be full again
 (the generic cell rate algorithm). It belongs to the gateway's event loop.
@@ -23,7 +23,7 @@ is dropped."""
 
 
 class Allowance:
-    """What is left to one key or address."""
+    """The remaining allowance of one key or address."""
 
     __slots__ = ("full_at",)
 
@@ -43,7 +43,7 @@ class RateLimit:
         self._addresses: OrderedDict[str, Allowance] = OrderedDict()
 
     def take(self, allowance: Allowance) -> None:
-        """One request more. Raises Refusal where that is too many."""
+        """Counts a request. Raises Refusal if there are too many."""
         if not self._per_s:
             return
 
@@ -62,7 +62,7 @@ class RateLimit:
         allowance.full_at = full_at
 
     def take_wrong_key(self, address: str) -> None:
-        """One request more from this address with a key that opens nothing."""
+        """Counts a request from this address with a wrong key."""
         if not self._per_s:
             return
         allowance = self._addresses.setdefault(address, Allowance())

@@ -1,4 +1,4 @@
-"""What the gateway refuses, and with which status. Every API has its own form for it."""
+"""The gateway's refusals and their HTTP status. Every API has its own form for them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from agentevo.remote_models.ledger import BudgetExceededError, RemoteModelError
 
 
 class Refusal(AgentEvoError):
-    """A request that gets no completion, with the status of HTTP, the kind in OpenAI's words, and a
-    code, the field that is to blame and the time until it is worth asking again where there are
-    such."""
+    """A request that gets no completion, with the status of HTTP, the kind in OpenAI's words, and,
+    if there are any, a code, the name of the wrong field and the time until a retry."""
 
     def __init__(
         self,

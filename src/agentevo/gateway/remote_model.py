@@ -1,5 +1,5 @@
 """A client names a remote model of the recipe in place of the policy: its request goes there, and
-the answer comes back in the API that was asked."""
+the answer comes back in the form of the client's API."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ async def completed_remotely(
     model: str,
     agent: str,
 ) -> list[ModelReply]:
-    """The answers of a remote model. `on_pieces` gets their texts and thoughts as they come, and
-    calls of tools when they are whole. `agent`: the agent that they are attributed to."""
+    """The answers of a remote model. `on_pieces` gets their texts and thoughts as they arrive, and
+    tool calls when they are complete. `agent`: the agent that they are attributed to."""
     if (
         isinstance(request.prompt, str)
         or isinstance(request.prompt[0], int)
@@ -34,8 +34,8 @@ async def completed_remotely(
         or request.logprobs
     ):
         raise Refusal(
-            f"{request.model} is a remote model, whose tokens nobody here knows: send messages, "
-            "and leave out token ids and log-probs"
+            f"{request.model} is a remote model, whose tokens the gateway does not know: send "
+            "messages, and leave out token ids and log-probs"
         )
 
     passed_on: set[tuple[int, type]] = set()

@@ -24,52 +24,52 @@ class ModelRequest:
     more_prompts: tuple[str | list[int], ...] = ()
     """Each with `n` completions of its own; the numbers of completions go through all prompts."""
     is_plain: bool = False
-    """Whether an answer is its text as it is: no tool calls and no thoughts are read out of it."""
+    """Whether an answer is its plain text: tool calls and thoughts are not parsed."""
     echo: bool = False
     """Whether an answer begins with its prompt."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas in the form of OpenAI's chat API."""
     form: AnswerForm | None = None
-    """What the answer has to look like, where that is not any text."""
+    """The required form of the answer; None for any text."""
     overrides: SamplingOverrides | None = None
     n: int = 1
     """How many completions of each prompt."""
     model: str
-    """What the client called the model."""
+    """The model name that the client sent."""
     stream: bool = False
     include_usage: bool = False
     """Whether a stream ends with a count of its tokens."""
     logprobs: bool = False
     top_logprobs: int = 0
-    """How many of the likeliest tokens are listed with each drawn one."""
+    """How many of the likeliest tokens are listed with each sampled one."""
     token_ids: bool = False
     """Whether the answer holds token ids and versions of the weights."""
 
     @property
     def may_call(self) -> bool:
-        """Whether calls of tools are read out of an answer."""
+        """Whether tool calls are parsed from an answer."""
         return bool(self.tools) and (self.form is None or self.form.calls != "none")
 
     @property
     def has_messages(self) -> bool:
-        """Whether it asks in a chat."""
+        """Whether the request is a chat."""
         return not isinstance(self.prompt, str) and not isinstance(self.prompt[0], int)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """The size of a request, known before its first token is drawn."""
+    """The size of a request, known before its first token is sampled."""
 
     num_tokens: int = 0
-    """The tokens of the whole context. This number and the next are sums where there are several
+    """The tokens of the whole context. This number and the next are sums if there are several
     prompts."""
     num_cached: int = 0
-    """How many of them the conversation had already."""
+    """How many of them the conversation already had."""
 
 
 @dataclass(slots=True)
 class Delivery:
-    """What a request has had recorded, until its client has it."""
+    """The recorded turns of a request, until its client has them."""
 
     conversation: Conversation | None = None
     turns: list[int] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Delivery:
     place: TracePlace | None = None
     """The place in a trace, as the request named it."""
     asker: Asker | None = None
-    """The asker, once the request has reached the attempt."""
+    """The calling agent, once the request has reached the attempt."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -89,7 +89,7 @@ class Delivery:
 
 
 class TokenLogprob(NamedTuple):
-    """A token that was drawn, or could have been."""
+    """A sampled token, or an alternative."""
 
     token: TokenText
     logprob: float
@@ -99,7 +99,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReply:
-    """One completion, its text taken apart."""
+    """One completion, with its text parsed."""
 
     turn: Turn
     """A remote model's has no ids."""
@@ -113,13 +113,13 @@ class ModelReply:
     prompt_ids: list[int]
     """The whole context before the completion; empty unless the request asks for token ids."""
     stop_string: str | None = None
-    """The one of the request's that ended the completion."""
+    """The stop string of the request that ended the completion."""
     tokens: list[TokenLogprob]
-    """The log-probs of the completion's tokens, where the request asks for them."""
+    """The log-probs of the completion's tokens, if the request asks for them."""
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        """`length` also where the limit cut a turn with tool calls off."""
+        """`length` also if the limit cut off a turn with tool calls."""
         if self.turn.finish_reason == "stop" and self.tool_calls:
             return "tool_calls"
         return self.turn.finish_reason

@@ -1,9 +1,9 @@
 """Items of OpenAI's Responses API -> messages.
 
 One answer of the policy is several items (a thought, a text, each tool call) and one message. So
-the items of the assistant that stand together are one message again. Items that the gateway has
-made have ids that say which answer they are of, and `ID_PARTS` reads them: by these an answer is
-put together even where results of tools stand between its calls.
+adjacent items of the assistant become one message again. The ids of the gateway's own items name
+their answer, and `ID_PARTS` reads them: they join the items of an answer even if results of tools
+are between its calls.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class _Drafts:
     def __init__(self) -> None:
         self.all: list[_AnsweredItems | dict[str, Any]] = []
         self.last_answer: _AnsweredItems | None = None
-        """The assistant's message after which there are results of tools alone."""
+        """The assistant's message that only results of tools follow."""
 
     def answer_of(self, item: Mapping[str, Any], kind: str) -> _AnsweredItems:
-        """The answer that an item belongs to; a new one where there is none."""
+        """The answer that an item belongs to; a new one if there is none."""
         parts = ID_PARTS.fullmatch(str(item.get("id")))
         answer_id = parts[1] if parts else None
         last = self.last_answer
@@ -77,7 +77,7 @@ class _Drafts:
 
 
 def name_within(namespace: str, name: str) -> str:
-    """What the policy calls a tool of a namespace."""
+    """The policy's name for a tool of a namespace."""
     return f"{namespace}__{name}"
 
 
@@ -87,7 +87,7 @@ def messages_of_items(raw_input: Any, memory: Memory) -> list[Message]:
     if isinstance(raw_input, str):
         return [Message("user", raw_input)]
     if not isinstance(raw_input, Sequence):
-        raise BadRequestError("input is a text or a list of items")
+        raise BadRequestError("input must be a text or a list of items")
 
     drafts = _Drafts()
     for number, value in enumerate(raw_input, start=1):
@@ -118,8 +118,8 @@ def _check_item(value: Any, where: str, memory: Memory) -> dict[str, Any]:
         stored_item = memory.find(str(value.get("id")))
         if not isinstance(stored_item, dict):
             raise Refusal(
-                f"{where} refers to {shown(value.get('id'))}, which is none of this session, or is "
-                "kept no more: send the item itself",
+                f"{where} refers to {shown(value.get('id'))}, which is not of this session, or is "
+                "no longer kept: send the item itself",
                 status=404,
                 param="input",
             )
@@ -133,7 +133,7 @@ def _check_item(value: Any, where: str, memory: Memory) -> dict[str, Any]:
 
     if value.get("encrypted_content"):
         raise BadRequestError(
-            f"{where} has an encrypted_content, which is none of this gateway's: leave it out"
+            f"{where} has an encrypted_content, which this gateway did not write: leave it out"
         )
 
     if kind == "message" and (
@@ -194,7 +194,7 @@ def _text(content: Any, kinds: Sequence[str], where: str) -> str:
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind not in kinds or not isinstance(text, str):
             raise BadRequestError(
-                f"part {number} of {where} is {shown(kind)}: the policy reads texts alone, as "
+                f"part {number} of {where} is {shown(kind)}: the policy reads text only, as  "
                 f'{{"type": "{kinds[0]}", "text": ...}}'
             )
 

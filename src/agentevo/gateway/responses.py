@@ -1,8 +1,8 @@
 """OpenAI's Responses API: https://platform.openai.com/docs/api-reference/responses.
 
-What an answer says is written once, as items that grow with the pieces (`_ResponsesOutput`): a
-stream sends the events of that growth, and an answer that is not streamed is its last state. A text
-and a call that the policy wrote in turns are items in turns.
+An answer is built once, as items that grow with the pieces (`_ResponsesOutput`): a stream sends the
+events of that growth, and an answer that is not streamed is its last state. Alternating texts and
+calls of the policy become alternating items.
 
 `previous_response_id` continues an answer of the same session. The session's memory has it with the
 messages before it, but without `instructions`, as the API defines it.
@@ -50,7 +50,7 @@ from agentevo.types import Message
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (None, LOGPROBS, "reasoning.encrypted_content")
-"""What `include` may ask for; a thought is readable in any case."""
+"""The values that `include` can have; a thought is readable in any case."""
 _ECHOED: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -70,7 +70,7 @@ _ECHOED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""What an answer says again of its request, and what it is where the request says nothing."""
+"""The fields of a request that its answer repeats, and their defaults."""
 _KNOWN = {
     *_ECHOED,
     "input",
@@ -100,15 +100,15 @@ _TOOL_KEYS = {*_SCHEMA_KEYS, "type"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRequest(ModelRequest):
-    """A request, with what its answer says of it."""
+    """A request, with the fields that its answer repeats."""
 
     history: tuple[Message, ...]
     """The prompt without `instructions`."""
     raw_input: Any
-    """`input` as it came."""
+    """`input`, unchanged."""
     echoed: dict[str, Any]
     memory: Memory | None
-    """Where the answer is kept; None where the client wants none kept."""
+    """The memory that keeps the answer; None if the client wants it not kept."""
     namespaces: Mapping[str, tuple[str, str]]
     """Tool -> its namespace and its name there, for the tools that have one."""
 
@@ -117,7 +117,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
     """See Api."""
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
-        raise Refusal(f"{unknown[0]!r} is no field of a response that this gateway knows")
+        raise Refusal(f"this gateway does not know the field {unknown[0]!r} of a response")
 
     no_other_service(body)
     _no_other_service(body)
@@ -135,7 +135,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
 
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
-        raise BadRequestError("instructions is a text")
+        raise BadRequestError("instructions must be a text")
 
     system = [Message("system", instructions)] if instructions else []
     history = _history(body, memory)
@@ -163,13 +163,13 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
 
 
 def _no_other_service(body: Mapping[str, Any]) -> None:
-    """Raises Refusal for what only OpenAI's own service does."""
+    """Raises Refusal for features that only OpenAI's own service has."""
     if boolean(body, "background"):
         raise Refusal("background is not supported: wait for the answer, or stream it")
     if body.get("truncation") not in (None, "disabled"):
         raise Refusal(
-            f"truncation {shown(body['truncation'])} is not supported: nothing of a recorded "
-            "history is cut; leave it out, and send less"
+            f"truncation {shown(body['truncation'])} is not supported: a recorded history is "
+            "never cut; leave truncation out, and send less"
         )
 
 
@@ -177,7 +177,7 @@ def _check_include(include: Any) -> Sequence[Any]:
     if include is None:
         return ()
     if not isinstance(include, Sequence) or isinstance(include, str):
-        raise BadRequestError("include is a list")
+        raise BadRequestError("include must be a list")
 
     for name in include:
         if name not in _INCLUDED:
@@ -195,8 +195,8 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
     previous = memory.find(name) if isinstance(name, str) else None
     if not isinstance(previous, KeptResponse):
         raise Refusal(
-            f"previous response {shown(name)} is not found: it is none of this session, was not to "
-            "be stored, or is kept no more; send the whole history as input",
+            f"previous response {shown(name)} is not found: it is not of this session, was sent "
+            "with store=false, or is no longer kept; send the whole history as input",
             status=404,
             code="previous_response_not_found",
             param="previous_response_id",
@@ -214,7 +214,7 @@ def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
         if kind != "function":
             raise Refusal(
-                f"{where} is {shown(kind)}: the policy has functions alone, as "
+                f"{where} is {shown(kind)}: the policy calls functions only, as  "
                 '{"type": "function", "name": ..., "parameters": {...}}'
             )
 
@@ -238,8 +238,8 @@ def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[
     twice = next((name for name in namespaces if names[name] > 1), None)
     if twice is not None:
         raise BadRequestError(
-            f"two tools are {shown(twice)} to the policy, which joins a namespace and a name by "
-            "__: rename one of them"
+            f"the policy would see two tools named {shown(twice)}, because it joins a namespace "
+            "and a name by __: rename one of them"
         )
 
     return tools_of(nested), namespaces
@@ -257,7 +257,7 @@ def _each_tool(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
         namespace = tool.get("name")
         members = tool.get("tools")
         if not isinstance(namespace, str) or not namespace or not isinstance(members, list):
-            raise BadRequestError(f"{where}: a namespace has a name and a list of tools")
+            raise BadRequestError(f"{where}: a namespace must have a name and a list of tools")
         for member_number, member in enumerate(members, start=1):
             yield f"{where}.{member_number}", namespace, member
 
@@ -290,8 +290,8 @@ class _ResponsesOutput:
                 return self._close("incomplete")
 
     def finish(self, *, is_whole: bool) -> list[Event]:
-        """The last item is done. An answer without a call has a text, though it may say
-        nothing, unless it was cut off within a thought."""
+        """The last item is done. An answer without a call has a text, even an empty one, unless it
+        was cut off within a thought."""
         kinds = {item["type"] for item in self.items}
         events: list[Event] = []
         if not kinds & {"function_call", "message"} and (is_whole or not kinds):
@@ -485,7 +485,7 @@ class ResponsesStream:
 
 
 def answer(request: ResponseRequest, replies: Sequence[ModelReply]) -> dict[str, Any]:
-    """The last state of the stream that says this reply: what it thought, said and called."""
+    """The last state of the stream of this reply: its thought, text and calls."""
     (reply,) = replies
     stream = ResponsesStream(request)
     stream.pieces(0, pieces_of(reply))

@@ -45,7 +45,7 @@ MAX_AT_ONCE = 256
 MAX_POSTED = 10_000
 """Rewards that one session takes."""
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
-"""What decides the distribution that tokens are drawn from."""
+"""The settings that decide the sampling distribution."""
 
 
 class Listening:
@@ -66,7 +66,7 @@ class Listening:
         self._new.setdefault(number, []).extend(ids)
 
     def close(self) -> None:
-        """What has not been passed on is the answers' to finish."""
+        """Ends the passing on; finishing the answers gives the remaining pieces."""
         self._new = {}
 
     def tell(self, number: int, pieces: list[Delta]) -> None:
@@ -94,12 +94,11 @@ class GatewaySession:
         remote: RemoteConversations | None = None,
         remote_agents: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`conversations`: of each agent by its name; a single one has whatever name.
-        `follows_client`: the client decides the distribution that its completions are drawn
-        from, and not the recipe. `whole_calls`: streams tell of a call when it is whole. `key` is
-        drawn at random unless it is given. `remote`: of the
-        models that a client may name in place of the policy; `remote_agents`: agents that are such
-        a model's, and which; that of no name is the policy."""
+        """`conversations`: of each agent by its name; the name of a single one does not matter.
+        `follows_client`: the client, not the recipe, decides the sampling distribution of its
+        completions. `whole_calls`: streams send a call only when it is complete. `key` is random by
+        default. `remote`: the models that a client may name instead of the policy; `remote_agents`:
+        the agents that such a model plays, with its name; the empty name is the policy."""
         self.remote = remote
         self.remote_agents = remote_agents
         self.key = secrets.token_urlsafe(32) if key is None else key
@@ -108,9 +107,9 @@ class GatewaySession:
         self.posted: list[PostedReward] = []
         self._sums = RewardSums()
         self.ignored: dict[str, float] = {}
-        """What a client asked of the distribution and did not get."""
+        """The client's sampling settings that were ignored."""
         self.memory = Memory()
-        """What the APIs keep of its answers."""
+        """The answers that the APIs keep."""
         self.allowance = Allowance()
         """The session's allowance of requests."""
         self._follows_client = follows_client
@@ -253,22 +252,22 @@ class GatewaySession:
         ]
 
     def remote_name(self, model_name: str | None) -> str:
-        """The remote model that a client means by a model's name; empty where it means none."""
+        """The remote model that a client's model name selects; empty if it selects none."""
         model = self.remote_agents.get(model_name or "", model_name or "")
         if self.remote is None:
             return ""
         return model if model in self.remote.models else self.remote_agents.get("", "")
 
     def _agent_of(self, model_name: str | None) -> str:
-        """The agent whose words a remote model's answer is: the one of that name; none where the
-        model itself was named; else the policy, which it plays."""
+        """The agent that a remote model's answer belongs to: the agent of that name; none if the
+        client named the model itself; else the policy, which it plays."""
         if model_name and model_name in self.remote_agents:
             return model_name
         return "" if self.remote is not None and model_name in self.remote.models else POLICY
 
     def wait_of(self, model_name: str | None, own_s: float) -> tuple[str, float]:
-        """What answers a request for a model, in words, and how long to wait for it: `own_s` for a
-        policy."""
+        """The side that answers a request for a model, in words, and how long to wait for it:
+        `own_s` for a policy."""
         model = self.remote_name(model_name)
         if not model or self.remote is None:
             return "the policy", own_s
@@ -278,8 +277,8 @@ class GatewaySession:
         """The number of tokens of the request's prompt, on the sampler's loop. Records nothing."""
         if self.remote_name(request.model):
             raise Refusal(
-                f"{request.model} is a remote model, whose tokens nobody here can count: ask its "
-                "own server"
+                f"{request.model} is a remote model, whose tokens the gateway can't count: ask "
+                "its own server"
             )
 
         with self._one_more():
@@ -293,7 +292,7 @@ class GatewaySession:
             await conversation.close()
 
     def conversation_of(self, agent: str | None) -> Conversation:
-        """The conversation that a client means: the only one, or that of the named agent. Raises
+        """The conversation of a request: the only one, or that of the named agent. Raises
         Refusal."""
         if len(self.conversations) == 1:
             return next(iter(self.conversations.values()))
@@ -301,8 +300,8 @@ class GatewaySession:
         if agent is None or agent not in self.conversations:
             agent_names = ", ".join([*self.conversations, *self.remote_agents])
             raise Refusal(
-                f"there is no agent {agent!r}: this rollout has {agent_names}, and "
-                "the model's name says which is meant",
+                f"there is no agent {agent!r}: this rollout has {agent_names}, and the model's "
+                "name must select one of them",
                 status=404,
                 code="model_not_found",
                 param="model",
@@ -312,7 +311,7 @@ class GatewaySession:
 
     @contextmanager
     def _one_more(self) -> Iterator[None]:
-        """A request that is under way. Raises Refusal where there are too many."""
+        """A request that is under way. Raises Refusal if there are too many."""
         if self._under_way >= MAX_AT_ONCE:
             raise Refusal(
                 f"{MAX_AT_ONCE} requests of this session are under way: wait for one of them",
@@ -342,7 +341,7 @@ class GatewaySession:
             self._bridge_across().send(discard)
 
     def post(self, *rewards: PostedReward) -> None:
-        """Takes rewards in: all of them, or none."""
+        """Accepts all of the rewards, or none."""
         if len(self.posted) + len(rewards) > MAX_POSTED:
             raise Refusal(f"a session takes {MAX_POSTED} rewards", status=429)
 
@@ -366,13 +365,16 @@ class GatewaySession:
 
         if reward.turn is not None:
             if reward.agent is None and "" not in self.conversations:
-                raise BadRequestError(f"say whose turn {reward.turn} is: this rollout has agents")
+                raise BadRequestError(
+                    f"name the agent of turn {reward.turn}: this rollout has several agents"
+                )
             turns = len(self.conversation_of(reward.agent).received)
             if not 0 <= reward.turn < turns:
                 raise BadRequestError(f"there is no turn {reward.turn}: the session has {turns}")
 
     def _admitted_overrides(self, overrides: SamplingOverrides | None) -> SamplingOverrides | None:
-        """What a request may change: the distribution only if the client decides it."""
+        """The settings that a request may change: the distribution only if the client decides
+        it."""
         if overrides is None or self._follows_client:
             return overrides
         ignored = {name: value for name, value in overrides.given().items() if name in DISTRIBUTION}
@@ -390,7 +392,7 @@ def _renumber(on_pieces: Hear | None, first: int) -> Hear | None:
 
 
 def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
-    """A plain prompt as a text."""
+    """The text of a plain prompt."""
     if isinstance(prompt, str):
         return prompt
     return str(chat.tokenizer.decode(cast("list[int]", prompt), skip_special_tokens=False))
@@ -399,8 +401,8 @@ def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
 def over() -> Refusal:
     """The refusal for a wrong key, and for a session that has ended."""
     return Refusal(
-        "this key opens nothing here: it is wrong, or it was of an attempt, and good until its "
-        "agent has ended",
+        "the API key is not valid for an open session: it is wrong, or the attempt it belongs to "
+        "has ended",
         status=401,
         kind="authentication_error",
         code="invalid_api_key",

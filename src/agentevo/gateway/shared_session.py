@@ -2,10 +2,10 @@
 number of conversations.
 
 A request continues the conversation whose history it extends, if that is among the last ones, so
-that the model sees the tokens that it has drawn and the engine has their keys and values. Otherwise
-it begins a conversation of its own, whose history is encoded as a whole. A conversation takes one
-request at a time and grows along one line, so it is bounded by the model's context, and at most
-MAX_KEPT are kept.
+that the model sees the tokens that it sampled and the engine has their keys and values. Otherwise
+it begins a new conversation, whose history is encoded as a whole. A conversation takes one request
+at a time and grows along one line, so it is bounded by the model's context, and at most MAX_KEPT
+are kept.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from agentevo.inference.conversation import Conversation
 from agentevo.types import Message
 
 MAX_KEPT = 256
-"""Conversations that may be gone on with."""
+"""The maximum number of conversations that can be continued."""
 
 
 class SharedSession(GatewaySession):
     """See the module. `new_conversation` makes an empty one. The client decides temperature and
-    filters; where it says nothing, those of the conversation hold. `whole_calls`: see Session."""
+    filters; by default those of the conversation apply. `whole_calls`: see Session."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SharedSession(GatewaySession):
             return replies
 
     def lose(self, delivery: Delivery) -> None:
-        """No turn is trained on here, so none is taken back."""
+        """Does nothing: no turn is trained on here, so none is discarded."""
 
     def post(self, *rewards: PostedReward) -> None:
         raise Refusal("this model is served and not trained: it takes no rewards", status=404)

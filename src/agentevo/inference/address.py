@@ -19,18 +19,18 @@ class EngineAddress(NamedTuple):
 
     url: str
     certificate: str = ""
-    """SHA-256 of the certificate that the engine must show, in hexadecimal; empty where nothing is
-    encrypted."""
+    """SHA-256 of the certificate that the engine must show, in hexadecimal; empty if the connection
+    is not encrypted."""
 
     @property
     def pinned_url(self) -> str:
-        """What `read` takes."""
+        """The URLs that `read` accepts."""
         return f"{self.url}{PIN}{self.certificate}" if self.certificate else self.url
 
     @classmethod
     def read(cls, text: str, *, what: str = "an engine", printed_by: str = "serve") -> Self:
         """The address that `agentevo serve` prints, or the command that `printed_by` names. Raises
-        ConfigError for text that is no such URL, and for one to which the key would go
+        ConfigError for text that is not such a URL, and for a URL that would get the key
         unprotected."""
         url, pin, certificate = text.partition(PIN)
         try:
@@ -67,7 +67,7 @@ class EngineAddress(NamedTuple):
         if parts.scheme == "http" and not is_this_machine(host):
             raise ConfigError(
                 f"{url}: its secret would travel unencrypted: give the https:// URL that "
-                f"`agentevo {printed_by}` printed, or go through a tunnel (ssh -L)"
+                f"`agentevo {printed_by}` printed, or use a tunnel (ssh -L)"
             )
 
         return cls(url.rstrip("/"), certificate)

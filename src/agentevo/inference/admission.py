@@ -38,7 +38,7 @@ ADMISSION_S = 5.0
 MAX_STRANGERS = 128
 MAX_CLIENTS = 256
 ACCEPTED_AT_ONCE = 64
-"""Between two steps of the engine, which run on the same event loop."""
+"""The most connections to accept between two steps of the engine, on the same event loop."""
 ACCEPTING_SHARE = 0.1
 TAKEN_S = 0.01
 """How often to check whether a long answer was taken."""

@@ -59,7 +59,7 @@ class StoreAnnouncements:
         self._secret = secret
         self._seen: dict[str, tuple[str, float, Announcement | None]] = {}
         """Name of the object -> (its state, when that was first seen by the monotonic clock, its
-        announcement; None where it is not of this run)."""
+        announcement; None if it is not of this run)."""
         self._warned = False
 
     def announce(self, announcement: Announcement) -> None:
@@ -173,9 +173,9 @@ class StoreAnnouncements:
         if not self._warned:
             self._warned = True
             LOG.warning(
-                "%s/%s/%s is signed with another secret than this run's, and is not believed: "
-                "machines that share no folder need rollout.engine_secret='${env:NAME}', with the "
-                "same secret everywhere",
+                "ignored %s/%s/%s, which is signed with another secret than this run's: machines "
+                "that share no folder need rollout.engine_secret='${env:NAME}', with the same "
+                "secret everywhere",
                 self._objects.url,
                 FOLDER,
                 name,
@@ -191,7 +191,7 @@ class Lookout:
         self._every_s = every_s
         self.found: list[Announcement] = []
         self.trouble = ""
-        """What went wrong with the last look; empty where nothing did."""
+        """The error of the last look; empty if there was none."""
 
     async def look(self) -> None:
         """Looks once."""

@@ -28,7 +28,7 @@ class StepBatch:
     """[1, T]"""
     plan: CacheAttention
     sampled: list[Sequence]
-    """Sequences whose last token is in this step, so that the next one can be drawn."""
+    """Sequences whose last token is in this step, so that the next one can be sampled."""
     scored: list[tuple[Sequence, int]]
     """Sequences whose given tokens this step predicts, each with how many of them."""
     logit_rows: torch.Tensor

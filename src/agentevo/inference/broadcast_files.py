@@ -1,4 +1,4 @@
-"""The files that trainer and engines write for each other where weights go over a process group.
+"""The files that trainer and engines write for each other if weights go over a process group.
 They are small, each appears whole or not at all, and none holds a tensor.
 
     RUN/weights/latest.json            the version, and the SHA-256 of...
@@ -116,14 +116,14 @@ class PlaceAnswer(msgspec.Struct, frozen=True):
 
 
 class Incoming(msgspec.Struct, frozen=True):
-    """Weights that an engine's places are about to receive."""
+    """Weights that the processes of an engine are about to receive."""
 
     folder: str
     answer: PlaceAnswer
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What went over a round's group, as the trainer had it."""
+    """The trainer's record of what it sent to the group of a round."""
 
     sha256: str
     fingerprints: dict[str, str]
@@ -139,8 +139,8 @@ class BroadcastFiles:
         self._rounds = folder / "rounds"
 
     def begin(self) -> None:
-        """At the start of a trainer: deletes the answers and rounds of the trainer before it, which
-        serve no engine any longer."""
+        """At the start of a trainer: deletes the answers and rounds of the previous trainer, which
+        no engine uses any more."""
         for folder in (self._answers, self._rounds):
             shutil.rmtree(folder, ignore_errors=True)
         self.make_folders()
@@ -219,7 +219,7 @@ class BroadcastFiles:
         return self._read_decoded(path, PlaceAnswer) if path.exists() else None
 
     def asks(self, sha256: str) -> list[PlaceRequest]:
-        """The asks for these weights. What no living engine has written is deleted."""
+        """The asks for these weights. Asks of engines that no longer run are deleted."""
         clock = self._asks / ".clock"
         clock.unlink(missing_ok=True)
         clock.touch()  # by the clock of the folder's machine; refreshes the listing
@@ -236,7 +236,7 @@ class BroadcastFiles:
 
                 ask = self._read_decoded(Path(entry.path), PlaceRequest, most=_ASK_BYTES)
                 if ask.id != match[1]:
-                    raise EngineError("it has another's name")
+                    raise EngineError("it has another engine's name")
             except FileNotFoundError:
                 continue
             except EngineError:
@@ -309,14 +309,16 @@ class BroadcastFiles:
             raise EngineError(f"{path} can't be read ({error})") from error
 
         if len(raw) > most:
-            raise EngineError(f"{path} is longer than {most} bytes: nothing here writes that")
+            raise EngineError(f"{path} is longer than {most} bytes, which AgentEvo never writes")
         return raw
 
     def _decode(self, path: Path, raw: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(raw, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise EngineError(f"{path} can't be read ({error}): torn, or another's") from error
+            raise EngineError(
+                f"{path} can't be read ({error}): it is torn, or another program wrote it"
+            ) from error
 
 
 def _remove(path: Path) -> None:

@@ -3,12 +3,12 @@
     join -> buckets of bytes -> sent.json -> compare -> agree
 
 A round has a group of its own, separate from the other groups of these processes. All calls except
-those for tensors go over gloo. Tensors go over NCCL where trainer and receivers each have a CUDA
-device of their own, and else over gloo as well. Tensors follow one another in buckets of at most
+those for tensors go over gloo. Tensors go over NCCL if trainer and receivers each have their own
+CUDA device, and otherwise over gloo as well. Tensors follow one another in buckets of at most
 BUCKET_BYTES, so the trainer needs one bucket and one tensor at a time.
 
 Invariant: `receive` returns exactly the bits that `send` was given, or raises WeightsLostError. The
-fingerprints that prove it are in the run's folder and don't come over the group.
+fingerprints that prove it are in the run's folder and are not sent over the group.
 
 A member that dies or hangs ends the round for all, within JOIN_S before it begins and BUCKET_S for
 each bucket. Nothing is encrypted, and members are not authenticated.
@@ -39,7 +39,7 @@ BUCKET_BYTES = 2**28
 JOIN_S = 20.0
 """Longest time for all members of a round to meet."""
 BUCKET_S = 60.0
-"""Longest time for one bucket, with what the trainer gathers for it."""
+"""Longest time for one bucket, including the time in which the trainer gathers it."""
 SEEN_S = 15.0
 """Longest time for a file to become visible to other machines after it was written, on a network
 disk."""
@@ -52,8 +52,8 @@ process, in C++; by the time of the next round the file is gone, or stays."""
 
 
 def check_network() -> None:
-    """Raises ConfigError where gloo finds no address to listen on, so that a process that would
-    break off every round reports it before the first one."""
+    """Raises ConfigError if gloo finds no address to listen on, so that a process that would break
+    off every round reports it before the first one."""
     interfaces = os.environ.get(INTERFACE, "")
     try:
         for interface in filter(None, interfaces.split(",")):
@@ -155,7 +155,7 @@ class BroadcastGroup:
         return int(count)
 
     def close(self) -> None:
-        """Members that still wait for this one see that it is gone."""
+        """Shows members that still wait for this one that it is gone."""
         for group in {id(group): group for group in (self._tensors, self._control)}.values():
             group.abort()
 
@@ -200,7 +200,7 @@ def _join_group(
 ) -> Iterator[BroadcastGroup]:
     folder = files.path(answer.round)
     if not folder.is_dir():  # FileStore would wait 300 s for it, and hold the interpreter's lock
-        raise WeightsLostError("the round was over before this member came to it")
+        raise WeightsLostError("the round ended before this member joined it")
 
     group = BroadcastGroup(answer, str(folder / "store"), rank, device)
     try:
@@ -217,7 +217,7 @@ def send(
     device: torch.device,
 ) -> int:
     """On the trainer: sends the tensors, in the order of `specs`, to all others; they are `opened`
-    once all members have joined. Returns how many members have found other bits than these. Raises
+    once all members have joined. Returns how many members received other bits than these. Raises
     WeightsLostError, and OSError for files."""
     with _join_group(files, answer, 0, device) as group, opened() as tensors:
         coming = iter(tensors)
@@ -246,8 +246,8 @@ def _next_bits(
     next_name, tensor = next(coming)
     if next_name != name or Spec(tensor.dtype, tuple(tensor.shape)) != spec:
         raise EngineError(
-            f"{next_name} {tuple(tensor.shape)} comes in place of {name} {spec.shape}: this is a "
-            "defect, please report it"
+            f"{next_name} {tuple(tensor.shape)} was sent instead of {name} {spec.shape}: this is "
+            "a defect, please report it"
         )
 
     fingerprints[name] = fingerprint(tensor)

@@ -42,8 +42,8 @@ from agentevo.models.parts import Spec
 EXPECT_S = 10.0
 """How long `publish` waits for an engine that had the version before, or asked for it."""
 MOST_BROKEN = 3
-"""Most rounds of one `publish` that are broken off; `look_after` serves engines that have nothing
-then."""
+"""The maximum number of broken rounds in one `publish`; `look_after` serves the engines that are
+still waiting."""
 ALONE_AFTER = 2
 """Broken rounds in a row after which an engine has rounds of its own..."""
 PAUSE_S = 60.0
@@ -61,7 +61,7 @@ class BroadcastSender:
         self._note = note
         self._version = 0
         self._latest: Latest | None = None
-        """What is announced; None where it could not be written."""
+        """The announced version; None if it could not be written."""
         self._has_begun = False
         self._expected: set[str] = set()
         """Engines that have this version, and are waited for at the next one."""
@@ -69,14 +69,14 @@ class BroadcastSender:
         """Engine -> its consecutive rounds that were broken off, and when it may have another
         one."""
         self._said = ""
-        """The trouble that was reported last; it is reported once."""
+        """The last reported problem; each is reported once."""
 
     async def begin(self, version: int) -> None:
-        """See WeightSender.begin. Engines keep what they have of a later version."""
+        """See WeightSender.begin. Engines keep the weights that they have of a later version."""
         await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """See WeightSender.publish. What can't be announced now, `look_after` announces later."""
+        """See WeightSender.publish. `look_after` announces later what can't be announced now."""
         missing = self._expected | await self._still_asking()
         num_broken = 0
         self._version = version
@@ -150,13 +150,13 @@ class BroadcastSender:
                 await asyncio.sleep(LOOK_S)
         except OSError as error:  # the folder is away, or full: try again at the next look
             self._say(
-                f"version {self._version} can't be sent, which is tried again while attempts are "
-                f"waited for: {self._files.folder}: {error.strerror or error}"
+                f"version {self._version} can't be sent, and is tried again while the run waits "
+                f"for attempts: {self._files.folder}: {error.strerror or error}"
             )
             return []
 
     def _latest_version(self) -> Latest:
-        """The version as engines see it, written again where it was damaged."""
+        """The version as engines see it, written again if it was damaged."""
         if not self._has_begun:
             self._files.begin()
             self._has_begun = True
@@ -200,7 +200,7 @@ class BroadcastSender:
 
         if refusals:
             self._was_broken_off(
-                taken, f"{refusals} of {len(places)} found other bits than were sent"
+                taken, f"{refusals} of {len(places)} received other bits than were sent"
             )
             return False
 
@@ -222,8 +222,8 @@ class BroadcastSender:
         of_whom = ", ".join(sorted(ask.where for ask in asks)[:5])
         whom = "an engine" if len(asks) == 1 else f"{len(asks)} engines"
         self._say(
-            f"a round that was to bring version {self._version} to {whom} ({of_whom}) was broken "
-            f"off; those of them that live go on with what they have, and ask again: {why}"
+            f"the round that sends version {self._version} to {whom} ({of_whom}) was broken off; "
+            f"engines that still run keep their weights and ask again: {why}"
         )
 
     def _specs(self) -> dict[str, Spec]:

@@ -39,7 +39,7 @@ LOOK_S = 0.1
 
 
 class BroadcastSource:
-    """A WeightSource and a GroupSource, see the module. `device`: where `read` receives what comes
+    """A WeightSource and a GroupSource, see the module. `device`: where `read` receives tensors
     over NCCL."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -65,10 +65,10 @@ class BroadcastSource:
         return self._files.latest_version()
 
     def read(self, version: int, *, sha256: str | None = None) -> Weights:
-        """See WeightSource.read. On this engine's device where they come over NCCL."""
+        """See WeightSource.read. On this engine's device if they come over NCCL."""
         latest = self._files.latest_version()
         if latest is None or latest.version != version or sha256 not in (None, latest.sha256):
-            raise WeightsNotSentError(f"version {version} is not the newest any more")
+            raise WeightsNotSentError(f"version {version} is no longer the newest")
         return receive_place(self.incoming(latest, [identity(self._device)]), 0, self._device)
 
     def specs(self, latest: Latest) -> dict[str, Spec]:
@@ -137,7 +137,7 @@ class BroadcastSource:
 
 
 def receive_place(incoming: Incoming, place: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What one of an engine's places receives, see `receive`. Raises EngineError."""
+    """The weights that one process of an engine receives, see `receive`. Raises EngineError."""
     files = BroadcastFiles(Path(incoming.folder))
     specs = files.contents(incoming.answer.sha256).specs
     try:

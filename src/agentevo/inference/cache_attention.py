@@ -58,7 +58,7 @@ FEWEST_KEYS = 32
 """Rows that are shorter than a vector register go through a softmax of their own in PyTorch, which
 sums in another order."""
 UNSEEN = -1e30
-"""The score of a prefix's key that a query does not see, where a row may see none: a log-sum-exp of
+"""The score of a prefix's key that a query does not see, if a row can see none: a log-sum-exp of
 -inf would make the join a NaN."""
 
 
@@ -202,7 +202,7 @@ class CacheRows:
 
     def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Additive mask [B, 1, Q * repeat, P + K]: causal at the end of each sequence, and `window`
-        back; None where every query sees every key. Kept for all layers that are alike."""
+        back; None if every query sees every key. Kept for all layers that are alike."""
         prefix = self.prefix
         num_queries = self.tokens.shape[1]
         if self.even and (window is None or window >= prefix + self.max_length):
@@ -271,7 +271,7 @@ class CacheRows:
 def _additive(
     key: torch.Tensor, query: torch.Tensor, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """0 where a query at place `query` [..., Q] sees the key at place `key` [K], itself included,
+    """0 if a query at place `query` [..., Q] sees the key at place `key` [K], itself included,
     -inf elsewhere: [..., Q, K]."""
     is_visible = key <= query[..., None]
     if window is not None:
@@ -349,7 +349,7 @@ class CacheAttention:
             q_rows = q[rows.tokens.reshape(-1)].view(batch, num_queries, groups, repeat, dim)
             q_rows = q_rows.transpose(1, 2).reshape(batch, groups, -1, dim)
             part = attended(rows, q_rows, view)
-            # Back to one row per token, the padding left behind.
+            # Back to one row per token, without the padding.
             part = part.view(batch, groups, num_queries, repeat, dim).transpose(1, 2)
             out[rows.take_tokens] = part.reshape(-1, groups, repeat, dim)[rows.take_rows]
 
@@ -383,7 +383,7 @@ class _Layer(NamedTuple):
     window: int | None
     softcap: float | None
     own_kernels: tuple[CpuKernels, KernelCache] | None
-    """Our own kernels, where there are any for this layer."""
+    """AgentEvo's own kernels, if there are any for this layer."""
 
 
 def _own_kernels(
@@ -471,7 +471,7 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T for x [rows, in] and weight [out, in]. The rows of x are summed in the same
-    order also where there is only one."""
+    order, even a single one."""
     return product(x.expand(2, -1), weight)[:1] if x.shape[0] == 1 else product(x, weight)
 
 

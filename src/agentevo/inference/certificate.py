@@ -3,7 +3,7 @@ certificate in RUN/engines/tls.pem, readable by its owner only.
 
 The first engine that needs it creates it, and it appears whole. Clients know it by its fingerprint,
 the SHA-256 of its DER form, which an engine announces. The fingerprint is a pin: names, dates and
-authorities decide nothing, and clocks may differ. When the file is deleted, a running engine keeps
+authorities are not checked, and clocks can differ. When the file is deleted, a running engine keeps
 the certificate that it started with, and the next engine to start creates another one.
 """
 
@@ -43,7 +43,7 @@ class RunCertificate:
 
     def server_context(self) -> tuple[ssl.SSLContext, str]:
         """The context with which an engine serves, and the certificate's fingerprint; creates the
-        certificate if there is none. Raises EngineError where the file can't be used."""
+        certificate if there is none. Raises EngineError if the file can't be used."""
         if not self.file.exists():
             self._make()
 
@@ -77,8 +77,8 @@ class RunCertificate:
             raise self._damage_error() from error
 
     def publish(self) -> Path:
-        """Writes the certificate without its key to a separate file for clients that are to trust
-        it, and returns that file. Raises EngineError where there is none."""
+        """Writes the certificate without its key to a separate file for clients that should trust
+        it, and returns that file. Raises EngineError if there is no certificate."""
         try:
             certificate = _CERTIFICATE.search(self.file.read_text(encoding="ascii"))
             if certificate is None:
@@ -98,14 +98,14 @@ class RunCertificate:
 
     def _damage_error(self) -> EngineError:
         return EngineError(
-            f"{self.file} holds no key with its certificate: delete it, the next engine to start "
-            "makes another"
+            f"{self.file} holds no key with its certificate: delete it, and the next engine that "
+            "starts makes a new one"
         )
 
     def _unusable(self, error: OSError) -> EngineError:
         return EngineError(
-            f"{self.file} can't be used ({error.strerror or error}): it is its owner's alone; let "
-            "one user run all processes of a run"
+            f"{self.file} can't be used ({error.strerror or error}): only its owner can use it; "
+            "run all processes of a run as one user"
         )
 
 
@@ -115,7 +115,7 @@ def fingerprint_of(certificate: bytes) -> str:
 
 
 def check_installed() -> None:
-    """Raises MissingExtraError where no certificate can be made."""
+    """Raises MissingExtraError if no certificate can be made."""
     load_extra(
         "cryptography", "serve", "an engine that encrypts", ", or listen on --host 127.0.0.1 alone"
     )

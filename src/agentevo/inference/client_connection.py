@@ -79,7 +79,7 @@ class RefusedError(LostError):
 
 
 class _connect(connect):
-    """Follows no redirect: the secret is for the engine alone."""
+    """Follows no redirect: the secret is for the engine only."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
         return exc
@@ -104,9 +104,9 @@ def _pinned_to(address: EngineAddress) -> type[WebSocket]:
                 fingerprint = fingerprint_of(shown or b"")
                 if not hmac.compare_digest(fingerprint, address.certificate):
                     raise RefusedError(
-                        f"{address.url} shows the certificate {fingerprint} and not "
-                        f"{address.certificate}, by which it is known: another run's engine, or "
-                        "somebody in between; it was told nothing"
+                        f"{address.url} shows the certificate {fingerprint} instead of "
+                        f"{address.certificate}: it is another run's engine, or something "
+                        "intercepts the connection; nothing was sent to it"
                     )
 
             await super().handshake(*args, **options)
@@ -152,7 +152,7 @@ class ClientConnection:
     ) -> ClientConnection:
         """Connects to the engine; `on_report` is called with its state every `every_s`. Raises
         LostError if it can't be reached. Raises RefusedError if it belongs to another run or shows
-        another certificate than that of its address, and sends it nothing then."""
+        another certificate than that of its address; then it sends nothing to the engine."""
         url = address.url
         tls: dict[str, Any] = {"ssl": _tls()} if address.certificate else {}
         try:
@@ -175,8 +175,8 @@ class ClientConnection:
             if error.response.status_code != FORBIDDEN:
                 raise LostError(f"{url}: {error}") from error
             raise RefusedError(
-                f"{url} is of another run: it refuses the secret in {secret.file}; put its own "
-                "run's there"
+                f"{url} belongs to another run: it refuses the secret in {secret.file}; put the "
+                "secret of its own run there"
             ) from error
         except (OSError, WebSocketException, ValueError) as error:  # ValueError: an invalid URL
             raise LostError(f"{url}: {type(error).__name__} {error}".rstrip()) from error
@@ -196,8 +196,8 @@ class ClientConnection:
         deadline_s: float,
         streamed: StreamedTokens | None = None,
     ) -> Completion:
-        """See Engine.generate. `streamed` gets the tokens as they come, and at the end those that
-        have not come yet. Raises LostError when the connection ends before the answer has come."""
+        """See Engine.generate. `streamed` gets the tokens as they arrive, and at the end the
+        missing ones. Raises LostError if the connection ends before the answer arrives."""
         message = Generate(
             id=next(self._ids),
             prompt_ids=prompt_ids,
@@ -314,7 +314,7 @@ class ClientConnection:
         except ConnectionClosed as error:
             reason = str(error)
         except msgspec.MsgspecError as error:
-            reason = f"what it sent is no answer ({error})"
+            reason = f"it sent an invalid answer ({error})"
         finally:
             self.abandon(reason)
 

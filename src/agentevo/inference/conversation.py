@@ -59,8 +59,8 @@ from agentevo.types import (
 )
 
 CompletionListener = Callable[[int, Sequence[int], Sequence[float]], None]
-"""Gets the tokens of a call's completions as they are drawn: the number of the completion, from 0,
-ids, and the log-prob of each (see TokenListener)."""
+"""Gets the tokens of a call's completions as they are sampled: the number of the completion, from
+0, ids, and the log-prob of each (see TokenListener)."""
 MAX_COMPLETIONS = 1024
 """Completions that one call may ask for."""
 COUNTED_CHARACTERS = 16
@@ -84,9 +84,9 @@ class _Prompt:
     """The whole prompt."""
     new_messages: list[Message]
     last_message: HistoryNode | None = None
-    """The last message of the history; None where token ids or a text were given."""
+    """The last message of the history; None for a prompt of token ids or a text."""
     text: str | None = None
-    """The whole prompt where a plain text was given."""
+    """The whole prompt, if it is a plain text."""
 
 
 class Conversation:
@@ -176,11 +176,11 @@ class Conversation:
         `tools` are JSON schemas in OpenAI's form, which the chat template writes into the prompt.
         `form`: the form that the answers must have. `listen` gets every token of every completion,
         each completion's in order, before this returns. `sized` gets, before the first token, the
-        number of tokens of the prompt and how many of them were recorded. `drawn` gets the
+        number of tokens of the prompt and how many of them were recorded. `drawn` gets the sampled
         completions, each with the likeliest `top_logprobs` tokens at its places.
 
-        Raises BadRequestError for what can't be asked, RequestTooLongError when the context is
-        full, GrammarError for a form that can't be followed, DeadlineExceededError when the engine
+        Raises BadRequestError for an invalid request, RequestTooLongError when the context is
+        full, GrammarError for a form that can't be enforced, DeadlineExceededError when the engine
         is late, ListenerError when `listen` raises.
         """
         check_count(n)
@@ -269,8 +269,8 @@ class Conversation:
         longest = max(COUNTED_CHARACTERS * self._context_length, LONG_TEXT)
         if characters > longest or len(new) > max(self._context_length, LONG_TEXT):
             raise RequestTooLongError(
-                f"{len(new)} messages with {characters} characters are to be counted, far more "
-                f"than the model's context of {self._context_length} tokens: shorten them"
+                f"the {len(new)} messages to count have {characters} characters, far more than "
+                f"the model's context of {self._context_length} tokens: shorten them"
             )
 
         added = await self._encode_new(match, new)
@@ -286,7 +286,9 @@ class Conversation:
         their text. A client may write it in a form of its own (equivalence.py)."""
         answer = self._answers[turn]
         if answer is None:
-            raise BadRequestError(f"turn {turn} answered token ids, which have no messages")
+            raise BadRequestError(
+                f"turn {turn} answered a prompt of token ids, which has no messages"
+            )
         self._histories.serves_clients = answer.is_given = True
         if message not in answer.forms:
             answer.recognise(message)
@@ -329,8 +331,8 @@ class Conversation:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """For the trajectory; empty where nothing drifted, all was received, and every tool call
-        was well formed."""
+        """For the trajectory; empty if nothing drifted, all answers were received, and every tool
+        call was well formed."""
         received = self.received
         counts = {
             "num_undelivered": len(self._turns) - len(received),
@@ -344,7 +346,7 @@ class Conversation:
 
     def first_difference(self, place: DriftPlace) -> TokenDifference | None:
         """The first token that would differ from the recorded one if a request were encoded as a
-        whole. None where there is none. Raises ModelError for what the template refuses."""
+        whole. None if there is none. Raises ModelError for messages that the template refuses."""
         recorded = self._context(place.turn)
         rendered = self._chat.first_prompt(place.messages, place.tools)
         return first_difference(
@@ -412,9 +414,8 @@ class Conversation:
         tokens = num_recorded + max(added // self._chat.longest_token, messages)
         if tokens >= self._context_length:
             raise RequestTooLongError(
-                f"{added} characters are added to the conversation, which are {tokens} tokens at "
-                f"the very least, and the model's context is {self._context_length}: shorten the "
-                "observations"
+                f"the {added} characters added to the conversation are at least {tokens} tokens, "
+                f"and the model's context is {self._context_length}: shorten the observations"
             )
 
     async def _join_text(self, prompt: str) -> _Prompt:
@@ -456,7 +457,7 @@ class Conversation:
         )
 
     def _check_penalties(self, penalties: Penalties | None) -> None:
-        """Raises BadRequestError for penalties under which nothing can be drawn."""
+        """Raises BadRequestError for penalties that leave no token to sample."""
         if penalties is None:
             return
 
@@ -510,8 +511,8 @@ class Conversation:
         return turn
 
     def _changed_overrides(self, sampling: SamplingParams) -> SamplingOverrides | None:
-        """The settings in which a request differs from the distribution that this conversation
-        draws from."""
+        """The settings in which a request differs from this conversation's sampling
+        distribution."""
         base = self._sampling
         changed = {
             name: getattr(sampling, name)
@@ -525,7 +526,8 @@ class Conversation:
         """Counts a call as pending under the version that it was made at."""
         if self._closed:
             raise EngineError(
-                f"the attempt {self._name} is over: its agent was broken off and can't ask for more"
+                f"the attempt {self._name} has ended: its agent was broken off and can't send "
+                "more requests"
             )
 
         version = self._engine.version
@@ -569,7 +571,7 @@ class Conversation:
         except asyncio.CancelledError:
             if self._engine.version < 0:
                 self.broken = self.broken or EngineUnavailableError(
-                    "no engine answered until the attempt was broken off"
+                    "no engine answered before the attempt was broken off"
                 )
             raise
         except Exception as error:

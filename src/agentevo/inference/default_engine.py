@@ -1,5 +1,5 @@
-"""The engine of a run whose recipe names none: on a CUDA GPU vLLM or SGLang where one of them is
-installed, because each step of the embedded engine is hundreds of small kernels on a GPU; elsewhere
+"""The engine of a run whose recipe names none: on a CUDA GPU vLLM or SGLang if one of them is
+installed, because each step of the embedded engine is hundreds of small kernels on a GPU; otherwise
 the embedded one.
 
 The process that starts the run makes the choice once and writes it to the run's config.yaml. Later
@@ -29,10 +29,10 @@ class EngineChoice(NamedTuple):
 
 
 def choose_engine(device: str, installed: Collection[str], embedded_for: str = "") -> EngineChoice:
-    """The engine of a run on a kind of device, with these packages installed. `embedded_for`: what
-    in the recipe needs the embedded engine."""
+    """The engine of a run on a kind of device, with these packages installed. `embedded_for`: the
+    setting of the recipe that needs the embedded engine."""
     if device != CUDA:
-        return EngineChoice(OWN, f"which is the one for {device}")
+        return EngineChoice(OWN, f"which is the default on {device}")
 
     if embedded_for:
         return EngineChoice(OWN, f"which {embedded_for} needs")
@@ -53,8 +53,8 @@ def choose_engine(device: str, installed: Collection[str], embedded_for: str = "
 
 
 def embedded_for(config: RunConfig, *, is_separate: bool = False) -> str:
-    """The key of a setting in the recipe that only the embedded engine supports; empty where there
-    is none. `is_separate`: engines are processes of their own, also if the recipe starts none."""
+    """The key of a setting in the recipe that only the embedded engine supports; empty if there is
+    none. `is_separate`: engines are processes of their own, also if the recipe starts none."""
     engine = config.engine
     rollout = config.rollout
     lora = config.model.lora
@@ -108,7 +108,7 @@ def engine_override(
     note: Callable[[str], None],
     is_separate: bool = False,
 ) -> list[str]:
-    """The override that names the engine where no recipe of these runs does, empty for the embedded
+    """The override that names the engine if no recipe of these runs does, empty for the embedded
     one. A resumed run keeps the engine that it began with. For a new run on a GPU, `note` gets the
     engine and the reason for it. `is_separate` as in `embedded_for`. Raises ModelError for a device
     that does not exist."""

@@ -32,14 +32,14 @@ HEARTBEAT_S = 1.0
 DEAD_S = 15.0
 """Another engine under our name that has shown no sign of life for this long is dead."""
 ENDING_S = 5.0
-"""How long an engine waits for its name: the one that has it may be about to end."""
+"""How long an engine waits for its name: the engine that has it could be about to end."""
 FORGET_S = 3600.0
 """Announcements that have been dead for this long are deleted by the next engine that starts."""
 LOCK = ".lock"
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine reports of itself."""
+    """An engine's announcement."""
 
     url: str
     name: str
@@ -47,10 +47,10 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     """Unix time in seconds."""
     certificate: str = ""
-    """SHA-256 of the certificate that the engine shows; empty where it does not encrypt."""
+    """SHA-256 of the certificate that the engine shows; empty if it does not encrypt."""
     version: int | None = None
-    """The version of the weights that it served at its last heartbeat; None where it does not
-    report one. For observers: requests ask the engine itself."""
+    """The version of the weights that it served at its last heartbeat; None if it does not report
+    one. For observers: requests ask the engine itself."""
 
     def is_of_same(self, announcement: Announcement | None) -> bool:
         """Whether both were made by the same process."""
@@ -216,7 +216,7 @@ class EngineDirectory:
 
     @staticmethod
     def _read(file: Path) -> Announcement | None:
-        """The announcement in the file; None where there is none that an engine has written."""
+        """The announcement in the file; None if no engine has written one."""
         try:
             return msgspec.json.decode(file.read_bytes(), type=Announcement)
         except (FileNotFoundError, msgspec.MsgspecError):

@@ -3,8 +3,8 @@
     undone    the client wrote an answer in a form of its own (equivalence.py): its ids are reused
     branched  the history can't be joined exactly: it was edited, cut, or asked with other tools
 
-A request branches where an answer comes back that is none of those recorded in its place, though
-there are others, or that is recorded in another place, because the messages before it have changed.
+A request branches if an answer comes back that is none of those recorded in its place, though there
+are others, or that is recorded in another place, because the messages before it have changed.
 A recorded history with other messages after it is no drift. Neither is an assistant's message that
 the policy did not write (an example in the prompt). Each answer is counted as undone once, and each
 request as branched once, by the first message that differs.
@@ -38,7 +38,7 @@ class DriftPlace:
     message: int
     """Number of the message in the request, from 1."""
     recorded: str
-    """The recorded message, shortened and escaped; empty where there is none."""
+    """The recorded message, shortened and escaped; empty if there is none."""
     came: str
     """The message that came in its place."""
     turn: int
@@ -75,13 +75,13 @@ class Drift:
 
     @property
     def merge_rate(self) -> float | None:
-        """Of the requests that brought recorded answers back, the share that extends them; None
-        where there was none."""
+        """Of the requests that brought recorded answers back, the share that extends them; None if
+        there was none."""
         requests = self.extended + self.branched
         return self.extended / requests if requests else None
 
     def metrics(self) -> dict[str, float]:
-        """For the trajectory: empty where nothing drifted."""
+        """For the trajectory: empty if nothing drifted."""
         metrics = {f"drift/{kind}": float(count) for kind, count in sorted(self.counts.items())}
         if metrics and self.merge_rate is not None:
             metrics["merge_rate"] = self.merge_rate
@@ -233,7 +233,7 @@ def _line(message: Message) -> str:
 
 
 def _shown(*texts: str) -> list[str]:
-    """Texts from shortly before where they begin to differ, shortened and escaped."""
+    """Texts from shortly before their first difference, shortened and escaped."""
     letters = enumerate(zip(*texts, strict=False))
     same = next((place for place, at in letters if len(set(at)) > 1), 0)
     start = max(0, same - SHOWN // 3)
@@ -260,7 +260,7 @@ class TokenDifference:
 def first_difference(
     recorded: Sequence[int], rendered: Sequence[int], text: Callable[[Sequence[int]], str]
 ) -> TokenDifference | None:
-    """The first token that two sequences do not share; None where one begins with the other."""
+    """The first token that two sequences do not share; None if one begins with the other."""
     pairs = enumerate(zip(recorded, rendered, strict=False))
     position = next((place for place, (a, b) in pairs if a != b), None)
     if position is None:

@@ -1,4 +1,5 @@
-"""Weights of earlier versions that go on serving, and an engine as it draws from one of them."""
+"""Weights of earlier versions that still serve requests, and an engine that samples from one of
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EarlierWeights:
-    """Copies of a model by version. What is not trained is shared with the model."""
+    """Copies of a model by version. Untrained parameters are shared with the model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -61,7 +62,7 @@ class EarlierWeights:
 
 
 class PinnedEngine:
-    """The engine for requests that are all drawn from one version: an Engine, see
+    """The engine for requests that are all sampled from one version: an Engine, see
     VersionedEngine.serving."""
 
     def __init__(self, engine: TorchEngine, version: int) -> None:

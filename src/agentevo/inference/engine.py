@@ -1,5 +1,5 @@
 """The engine contract: token ids in, token ids out, with the log-probs of the distribution that
-each token was really drawn from.
+each token was actually sampled from.
 
 An engine knows nothing of agents, rewards or text. It stamps every token with the version of the
 weights that emitted it. Agents and samplers need an `Engine`. Trainers need an `UpdatableEngine`,
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 Weights = Mapping[str, "torch.Tensor"]
 """Tensors by the name of the model's parameter."""
 InFlight = Literal["continue", "finish"]
-"""What happens to running requests when an engine gets new weights or goes to sleep: they continue
+"""The treatment of running requests when an engine gets new weights or goes to sleep: they continue
 afterwards from their current state, or end first."""
 TokenListener = Callable[[Sequence[int], Sequence[float]], None]
-"""Gets the tokens of one request as they are drawn: ids, and the log-prob of each. It is called on
-the engine's event loop, between the engine's steps, so it must return at once."""
+"""Gets the tokens of one request as they are sampled: ids, and the log-prob of each. It is called
+on the engine's event loop, between the engine's steps, so it must return at once."""
 CANT_SCORE = (
-    "this engine can't tell log-probs of given tokens, which rewards by the policy's probability "
-    "need: use engine.type=torch, or an engine with `score` (docs/engines.md)"
+    "this engine can't compute log-probs of given tokens, which rewards by the policy's "
+    "probability need: use engine.type=torch, or an engine with `score` (docs/engines.md)"
 )
 NO_VERSION = -1
 """The version of an engine that has not had any weights of the run yet, or of no engine at all."""
 
 
 def check_request(sampling: SamplingParams, deadline_s: float) -> None:
-    """Raises EngineError for sampling that no engine can follow, from any caller: a log-prob that
-    is no number would be trained on."""
+    """Raises EngineError for sampling settings that no engine supports, from any caller: otherwise
+    a log-prob that is not a number could reach training."""
     ranges = (
         (
             "temperature",
@@ -131,7 +131,7 @@ def check_score(
 
 
 class TokenScores(NamedTuple):
-    """How likely a policy finds given tokens."""
+    """The log-probs of given tokens under a policy."""
 
     logprobs: list[float]
     """Natural log-probs, one for each token. 0 is the highest, and none is infinite."""
@@ -140,11 +140,11 @@ class TokenScores(NamedTuple):
 
     @classmethod
     def of(cls, completion: Completion) -> TokenScores:
-        """From an answer in the form that draws have."""
+        """From an answer in the form of a completion."""
         return cls(completion.logprobs, completion.versions[0])
 
     def completion(self, ids: list[int]) -> Completion:
-        """In the form that draws have, for the scored tokens."""
+        """In the form of a completion, for the scored tokens."""
         versions = [self.version] * len(ids)
         return Completion(
             ids=ids, logprobs=self.logprobs, versions=versions, finish_reason="length"
@@ -172,12 +172,12 @@ class Engine(Protocol):
 
         `session` names a conversation whose key-value cache is kept: the next call with the same
         name costs only its new tokens. Raises EngineError for what `check_request` refuses,
-        GrammarError for a grammar that it can't follow, RequestTooLongError if the tokens can never
-        fit, DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees all that
-        the request held.
+        GrammarError for a grammar that it can't compile, RequestTooLongError if the tokens can
+        never fit, DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees all
+        that the request held.
 
-        `listen` gets the completion's tokens as they are drawn, in order and each once, before the
-        next step begins. The completion is authoritative: the tokens that `listen` got are a
+        `listen` gets the completion's tokens as they are sampled, in order and each once, before
+        the next step begins. The completion is authoritative: the tokens that `listen` got are a
         beginning of it, and an engine may call `listen` for none of them. A listener that raises
         ends this request alone, with ListenerError.
         """
@@ -189,7 +189,7 @@ class Engine(Protocol):
 
     def stats(self) -> dict[str, float]:
         """Counters since the start: generated and computed tokens, prefix hits, queue lengths,
-        memory. `engine/kv_capacity_tokens`, where given, is the most tokens whose keys and values
+        memory. `engine/kv_capacity_tokens`, if present, is the most tokens whose keys and values
         are held at once."""
         ...
 
@@ -229,7 +229,7 @@ class UpdatableEngine(Engine, Protocol):
 
     async def forget_cache(self) -> None:
         """Drops every cached key and value, so that later results do not depend on earlier
-        requests. A conversation that continues keeps its recorded experts, where there are any."""
+        requests. A conversation that continues keeps its recorded experts, if there are any."""
         ...
 
     def check(self) -> None:
@@ -238,7 +238,7 @@ class UpdatableEngine(Engine, Protocol):
         ...
 
     async def close(self) -> None:
-        """Gives back all that it holds. No method is called afterwards."""
+        """Releases all resources. No method is called afterwards."""
         ...
 
 
@@ -252,19 +252,19 @@ class EmbeddedEngine(Protocol):
 
 @runtime_checkable
 class SleepingEngine(Protocol):
-    """An engine that can give its memory back for a while."""
+    """An engine that can release its memory for a while."""
 
     @property
     def asleep(self) -> bool: ...
 
     @property
     def slept_s(self) -> float:
-        """Seconds asleep so far, those of a sleep under way among them. They count towards no
+        """Seconds asleep so far, including those of a sleep under way. They count towards no
         request's deadline."""
         ...
 
     async def sleep(self, *, in_flight: InFlight, deadline_s: float) -> None:
-        """Computes nothing from now on and gives the key-value memory back, until `wake`.
+        """Computes nothing from now on and releases the key-value memory, until `wake`.
         `in_flight`: running requests end first, or are queued again with what they have completed.
         New requests wait. Weights may be published. If requests do not end in time, raises
         DeadlineExceededError and stays awake as before."""
@@ -277,7 +277,7 @@ class SleepingEngine(Protocol):
 
 @runtime_checkable
 class ScoringEngine(Protocol):
-    """An engine that scores tokens that it has not drawn."""
+    """An engine that scores tokens that it did not sample."""
 
     async def score(
         self,
@@ -299,13 +299,13 @@ class VersionedEngine(Protocol):
     """An engine that can keep earlier weights for requests that ask for them."""
 
     def keep(self, count: int) -> None:
-        """Keeps a copy of what is trained as it is now, which serves alongside newer weights until
+        """Keeps a copy of the current trained weights, which serves alongside newer weights until
         `count` publishes from now; older copies are dropped."""
         ...
 
     def serving(self, version: int) -> Engine:
-        """This engine for requests that are all drawn from that version, or from the next one that
-        still exists."""
+        """This engine for requests that are all sampled from that version, or from the next one
+        that still exists."""
         ...
 
 
@@ -316,7 +316,7 @@ class EngineFactory(Protocol):
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
     ) -> UpdatableEngine:
         """`model` is what the engine computes with if it is an EmbeddedEngine; to others it says
-        names, shapes and where its files are (`model.name_or_path`), and the weights come by
-        `begin`. Raises ConfigError for keys of `section` that it can't follow. The first line of
-        its docstring is what `agentevo list engines` shows."""
+        names, shapes and where its files are (`model.name_or_path`), and the weights come with
+        `begin`. Raises ConfigError for keys of `section` that it does not support. The first line
+        of its docstring is what `agentevo list engines` shows."""
         ...

@@ -16,7 +16,7 @@ engines: Registry[EngineFactory] = Registry("engines")
 
 
 def check_engine(section: EngineSection) -> None:
-    """Checks, before anything is created, what would fail when the engine is made: an unknown
+    """Checks, before anything is created, for errors that would prevent the engine: an unknown
     engine, a missing package, and options that one of our engines does not know. Raises
     UnknownNameError and ConfigError."""
     engines.get(section.type)
@@ -52,7 +52,7 @@ def torch_engine(
 def vllm_engine(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
 ) -> UpdatableEngine:
-    """vLLM, in processes that this one starts, on weights of its own (extra `vllm`)."""
+    """vLLM, in processes that this one starts, with its own weights (extra `vllm`)."""
     from agentevo.inference.vllm_engine import VllmEngine
 
     return VllmEngine(model, tokenizer, section)

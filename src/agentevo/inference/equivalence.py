@@ -3,14 +3,14 @@ way.
 
 Clients keep a conversation in records of their own. These change an answer: tool calls lose the
 order of their keys, their spaces and escapes; text is stripped; reasoning is left out or moves into
-the content; ids of calls are left out or replaced, in a call and in its result alike. None of it
-changes the meaning: such a message has the same `key_of` as the recorded one, and is `compatible`
-with it. All that decides what a tool does, or what the model has read, is in the key: 1 and 1.0
-differ. Where one of our ids comes back with a call, the recorded call is meant even if the client's
+the content; ids of calls are left out or replaced, in a call and in its result alike. These changes
+keep the meaning: such a message has the same `key_of` as the recorded one, and is `compatible` with
+it. Everything that decides what a tool does, or what the model has read, is in the key: 1 and 1.0
+differ. If one of our ids comes back with a call, the recorded call is meant even if the client's
 JSON has lost some of it (`names_calls`).
 
 Parts that may be missing (reasoning, the name of a tool, ids) are not in a key, because a missing
-part matches any other. `compatible` compares them where both messages have them.
+part matches any other. `compatible` compares them if both messages have them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Parts(NamedTuple):
     calls: tuple[tuple[str, str], ...]
     """Names and canonical arguments."""
     reasoning: str
-    """Empty where there is none."""
+    """Empty if there is none."""
 
 
 def parts_of(message: Message) -> Parts:
@@ -178,7 +178,7 @@ def key_of(message: Message, place: int) -> Hashable:
 
 
 def compatible(forms: Sequence[Message], came: Message) -> bool:
-    """Whether the reasoning and the tool's name of `came`, where it has them, are those of a
+    """Whether the reasoning and the tool's name of `came`, if it has them, are those of a
     recorded message, which is known in these forms and has the same key."""
     if came.role == "assistant":
         _, thought = _answer_and_thought(came)
@@ -189,8 +189,8 @@ def compatible(forms: Sequence[Message], came: Message) -> bool:
 
 
 def undone(forms: Sequence[Message], came: Message) -> list[Undone]:
-    """What differs between a message that came back and the nearest form of the recorded one that
-    it means."""
+    """The differences between a message that came back and the nearest form of the recorded one
+    that it means."""
     key = key_of(came, -1)
     alike = [form for form in forms if key_of(form, -1) == key or names_calls(form, came)]
     return min((_find_rewrites(form, came) for form in alike), key=len, default=[])

@@ -5,7 +5,7 @@ The fingerprint is a sum over the tensor's 64-bit words x(c, i), the i-th of chu
 with zeros up to a multiple of eight): the sum of x(c, i) * f(i) * g(c) modulo 2**64, twice, with
 different factors. The factors are odd numbers made by SplitMix64 (Steele, Lea and Flood, "Fast
 splittable pseudorandom number generators", 2014). An odd factor has an inverse, so a change of one
-word is always found. It is no cryptographic checksum: an attacker who can choose bits can find
+word is always found. It is not a cryptographic checksum: an attacker who can choose bits can find
 others with the same fingerprint.
 """
 
@@ -43,7 +43,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def _words(bits: torch.Tensor) -> torch.Tensor:
-    """As int64, with zeros at the end. A view where that is possible."""
+    """As int64, with zeros at the end. A view if possible."""
     padded_size = math.ceil(len(bits) / 8) * 8
     if padded_size != len(bits) or bits.storage_offset() % 8 or bits.data_ptr() % 8:
         padded = torch.zeros(padded_size, dtype=torch.uint8, device=bits.device)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _COMPILER = ThreadPoolExecutor(1, thread_name_prefix="agentevo-grammars")
-"""Compiles grammars, one after the other: many of them take one core and no more."""
+"""Compiles grammars one after the other, so that many of them use only one core."""
 
 
 class EngineGrammars:
@@ -28,7 +28,7 @@ class EngineGrammars:
 
     async def begin(self, sampling: SamplingParams, deadline_s: float) -> GrammarState | None:
         """The grammar of a request before its first token; None for a request without one. Raises
-        GrammarError for a grammar that can't be followed, DeadlineExceededError for one that is not
+        GrammarError for an invalid grammar, DeadlineExceededError for one that is not
         compiled in time."""
         if not sampling.grammar:
             return None

@@ -4,8 +4,8 @@ A node is one message after all those before it. Answers of the policy are nodes
 one node for each answer, even where two have the same text. `find` walks down the messages of a
 request and returns the deepest answer on the way:
 
-    what was recorded of a request = the path to that answer, whose token ids are reused
-    what is new                    = the messages after it
+    the recorded part of a request = the path to that answer, whose token ids are reused
+    the new part                   = the messages after it
 
 Messages match by equality with any form in which the message is known. Answers that were passed on
 to a client (`recognise`) also match as equivalence.py says; from then on, so do the messages of
@@ -43,7 +43,7 @@ class HistoryNode:
         """How the message is written: first as the policy wrote it or as it first came, then as it
         was passed on."""
         self.place = -1
-        """Of a tool's result: see equivalence.places_of."""
+        """For a tool's result: see equivalence.places_of."""
         self.turn: int | None = None
         """The turn that produced it."""
         self.is_given = False
@@ -57,7 +57,7 @@ class HistoryNode:
         """By the id of a call."""
         self._by_form: dict[Message, list[HistoryNode]] = {}
         self._by_key: dict[Hashable, list[HistoryNode]] = {}
-        """Of the first `_num_keyed` children alone: most are never looked up by key."""
+        """Of the first `_num_keyed` children only: most are never looked up by key."""
         self._num_keyed = 0
         self._is_keyed = False
 
@@ -147,7 +147,7 @@ class _Reached:
     num_named: int = 0
     """Answers on the way whose tool-call ids came."""
     otherwise: _HistoryStep | None = None
-    """The last message on the way that was written differently."""
+    """The last message on the way that is written differently."""
 
     def rank(self) -> tuple[bool, bool, int, int, int]:
         turn = -1 if self.node.turn is None else self.node.turn

@@ -23,7 +23,7 @@ GRACE_S = 2
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound and listening; port 0 takes a free one. Raises ConfigError where that
+    """A socket that is bound and listening; port 0 takes a free one. Raises ConfigError if that
     fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

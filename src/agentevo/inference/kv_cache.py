@@ -3,9 +3,9 @@
 Layout, per layer (more exactly, per call of attention in a pass): keys [slots, Hkv, capacity /
 KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity + scratch, D]. A sequence owns one slot;
 attention owns the few scratch rows behind each head's values. In a block of keys the positions are
-adjacent, in values the numbers of a head. Each is therefore a table whose rows are to be summed,
-which is what attention does with them (`cache_attention.py`). Shared prefixes are stored outside of
-the slots, once each, as `PrefixSegment`s, and so are idle sessions, as `KeysAndValues`.
+adjacent, in values the numbers of a head. Each is therefore a table whose rows attention sums
+(`cache_attention.py`). Shared prefixes are stored outside of the slots, once each, as
+`PrefixSegment`s, and so are idle sessions, as `KeysAndValues`.
 
 Invariant: a sequence's visible keys are segment[0:offset] + slot[0:length], in the order of
 positions; `offset` is 0 without a reference. Memory: slots x capacity + places outside of them <=
@@ -68,7 +68,7 @@ class PrefixSegment:
     """The number of live sequences that refer to it; at 0 it may be dropped."""
     last_used: int = 0
     routed: TokenRows = field(default_factory=TokenRows)
-    """Of its tokens, where the engine records them."""
+    """The routed experts of its tokens, if the engine records them."""
 
     def keys_of(self, layer: int) -> torch.Tensor:
         """A copy of a layer's keys, one after the other [Hkv, len(ids), D]."""

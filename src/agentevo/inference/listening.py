@@ -1,9 +1,9 @@
 """Passing a request's tokens to its listener (engine.TokenListener).
 
 Invariant: the tokens that the listener has received are a beginning of the completion, and after
-`finish` the whole of it. A request that begins again, because its engine has died, is drawn again
-with the same seed. The tokens that the listener knows are then compared and not passed again. Where
-others are drawn (under newer weights, or on hardware with other rounding), the request ends.
+`finish` the whole of it. A request that begins again, because its engine has died, is sampled again
+with the same seed. The tokens that the listener has are then compared and not passed again. If
+others are sampled (under newer weights, or on hardware with other rounding), the request ends.
 Log-probs are passed once and not compared: those of the completion are authoritative.
 """
 
@@ -18,7 +18,7 @@ from agentevo.types import Completion
 
 
 def tell(listen: TokenListener, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Passes tokens to the listener. Raises ListenerError for all that the listener raises."""
+    """Passes tokens to the listener. Raises ListenerError for any exception of the listener."""
     try:
         listen(ids, logprobs)
     except ListenerError:
@@ -36,23 +36,24 @@ class StreamedTokens:
         self._listen = listen
         self._ids: list[int] = []
         self._place = 0
-        """How many tokens have been drawn since the request last began."""
+        """How many tokens have been sampled since the request last began."""
 
     def begin(self) -> None:
-        """An engine begins to draw the request from its first token."""
+        """An engine begins to sample the request from its first token."""
         self._place = 0
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """The next tokens that the engine has drawn. Raises ListenerError, and StreamDivergedError
-        where the listener has received others."""
+        """The next tokens that the engine has sampled. Raises ListenerError, and
+        StreamDivergedError if the listener has received others."""
         streamed_ids = self._ids[self._place : self._place + len(ids)]
         for place, (streamed, drawn) in enumerate(
             zip(streamed_ids, ids, strict=False), start=self._place
         ):
             if streamed != drawn:
                 raise StreamDivergedError(
-                    f"token {place} was streamed as {streamed} by one engine and drawn as {drawn} "
-                    "by the next, which has newer weights or rounds otherwise: ask again"
+                    f"token {place} was streamed as {streamed} by one engine and sampled as "
+                    f"{drawn} by the next, which has newer weights or rounds differently: ask "
+                    "again"
                 )
 
         self._place += len(ids)
@@ -68,5 +69,5 @@ class StreamedTokens:
         if len(self._ids) > len(completion.ids):
             raise StreamDivergedError(
                 f"{len(self._ids)} tokens were streamed and the completion has "
-                f"{len(completion.ids)}: another engine has drawn it, with newer weights: ask again"
+                f"{len(completion.ids)}: another engine sampled it with newer weights: ask again"
             )

@@ -1,10 +1,10 @@
 """The messages between an engine's server and its clients, and how errors travel.
 
 Requests go over one WebSocket per client and engine (`/requests`). A frame is a list of messages in
-MessagePack, `list[ToEngine]` one way and `list[FromEngine]` the other. The sender puts into one
-frame all that is to be sent at that moment (`Outbox`). An answer has the id that the client has
-given its request. Answers come when they are ready, in any order. People's scripts use JSON over
-HTTP.
+MessagePack, `list[ToEngine]` one way and `list[FromEngine]` the other. The sender puts all messages
+that are waiting at that moment into one frame (`Outbox`). An answer has the id that the client
+chose for its request. Answers come when they are ready, in any order. People's scripts use JSON
+over HTTP.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     session: SessionName | None = None
     deadline_s: float
     stream: bool = False
-    """The client wants tokens as they are drawn, before Completed."""
+    """The client wants tokens as they are sampled, before Completed."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
@@ -95,7 +95,7 @@ class WatchRequest(msgspec.Struct, frozen=True, kw_only=True, tag="watch"):
 
 
 class DrawnTokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
-    """The next tokens of a request that wants them as they are drawn. Tokens that no frame has
+    """The next tokens of a request that wants them as they are sampled. Tokens that no frame has
     taken when Completed is sent are only in Completed."""
 
     id: int
@@ -122,7 +122,7 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     yours: int
     """Requests of this client that are in the engine now."""
     watch: int = 0
-    """Id of the last WatchRequest that has come."""
+    """Id of the last WatchRequest that arrived."""
 
 
 ToEngine = Generate | ScoreRequest | Cancel | Release | WatchRequest

@@ -9,7 +9,7 @@ ID_FILE = "weights/writer"
 
 
 def is_others(stored_id: str, writer_id: str) -> bool:
-    """Whether the id in WRITER_FILE is another run's. It is not where there is no id yet, or the
+    """Whether the id in WRITER_FILE is another run's. False if there is no id yet, or only the
     beginning of ours, from an upload that broke off."""
     return bool(stored_id) and not writer_id.startswith(stored_id)
 
@@ -17,6 +17,6 @@ def is_others(stored_id: str, writer_id: str) -> bool:
 def others_weights(url: str) -> str:
     """The message for that case."""
     return (
-        f"rollout.weights.url={url} has the weights of another run: give this one an address of "
-        "its own, or delete what is there if nobody trains it any more"
+        f"rollout.weights.url={url} has the weights of another run: use another address for this "
+        "run, or delete those weights if that run has ended"
     )

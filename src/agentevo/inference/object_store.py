@@ -2,9 +2,9 @@
 any file system that fsspec knows (`objects.py`), under rollout.weights.url.
 
 An object appears whole or not at all, but folders can't be renamed. A version's files are therefore
-uploaded concurrently, and the size of each is checked; then follow its manifest and latest.json.
-Checksums detect an upload that breaks off, or that a reader meets halfway. Nothing is found by
-listing, which may lag behind: lists serve only to delete old versions.
+uploaded concurrently, and the size of each is checked; its manifest and latest.json are uploaded
+last. Checksums detect an upload that breaks off, or that a reader meets halfway. Readers never rely
+on listings, which can lag behind: listings serve only to delete old versions.
 
 `writer.json` has a random id that is also in the trainer's run folder. Another run's trainer, which
 would give its weights to this run's engines, is refused. `config.yaml` is the run's, for machines
@@ -59,7 +59,7 @@ class ObjectStoreWeights(WeightVersions):
         call_s: float = CALL_S,
         look_s: float = 0.0,
     ) -> None:
-        """Raises ConfigError for an address that fsspec does not know, MissingExtraError where its
+        """Raises ConfigError for an address that fsspec does not know, MissingExtraError if its
         package is not installed."""
         super().__init__(full_every=full_every)
         self._id_file = id_file
@@ -93,7 +93,7 @@ class ObjectStoreWeights(WeightVersions):
     def write(
         self, version: int, model: torch.nn.Module, *, keep: int, in_full: bool = False
     ) -> str:
-        """See WeightVersions.write. Raises EngineError where another run has its weights."""
+        """See WeightVersions.write. Raises EngineError if another run has its weights there."""
         self._claim()
         return super().write(version, model, keep=keep, in_full=in_full)
 

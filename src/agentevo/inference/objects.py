@@ -2,9 +2,9 @@
 
 An object appears whole or not at all. Object stores promise it; for file:// this module ensures it
 (a killed writer leaves a hidden file behind, which no list has). The size of each upload is
-checked. Every call has a deadline, and is made on a thread of its own that is left behind where it
-hangs. Exceptions of a store's package become OSError here. Credentials come from the environment,
-as the store's own package reads them. Needs no torch.
+checked. Every call has a deadline, and is made on its own thread, which is left behind if it hangs.
+Exceptions of a store's package become OSError here. Credentials come from the environment, as the
+store's own package reads them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ bytes."""
 LOWEST_RATE = 2**20
 """Bytes per second for which an upload or download gets time."""
 MAX_HANGING = 64
-"""The number of hanging calls from which no further one is made."""
+"""The number of hanging calls at which no further call is made."""
 CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created", "size", "ino")
 """The keys of the packages' answers that change when an object is rewritten."""
 
@@ -41,7 +41,7 @@ class Objects:
     """See the module. Paths are relative to `url`."""
 
     def __init__(self, url: str, *, call_s: float = CALL_S) -> None:
-        """Raises ConfigError for an address that fsspec does not know, MissingExtraError where its
+        """Raises ConfigError for an address that fsspec does not know, MissingExtraError if its
         package is not installed."""
         self.url = url.rstrip("/")
         self._call_s = call_s
@@ -55,7 +55,7 @@ class Objects:
         return info
 
     def state(self, path: str) -> str:
-        """Changes whenever the object is rewritten; empty where it can't be read."""
+        """Changes whenever the object is rewritten; empty if it can't be read."""
         try:
             return state_of(self.info(path))
         except OSError:
@@ -78,10 +78,10 @@ class Objects:
             if state_of(info) == before:
                 raise OSError(f"{place}: {len(content)} of {size} bytes have arrived")
             if time.monotonic() > deadline:
-                raise OSError(f"{place}: it was written anew during each of its downloads")
+                raise OSError(f"{place}: it was rewritten during each download")
 
     def put(self, path: str, content: bytes) -> None:
-        """Writes the object. Raises OSError where it has not arrived whole."""
+        """Writes the object. Raises OSError if it did not arrive whole."""
         place = self._at(path)
         if "file" not in self._protocols:
             self._upload(place, content)
@@ -107,8 +107,8 @@ class Objects:
 
     def under(self, path: str = "") -> dict[str, dict[str, Any]]:
         """The objects directly under a path, as the store lists them, which may lag behind: last
-        part of the name -> the store's information on it. What a `put` is still writing is left
-        out. Raises OSError."""
+        part of the name -> the store's information on it. Objects that a `put` is still writing are
+        left out. Raises OSError."""
         place = self._at(path)
         try:
             entries = self._call(lambda: self.files.ls(place, detail=True), f"the list of {place}")

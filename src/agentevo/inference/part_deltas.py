@@ -1,5 +1,5 @@
-"""The changes of weights in parts on several processes: each process compares what it has with what
-it had when they were published, and only the difference travels to the first one.
+"""The changes of weights in parts on several processes: each process compares its current part with
+the published one, and sends only the difference to the first process.
 
     keep      each process copies the boxes that it gives: these were published
     compare   each compares them with what it has now, and sends the first one the sizes of what
@@ -45,13 +45,13 @@ class BoxDifference(NamedTuple):
 
     box: Box
     changes: dict[str, Spec]
-    """Of `gaps` and `values`, or of `whole`; nothing where nothing changed."""
+    """Of `gaps` and `values`, or of `whole`; empty if nothing changed."""
     sha256: str
     """The box's checksum as it is now."""
 
 
 class PublishedParts:
-    """What this process has of the version that was published last; see the module."""
+    """This process's part of the version that was published last; see the module."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PublishedParts:
         self._group = group
         self._kept: dict[str, tuple[Box, torch.Tensor]] = {}
         self._changes: dict[str, dict[str, torch.Tensor]] = {}
-        """What changed of the boxes that are not given whole."""
+        """The changes of the boxes that are not given whole."""
 
     def keep(self) -> None:
         """Keeps a copy of what was published: the current weights."""
@@ -81,8 +81,8 @@ class PublishedParts:
             self._kept[name] = (part.box, copy.copy_(part.given))
 
     def compare(self) -> PartsDelta | None:
-        """On the first process: what changed; None where the change is unknown, because nothing was
-        kept or other tensors are trained now. None on the others."""
+        """On the first process: the changes; None if they are unknown, because nothing was kept or
+        other tensors are trained now. None on the others."""
         own_parts = self._own()
         differences = self._compare_boxes()
         of_all: list[dict[str, BoxDifference] | None] = [differences]
@@ -99,18 +99,18 @@ class PublishedParts:
         return PartsDelta.of(own_parts, answers, self) if len(answers) == len(of_all) else None
 
     def give(self) -> None:
-        """On the others: sends what `compare` has found."""
+        """On the others: sends the changes that `compare` found."""
         for name in list(self._changes):
             for tensor in self.pop(name).values():
                 distributed.send(as_bytes(tensor.contiguous()), group=self._group, group_dst=0)
 
     def pop(self, name: str) -> dict[str, torch.Tensor]:
-        """What changed of this process's box; it is dropped here."""
+        """The changes of this process's box; they are dropped here."""
         changes = self._changes.pop(name)
         return changes or {"whole": self._own()[name].given}
 
     def take(self, process: int, spec: Spec) -> torch.Tensor:
-        """On the first process: what another one gives next."""
+        """On the first process: the next tensor from another one."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
         distributed.recv(as_bytes(tensor), group=self._group, group_src=process)
         return tensor
@@ -127,7 +127,7 @@ class PublishedParts:
         }
 
     def _compare_boxes(self) -> dict[str, BoxDifference] | None:
-        """Of each box that this process gives; None where it has not kept the same ones."""
+        """Of each box that this process gives; None if it has not kept the same ones."""
         parts = self._given()
         self._changes = {}
 
@@ -151,7 +151,7 @@ class PublishedParts:
 
 @dataclass(frozen=True, eq=False)
 class PartsDelta:
-    """On the first process: what changed of the whole tensors."""
+    """On the first process: the changes of the whole tensors."""
 
     specs: dict[str, Spec]
     """The contents of a delta's files, in this order."""
@@ -170,7 +170,7 @@ class PartsDelta:
         differences: list[dict[str, BoxDifference]],
         parts: PublishedParts,
     ) -> PartsDelta:
-        """`differences`: of each process. Raises ModelError where it is not all of a tensor."""
+        """`differences`: of each process. Raises ModelError if the boxes do not cover a tensor."""
         delta = cls({}, {}, {}, [], parts)
         for name, part in own_parts.items():
             of_boxes = {
@@ -211,13 +211,13 @@ class PartsDelta:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that changed."""
+        """Of all changes."""
         return sum(spec.num_bytes for spec in self.specs.values())
 
     @contextmanager
     def taken(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """What changed, by its key in `specs` and in that order, while the others `give`. A caller
-        that breaks off takes the rest, too, so that the others finish."""
+        """The changes, by their key in `specs` and in that order, while the others `give`. A caller
+        that breaks off receives the rest, too, so that the others finish."""
         waiting = iter(self._givers)
 
         def coming() -> Iterator[tuple[str, torch.Tensor]]:

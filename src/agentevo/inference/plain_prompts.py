@@ -1,10 +1,10 @@
-"""Prompts of one conversation that are no chats: token ids, and plain texts.
+"""Prompts of one conversation that are not chats: token ids, and plain texts.
 
 A text that begins with a recorded prompt and the policy's whole answer to it keeps those ids, and
 only the rest of the text is encoded. The token that ended a completion is not in the text that the
 client received. A client that writes it itself continues from the whole turn; one that continues
-without it starts a new branch with the drawn ids before it. A text that differs earlier, such as
-from the place of a stop string on, is encoded from there.
+without it starts a new branch with the sampled ids before it. A text that differs earlier, such as
+from a stop string on, is encoded from there.
 """
 
 from __future__ import annotations

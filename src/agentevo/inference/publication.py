@@ -24,8 +24,8 @@ VERIFY_S = 60.0
 
 
 class Publication:
-    """A WeightSender, see the module. `note` gets a message when something had to be repaired, or
-    can't be."""
+    """A WeightSender, see the module. `note` gets a message when something was repaired, or can't
+    be."""
 
     def __init__(
         self,
@@ -47,18 +47,19 @@ class Publication:
         """The state of its files when they were last read whole."""
         self._verified_at = 0.0
         self._in_full = False
-        """The versions that the last one built on may be damaged: the next builds on none."""
+        """Whether the versions that the last one built on could be damaged: then the next builds on
+        none."""
         self._advised = False
         self._said = ""
-        """The trouble that was reported last; it is reported once."""
+        """The last reported problem; each is reported once."""
 
     async def begin(self, version: int) -> None:
-        """See WeightSender.begin. Engines keep what they have of a later version."""
+        """See WeightSender.begin. Engines keep the weights that they have of a later version."""
         await self.publish(version)
 
     async def publish(self, version: int) -> None:
         """See WeightSender.publish. If an earlier trainer has published this version or a later
-        one, and it is whole, it stays. What can't be written now, `look_after` writes later."""
+        one, and it is whole, it stays. `look_after` writes later what can't be written now."""
         latest = await in_thread(self._latest_version)
         self._version = version
         self._latest = latest
@@ -93,8 +94,8 @@ class Publication:
         except OSError as error:  # the folder is away, or full: try again at the next look
             why = f"{self._folder.place}: {error.strerror or error}"
             self._say(
-                f"version {self._version} could not be written, and is tried again while attempts "
-                f"are waited for: {why}"
+                f"version {self._version} could not be written, and is tried again while the run "
+                f"waits for attempts: {why}"
             )
 
     async def _write(self) -> None:

@@ -3,10 +3,10 @@
 A conversation stays with the engine that holds its cache. A new one goes to the engine with the
 least load, among those that are awake and serve the newest version. When an engine dies, hangs or
 refuses, the same request (same ids, same seed) goes to another one within the same deadline. Only
-what the first has computed of it is lost, because engines keep no state that an answer depends on.
-The request is given up only when no engine is left until the deadline (EngineUnavailableError). The
-listener to its tokens gets those that go beyond what the first engine sent. Where the other engine
-draws different ones, under newer weights, the request ends (StreamDivergedError).
+the computation of the first engine is lost, because engines keep no state that an answer depends
+on. The request fails only when no engine is left until the deadline (EngineUnavailableError). The
+listener to its tokens gets those after the ones that the first engine sent. If the other engine
+samples different ones, under newer weights, the request ends (StreamDivergedError).
 
 `version` is the smallest of the engines that may be asked, so no token is older than it says. An
 engine that stays at an older version than others for LATE_S gets no requests, and does not count,
@@ -140,7 +140,7 @@ class RemoteEngine:
         if secret is None:
             if not isinstance(engines, EngineDirectory):
                 raise TypeError(
-                    "engines by URL want a secret: give that of their run, RunSecret(RUN / "
+                    "engines by URL need a secret: give that of their run, RunSecret(RUN / "
                     "'engines')"
                 )
             secret = RunSecret(engines.folder)
@@ -158,7 +158,7 @@ class RemoteEngine:
         """(URL, process) -> its counters, also of engines that are gone."""
         self._watcher: asyncio.Task[None] | None = None
         self._lookout_watch: asyncio.Task[None] | None = None
-        self._trouble = "none was found"
+        self._trouble = "no engine was found"
         """The last failure."""
         self._warned: set[str] = set()
         """Refusals and late engines that were logged, once each."""
@@ -179,7 +179,7 @@ class RemoteEngine:
         listen: TokenListener | None = None,
     ) -> Completion:
         """See Engine.generate. Raises EngineUnavailableError if no engine has answered until the
-        deadline, and StreamDivergedError if, after an engine's death, another one draws other
+        deadline, and StreamDivergedError if, after an engine's death, another one samples other
         tokens than `listen` has received."""
         streamed = None if listen is None else StreamedTokens(listen)
         return await self._ask_engines(
@@ -327,7 +327,7 @@ class RemoteEngine:
             )
 
     async def _look_once(self) -> None:
-        """Looks once. A failure (a file system that is away) is logged once, and is in the error of
+        """Looks once. A failure (an unavailable file system) is logged once, and is in the error of
         requests that find no engine."""
         try:
             await self._look()
@@ -345,7 +345,7 @@ class RemoteEngine:
             self._excuse(time.monotonic() - asleep_since - self._poll_s)
 
     def _excuse(self, late_s: float) -> None:
-        """This process itself stood still, and may have left reports of engines unread."""
+        """This process itself was paused, and could have unread reports of engines."""
         for engine in self._known.values():
             engine.last_report_at += late_s
 
@@ -420,8 +420,7 @@ class RemoteEngine:
             else:
                 self._warn(
                     f"{engine.url} stays at version {engine.version} while others have newer "
-                    "weights: it is not asked until it has them too "
-                    "(its own log says what keeps it)"
+                    "weights: it gets no requests until it has them too (its log says why)"
                 )
 
         return able
@@ -475,7 +474,7 @@ class RemoteEngine:
         if engine.connecting is not None:
             engine.connecting.cancel()
         if engine.connection is not None:
-            engine.connection.abandon(f"it has said nothing for {self._max_age_s:g} s")
+            engine.connection.abandon(f"it has sent nothing for {self._max_age_s:g} s")
 
     def _place(self) -> str:
         return (

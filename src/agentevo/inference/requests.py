@@ -39,7 +39,8 @@ class EngineRequest:
     """Decides which tokens may come next."""
     penalties: PenaltyState | None = None
     scored: list[int] | None = None
-    """Given tokens whose log-probs are requested; all but the last end `ids`. Nothing is drawn."""
+    """Given tokens whose log-probs are requested; all but the last end `ids`. No token is
+    sampled."""
     is_begun: bool = False
     """It has run before."""
     completion: list[int] = field(default_factory=list)
@@ -47,8 +48,8 @@ class EngineRequest:
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[Alternatives] = field(default_factory=list)
     drawn_rows: np.ndarray | None = None
-    """After an interruption, where the engine records them: the routed experts behind the tokens
-    that had been drawn (routing.drawn_rows)."""
+    """After an interruption, if the engine records them: the routed experts behind the sampled
+    tokens (routing.drawn_rows)."""
     known_rows: TokenRows | None = None
     """Those that were chosen for the first of `ids` when they were computed before
     (RoutingMemory.known)."""
@@ -67,7 +68,7 @@ class EngineRequest:
         return len(self.ids) if self.scored is None else len(self.ids) - len(self.scored) + 1
 
     def drawn(self, reason: FinishReason, routed: RoutedExperts | None = None) -> Completion:
-        """The drawn tokens, as the answer."""
+        """The sampled tokens, as the answer."""
         return Completion(
             ids=self.completion,
             logprobs=self.logprobs,
@@ -81,8 +82,8 @@ class EngineRequest:
     def restart_from(
         self, ids: list[int], rows: np.ndarray | None, known_rows: TokenRows | None
     ) -> None:
-        """The request is computed again, from `ids`, under other weights or the same. Drawn tokens
-        stay, with their `rows`; given tokens are all scored under the same weights."""
+        """The request is computed again, from `ids`, under other weights or the same. Sampled
+        tokens stay, with their `rows`; given tokens are all scored under the same weights."""
         self.is_begun = True
         self.ids = ids
         self.drawn_rows = rows
@@ -119,7 +120,7 @@ class EngineRequest:
             return None
 
     def finish_reason(self, tokenizer: PreTrainedTokenizerBase | None) -> FinishReason | None:
-        """Why nothing is drawn after the newest token; None if something is."""
+        """Why no token follows the newest one; None if one does."""
         if self.completion[-1] in self.stop_ids:
             return "stop"
         if tokenizer is not None and completes_stop_string(

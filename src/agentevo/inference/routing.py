@@ -1,12 +1,13 @@
-"""Which experts the embedded engine chose: rows of tokens, stored alongside their keys and values.
+"""The experts that the embedded engine chose: rows of tokens, stored alongside their keys and
+values.
 
 A sequence has a row for every token that has keys and values (`Sequence.cached`), from the pass
 that computed these. So has a shared prefix. A sequence may have rows of further tokens: the same
 weights have computed these before (`routing_memory.py`), and they go to the same experts when they
 are computed again. For each token a completion has the row of the pass in which the next token was
-drawn. After new weights this row differs from the sequence's: keys and values are computed again,
-under the choices of the new weights, but drawn tokens stay, so a request keeps the rows that its
-drawn tokens came from (`EngineRequest.restart_from`).
+sampled. After new weights this row differs from the sequence's: keys and values are computed again,
+under the choices of the new weights, but sampled tokens stay, so a request keeps the rows that its
+sampled tokens came from (`EngineRequest.restart_from`).
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class TokenRows:
         self.count = stop
 
     def first(self, count: int) -> np.ndarray:
-        """[count, layers, top_k] of the first tokens, for all of which `put` was called."""
+        """[count, layers, top_k] of the first tokens; `put` was called for all of them."""
         assert self._rows is not None and count <= self.count
         return self._rows[:count]
 
     def beginning(self, count: int) -> TokenRows:
-        """A copy of the first tokens' rows; of none where none were put."""
+        """A copy of the first tokens' rows; empty if none were put."""
         copied = TokenRows(self.weights)
         if self._rows is not None:
             copied.put(0, self.first(count))
@@ -87,8 +88,9 @@ def engine_routers(model: PreTrainedModel) -> Routers:
     routers = routers_of(model)
     if routers is None:
         raise EngineError(
-            "engine.routed_experts: the model's routers are not prepared to tell what they choose: "
-            "call agentevo.models.routers.routed(model) after prepare(model), or leave the key out"
+            "engine.routed_experts: the model's routers are not prepared to report their "
+            "choices: call agentevo.models.routers.routed(model) after prepare(model), or leave "
+            "the key out"
         )
     return routers
 
@@ -136,14 +138,14 @@ def routed_experts_of(
 
 
 def drawn_rows(sequence: Sequence, request: EngineRequest) -> np.ndarray | None:
-    """[ids - 1, layers, top_k]: of every token that has a next one, the row of the pass that drew
-    that; None before anything was drawn."""
+    """[ids - 1, layers, top_k]: of every token that has a next one, the row of the pass that
+    sampled it; None before the first sampled token."""
     earlier_rows = request.drawn_rows
     count = len(sequence.ids) - 1
     if not request.completion:
         return None
     if earlier_rows is None:
         return sequence.routed.first(count)
-    if len(earlier_rows) == count:  # nothing was drawn since they were kept
+    if len(earlier_rows) == count:  # no token was sampled since they were kept
         return earlier_rows
     return np.concatenate([earlier_rows, sequence.routed.first(count)[len(earlier_rows) :]])

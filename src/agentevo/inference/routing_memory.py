@@ -1,14 +1,14 @@
-"""Which experts an engine has reported, for the case that the context is computed again.
+"""The experts that an engine has reported, for contexts that are computed again.
 
-A client holds one row for each token of its conversation. Its later tokens are drawn on keys and
-values that may have been computed since, because the cache was dropped or given to another branch.
-The engine therefore keeps the rows of its answers by the name of the session, and the rows of an
-interrupted request with the request, and replays them as long as the same weights serve:
+A client holds one row for each token of its conversation. Its later tokens are sampled over keys
+and values that may have been computed since, because the cache was dropped or given to another
+branch. The engine therefore keeps the rows of its answers by the name of the session, and the rows
+of an interrupted request with the request, and replays them as long as the same weights serve:
 
     known(request) = the longest beginning of its ids whose rows these weights have chosen for it
 
-Other weights choose for themselves: what they draw is independent of the old rows, as where they
-compute the context for the first time. A cache is used as far as its rows are the known ones.
+Other weights choose for themselves: their samples are independent of the old rows, as if they
+computed the context for the first time. A cache is used as far as its rows are the known ones.
 
 Bounded: a session's rows are dropped when it is released. Rows that no serving version has chosen
 are dropped when weights are published, and else the oldest ones, so that all of them never take
@@ -45,7 +45,7 @@ class KnownPrefix(NamedTuple):
     num_tokens: int
 
     def agrees(self, rows: TokenRows, count: int) -> int:
-        """How many of the first `count` tokens may be taken from a cache with these rows."""
+        """How many of the first `count` tokens can come from a cache with these rows."""
         both = min(count, self.num_tokens)
         agreed = self.rows.agreement(rows, both)
         return count if agreed == both else agreed
@@ -128,7 +128,7 @@ class RoutingMemory:
         return best
 
     def known_to_any(self, requests: Iterable[EngineRequest], ids: list[int]) -> TokenRows | None:
-        """The rows of a prefix that some requests share: what one of them knows of it."""
+        """The rows of a prefix that some requests share: those that one of the requests knows."""
         best = None
         for request in requests:
             if request.ids[: len(ids)] == ids:

@@ -1,8 +1,8 @@
 """The run's engines in other processes, in place of one in the trainer's. A trainer whose model is
 in parts on several processes evaluates through them, and needs no whole model.
 
-Weights reach these engines as they do for sampling. This module only sets the version that is
-meant; requests wait until it serves.
+Weights reach these engines as they do for sampling. This module only sets the requested version;
+requests wait until it serves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentevo.types import Completion, SamplingParams
 
 LOOK_S = 1.0
 TOLD_S = 10.0
-"""The wait after which a message says what is waited for."""
+"""The time after which a message names the version that requests wait for."""
 
 
 class RunEngines:
@@ -151,7 +151,7 @@ class RunEngines:
         )
 
     async def _wait_for_version(self, deadline_s: float) -> float:
-        """Waits for the version that is meant; returns the remaining seconds."""
+        """Waits for the requested version; returns the remaining seconds."""
         deadline = time.monotonic() + deadline_s
         if self._engines.version < self._meant:
             await self._engines.refresh()
@@ -160,7 +160,7 @@ class RunEngines:
             if time.monotonic() > deadline:
                 raise EngineUnavailableError(
                     f"no engine has had version {self._meant} within {deadline_s:g} s (the oldest "
-                    f"serves {self._engines.version}): look into the log of `agentevo serve`"
+                    f"serves {self._engines.version}): see the log of `agentevo serve`"
                 )
             await asyncio.sleep(self._poll_s)
 

@@ -1,5 +1,5 @@
-"""From logits to tokens: temperature, filters, the draw, and the log-prob of the distribution that
-was drawn from."""
+"""From logits to tokens: temperature, filters, the draw, and the log-prob under the sampling
+distribution."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def draw(
     changes: Sequence[PenaltyChanges | None] = (),
 ) -> tuple[list[int], list[float]]:
     """One token per row of logits [B, V], by inverting the cumulative distribution at `uniforms`
-    [B] in [0, 1); greedy at temperature 0. `masks`: for each row the tokens that it may draw, as in
-    `keep_allowed`; empty where nothing is constrained. `changes`: see `penalise`; empty where no
-    row has penalties.
+    [B] in [0, 1); greedy at temperature 0. `masks`: for each row the allowed tokens, as in
+    `keep_allowed`; empty if nothing is constrained. `changes`: see `penalise`; empty if no row has
+    penalties.
 
     A row's result depends on that row alone. Returns token ids and natural log-probs. Overwrites
     `logits`.
@@ -87,8 +87,8 @@ def draw_with_alternatives(
     masks: Sequence[np.ndarray | None] = (),
     changes: Sequence[PenaltyChanges | None] = (),
 ) -> tuple[list[int], list[float], list[Alternatives]]:
-    """As `draw`, and for each row the `top_logprobs` likeliest tokens of the distribution that was
-    drawn from; at temperature 0 the token alone."""
+    """As `draw`, and for each row the `top_logprobs` likeliest tokens of the sampling distribution;
+    at temperature 0 only the token."""
     logits = logits.float()
     penalise(logits, changes)
     keep_allowed(logits, masks)

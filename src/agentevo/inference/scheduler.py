@@ -1,15 +1,15 @@
-"""Which sequences compute next, and where their keys and values are stored: the waiting queue,
-slots, sessions, shared prefixes and the memory budget.
+"""The choice of the sequences that compute next, and the storage of their keys and values: the
+waiting queue, slots, sessions, shared prefixes and the memory budget.
 
 Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle (a session between two
 turns: its keys and values are outside of the slots until the next turn, a release, or eviction). A
-slot grows with the tokens that exist, not with those that the request may still draw.
+slot grows with the tokens that exist, not with those that the request can still sample.
 
 Memory never exceeds the budget. A request that does not fit now waits, in order; one that can never
 fit is refused at once. Idle sessions and unused prefixes are dropped, oldest first, before any
-request waits; what was dropped is computed again when needed. If a running sequence has no room to
-grow, the youngest one returns to the head of the queue with what it has drawn. The oldest one
-always has room: it was admitted only because it fits the budget alone, to its last token.
+request waits; their keys and values are computed again when needed. If a running sequence has no
+room to grow, the youngest one returns to the head of the queue with its sampled tokens. The oldest
+one always has room: it was admitted only because it fits the budget alone, to its last token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MIN_REFERRED_TOKENS = 128
 """From this length on, sequences refer to a shared prefix; a shorter one is copied into their
 slots, which costs less per step."""
 GROWTH_TOKENS = 256
-"""The most tokens to be drawn for which room is made at once."""
+"""The most future tokens for which room is made at once."""
 
 
 PrefixKey = tuple[int | None, tuple[int, ...]]
@@ -63,8 +63,8 @@ class Sequence:
     saved: KeysAndValues | None = None
     last_used: int = 0
     routed: TokenRows = field(default_factory=TokenRows)
-    """Of `ids[:cached]`, where the engine records them; of later tokens, the rows with which they
-    are to be computed again."""
+    """Of `ids[:cached]`, where the engine records them; of later tokens, the rows to use when they
+    are computed again."""
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -162,7 +162,7 @@ class Scheduler:
             self.unshareable.clear()
 
     def grow(self) -> None:
-        """Makes room for the tokens that were drawn, before the next step; see the module."""
+        """Makes room for the sampled tokens, before the next step; see the module."""
         for sequence in list(self.running):
             if sequence not in self.running or _length(sequence) <= sequence.need:
                 continue
@@ -227,8 +227,7 @@ class Scheduler:
             self.pending_prefixes.pop((sequence.request.version, tuple(sequence.ids)), None)
 
     def abort(self) -> list[EngineRequest]:
-        """Empties queue and slots after a failure; returns the requests that are still to be
-        answered."""
+        """Empties queue and slots after a failure; returns the unanswered requests."""
         unanswered = [
             r
             for r in (*self.waiting, *(s.request for s in self.running))
@@ -253,8 +252,8 @@ class Scheduler:
             self.retire(sequence)
 
     def forget_cache(self) -> None:
-        """Drops all that is cached, as under new weights. Running requests return to the head of
-        the queue with what they have completed."""
+        """Drops the whole cache, as for new weights. Running requests return to the head of the
+        queue with their completed tokens."""
         if self.routing is not None:
             self.routing.forget_outdated()
 
@@ -268,8 +267,8 @@ class Scheduler:
         self.cache = KVCache()
 
     def _interrupt(self, sequence: Sequence) -> None:
-        """Sends a running request back to the head of the queue with what it has drawn. The
-        computation of a shared prefix is given up."""
+        """Sends a running request back to the head of the queue with its sampled tokens. The
+        computation of a shared prefix is dropped."""
         self.retire(sequence)
         request = sequence.request
         assert request is not None

@@ -1,11 +1,11 @@
-"""Log-probs of given tokens: what the policy thinks of a text that it has not drawn.
+"""Log-probs of given tokens: how likely a text is under the policy that did not sample it.
 
     score(context, ids)[j] = log pi(ids[j] | context, ids[:j])
 
 A request of this kind is a prompt that is computed once, in the same steps as all other requests,
 and is answered with numbers in place of new tokens. It uses what is cached of its context. All of
-its numbers come from one version of the weights. They are those that `generate` would give had it
-drawn these tokens, to the last bit where the engine promises that (torch_engine.py).
+its numbers come from one version of the weights. They are the ones that `generate` would give for
+the same sampled tokens, to the last bit if the engine promises that (torch_engine.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def score_request(
 
 def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -> list[float]:
     """Natural log-probs of the tokens `ids` [n] under logits [n, V], which are overwritten. The
-    sums are those of `sampling.draw`, so that a token that is drawn has the same log-prob."""
+    sums are those of `sampling.draw`, so that a sampled token has the same log-prob."""
     logits = logits.float()
     if temperature != 1:
         logits = logits / temperature

@@ -30,21 +30,21 @@ class RunSecret:
         self._reference = reference
 
     def check(self) -> None:
-        """Raises ConfigError where the environment should hold a secret and holds none."""
+        """Raises ConfigError if the environment should hold a secret and holds none."""
         self._given()
 
     def _given(self) -> str | None:
         secret = key_of("rollout.engine_secret", self._reference)
         if secret is not None and not re.fullmatch("[0-9a-f]{64}", secret):
             raise ConfigError(
-                f"rollout.engine_secret: what {self._reference} stands for is no secret: make 64 "
-                "hexadecimal digits, such as by `openssl rand -hex 32`"
+                f"rollout.engine_secret: the value of {self._reference} is not a secret: set it "
+                "to 64 hexadecimal digits, such as from `openssl rand -hex 32`"
             )
         return secret
 
     def value(self) -> str:
-        """The secret, 64 hexadecimal digits; created if there is none. Raises EngineError where the
-        file can't be used. Where the environment holds the secret, no file is created or read."""
+        """The secret, 64 hexadecimal digits; created if there is none. Raises EngineError if the
+        file can't be used. If the environment holds the secret, no file is created or read."""
         configured = self._given()
         if configured is not None:
             return configured
@@ -57,15 +57,16 @@ class RunSecret:
                 secret = self.file.read_text(encoding="ascii").strip()
         except OSError as error:
             raise EngineError(
-                f"{self.file} can't be used ({error.strerror or error}): it is its owner's "
-                "alone; let one user run all processes of a run"
+                f"{self.file} can't be used ({error.strerror or error}): only its owner can use "
+                "it; run all processes of a run as one user"
             ) from error
         except UnicodeDecodeError:
             secret = ""
 
         if not re.fullmatch("[0-9a-f]{64}", secret):
             raise EngineError(
-                f"{self.file} holds no secret: delete it, whoever needs it next makes another"
+                f"{self.file} holds no secret: delete it, and the next process that needs it "
+                "makes a new one"
             )
 
         return secret

@@ -61,13 +61,14 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 4 * 2**10
 BODY_S = 5.0
-"""How long the body of a request may take to come, in seconds."""
+"""The time limit for a request's body, in seconds."""
 PING_S = 20.0
 SILENT_S = 60.0
-"""A client that has not answered a ping for this long is gone, with its machine or its network."""
+"""A client that has not answered a ping for this long counts as gone, with its machine or
+network."""
 REFUSAL = (
-    "the run's secret is wrong or missing: send `Authorization: Bearer` with what is in "
-    f"engines/{NAME} of the run's folder"
+    "the run's secret is wrong or missing: send `Authorization: Bearer` with the content of "
+    f"engines/{NAME} in the run's folder"
 )
 FULL = f"the engine has {MAX_CLIENTS} clients already: use another one, or fewer samplers"
 UNAUTHORIZED = 401
@@ -166,7 +167,9 @@ class EngineDoor:
         try:
             await asyncio.wait({task, gone, closed}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise EngineUnavailableError(f"engine {self.name} is going down: ask another one")
+                raise EngineUnavailableError(
+                    f"engine {self.name} is shutting down: use another one"
+                )
             return task.result()
         finally:
             for waiting in (task, gone, closed):
@@ -244,7 +247,7 @@ async def _body(request: Request) -> bytes:
                     )
     except TimeoutError:
         raise DeadlineExceededError(
-            f"the request's body has not come within {BODY_S:g} s: send all of it"
+            f"the request's body did not arrive within {BODY_S:g} s: send all of it"
         ) from None
 
     return body
@@ -265,9 +268,7 @@ async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
         return Response(status_code=CLIENT_GONE)
     except msgspec.MsgspecError as error:
         status = 400
-        content = status_and_answer(
-            EngineError(f"the request's body is not what this server reads: {error}")
-        )[1]
+        content = status_and_answer(EngineError(f"the request's body is not valid: {error}"))[1]
     except EngineError as error:
         status, content = status_and_answer(error)
 

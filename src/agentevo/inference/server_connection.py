@@ -3,10 +3,10 @@ in the engine. Answers are sent when they are ready, and so is the engine's stat
 connection ends, all of the client's requests are cancelled in the engine.
 
 The load of a client is bounded: running requests (MAX_RUNNING; more are refused), answers that it
-does not take (MAX_UNREAD; nothing more is read from it then), and conversations that are to be
-forgotten (MAX_RELEASES; the engine drops the rest by itself when it needs the room). The tokens of
-a request that streams wait as one list, and its answer takes their place. Request ids only grow, so
-none can be used twice.
+does not take (MAX_UNREAD; nothing more is read from it then), and conversations to forget
+(MAX_RELEASES; the engine drops the rest by itself when it needs the room). The tokens of a request
+that streams wait as one list, and its answer takes their place. Request ids only grow, so none can
+be used twice.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class ServerConnection:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._newest_id = -1
         self._releases: dict[str, None] = {}
-        """Conversations that are to be forgotten, each once, in the order of their requests."""
+        """Conversations to forget, each once, in the order of their requests."""
         self._any_releases = asyncio.Event()
         self._every_s = float("inf")
         self._watch = 0
         self._last_word: tuple[int, str] | None = None
-        """Close code and reason, where this side ends the connection."""
+        """Close code and reason, if this side ends the connection."""
         self._told: EngineState | None = None
         self._told_at = 0.0
 
@@ -122,7 +122,7 @@ class ServerConnection:
             await asyncio.gather(*work, *requests, return_exceptions=True)
 
         if closing.is_set():
-            self._last_word = (GOING_AWAY, "the engine is going down: ask another one")
+            self._last_word = (GOING_AWAY, "the engine is shutting down: use another one")
         if self._last_word is not None:
             await self._say_good_bye(*self._last_word)
 
@@ -135,7 +135,7 @@ class ServerConnection:
             try:
                 messages = read_requests(event.get("bytes") or b"")
             except msgspec.MsgspecError as error:
-                reason = f"no list of requests: {error}".encode("ascii", "replace")[
+                reason = f"not a list of requests: {error}".encode("ascii", "replace")[
                     :MAX_REASON_BYTES
                 ].decode()
                 self._last_word = (UNSUPPORTED, reason)
@@ -145,7 +145,10 @@ class ServerConnection:
             for message in messages:
                 if isinstance(message, (Generate, ScoreRequest, WatchRequest)):
                     if message.id <= self._newest_id:
-                        self._last_word = (POLICY, f"the id {message.id} was used: ids grow")
+                        self._last_word = (
+                            POLICY,
+                            f"the id {message.id} was used: ids must increase",
+                        )
                         return
                     self._newest_id = message.id
                 self._take(message)

@@ -1,13 +1,13 @@
 """An SGLang server as an engine: one that is started here, or one that is given by its URL.
 
     verify -> write the whole model -> pause, requests put back -> load -> drop cached keys and
-    values -> go on
+    values -> resume
 
-Invariants: a token's version is the label under which SGLang drew it. A label that this engine has
-not given (another run's weights, a server that was restarted) is an error, never a version. No
-token is drawn over keys and values of other weights. A load that fails may leave a mixture: the
-version before is loaded again, and where that fails too, every request fails with EngineError until
-a whole version is in. A request whose answer is lost is not sent again: its caller does that.
+Invariants: a token's version is the label under which SGLang sampled it. A label that this engine
+did not set (another run's weights, a restarted server) is an error, never a version. No token is
+sampled over keys and values of other weights. A failed load can leave a mixture: the previous
+version is loaded again, and if that fails too, every request fails with EngineError until a whole
+version is in. A request whose answer is lost is not sent again: its caller does that.
 
 Not promised: the same numbers with other requests in a step, penalties, grammars and scores.
 """
@@ -63,7 +63,7 @@ LOOK_S = 0.2
 
 class SglangEngine:
     """See the module. `model` says names, shapes and what is not trained. Raises ConfigError for
-    options that can't be followed. Belongs to one event loop."""
+    unsupported options. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class SglangEngine:
         self._label = ""
         self._version = NO_VERSION
         self._good: Path | None = None
-        """Folder of the weights that the server computes with, where it is known."""
+        """Folder of the weights that the server computes with, if it is known."""
         self._failure: EngineError | None = None
         self._facts: ServerFacts | None = None
         self._server: GuardedServer | None = None
@@ -172,7 +172,7 @@ class SglangEngine:
         check_tokens(prompt_ids, self._vocabulary)
         if sampling.grammar:
             raise GrammarError(
-                "engine.type=sglang follows no grammar of AgentEvo's form: use engine.type=torch"
+                "engine.type=sglang does not support AgentEvo's grammars: use engine.type=torch"
             )
 
         facts = self._known()
@@ -291,7 +291,7 @@ class SglangEngine:
         try:
             await in_thread(write_version, self._model, self._tokenizer, weights, folder)
             async with self._quiet(until):
-                # Not to be cancelled: half of it is a server that waits without end.
+                # Never cancelled: half done, it would leave a server that waits without end.
                 replacing = asyncio.ensure_future(self._replace(version, label, folder))
                 await _to_its_end(replacing)
         finally:
@@ -326,7 +326,7 @@ class SglangEngine:
             await self._client.go_on()
 
     async def _restore(self, error: EngineError) -> None:
-        """After a load that may have left a mixture: loads the version before again; where that
+        """After a load that could have left a mixture: loads the previous version again; if that
         fails, nothing is served."""
         restore_error: EngineError | None = None
         if self._good is not None:
@@ -337,9 +337,9 @@ class SglangEngine:
                 restore_error = failure
 
         self._failure = EngineError(
-            f"SGLang holds no whole weights: {error}; the version before could not be loaded again "
-            f"({restore_error or 'it is not known here'}): it serves again when a whole version "
-            "is in"
+            f"SGLang holds incomplete weights: {error}; the previous version could not be loaded "
+            f"again ({restore_error or 'it is unknown'}): SGLang serves again after it has loaded "
+            "a whole version"
         )
         for draw in self._draws:
             draw.cancel()
@@ -355,7 +355,7 @@ class SglangEngine:
                     if time.monotonic() > until:
                         raise DeadlineExceededError(
                             f"{len(self._requests.running)} requests did not end in time: they "
-                            "go on as before"
+                            "continue as before"
                         )
                     await asyncio.sleep(0.005)
 
@@ -396,7 +396,7 @@ class SglangEngine:
 
     def _known(self) -> ServerFacts:
         if self._facts is None:
-            raise EngineError("the engine has not begun: call `begin` first")
+            raise EngineError("the engine has no weights yet: call `begin` first")
         return self._facts
 
     async def forget_cache(self) -> None:
@@ -412,7 +412,9 @@ class SglangEngine:
     async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
         """See SleepingEngine.sleep. The weights stay, so that others may be published."""
         if not self._known().can_sleep:
-            raise EngineError("SGLang gives no memory back: start it with --enable-memory-saver")
+            raise EngineError(
+                "SGLang can't release its memory: start it with --enable-memory-saver"
+            )
 
         async with self._changing:
             if self.asleep:

@@ -20,7 +20,7 @@ from agentevo.registry import nearest
 
 
 class SglangOptions(Section):
-    """A server that is started here, or one that runs elsewhere, by its URL."""
+    """A server that this run starts, or one that already runs, by its URL."""
 
     url: str | None = None
     """Where a server is, such as https://gpu-1:30000. Default: one is started on this machine, and
@@ -28,42 +28,43 @@ class SglangOptions(Section):
     api_key: str | None = None
     """${env:NAME}: the variable with the key that the server at `url` asks for."""
     admin_api_key: str | None = None
-    """${env:NAME}: the variable with its key for control, where it has one."""
+    """${env:NAME}: the variable with the server's admin key, if it has one."""
     ca_file: Path | None = None
     """Certificates (PEM) by which the server's own is verified. Default: the system's."""
     weights_folder: Path | None = None
-    """Where versions are written for the server to read, under the same path on its machine. A URL
-    beyond this machine needs it. Default: a temporary folder."""
+    """The folder for weight versions that the server reads, under the same path on its machine.
+    Required for a URL of another machine. Default: a temporary folder."""
     command: list[str] = Field(default_factory=list)
-    """The program that starts a server and its first words. Default: `python -m
+    """The program that starts a server, and its first arguments. Default: `python -m
     sglang.launch_server` of this environment."""
     args: list[str] = Field(default_factory=list)
-    """What it is told besides, such as [--tp-size, '2']."""
+    """Further arguments of the program, such as [--tp-size, '2']."""
     log_file: Path | None = None
-    """Where what it prints goes. Default: a file of the temporary folder."""
+    """The file for the server's output. Default: a file in the temporary folder."""
     seeded: bool = True
-    """A request's seed decides its tokens, for which SGLang needs --enable-deterministic-inference,
-    which a server that is started here is given. false: seeds do nothing, and min_p is possible."""
+    """A request's seed decides its tokens, for which SGLang needs --enable-deterministic-inference.
+    A server that the run starts gets this flag. false: seeds have no effect, and min_p is
+    possible."""
     start_timeout_s: float = Field(default=1200.0, gt=0)
-    """Longest time for the server to be ready, in seconds."""
+    """The time limit for the server to be ready, in seconds."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         started = [name for name in ("command", "args", "log_file") if getattr(self, name)]
         if self.url is not None and started:
-            raise ValueError(f"{started[0]} is for a server that is started here: leave out url")
+            raise ValueError(f"{started[0]} is for a server that this run starts: leave out url")
         if self.url is None and (self.api_key or self.admin_api_key or self.ca_file):
-            raise ValueError("api_key, admin_api_key and ca_file are for a url")
+            raise ValueError("api_key, admin_api_key and ca_file need a url")
         return self
 
 
 def read_options(section: EngineSection) -> SglangOptions:
-    """Raises ConfigError for options that SGLang does not have, and for an address to which keys
-    would go unprotected."""
+    """Raises ConfigError for options that SGLang does not have, and for an address that would get
+    keys unprotected."""
     if section.batch_invariant:
         raise ConfigError(
-            "engine.batch_invariant: SGLang's numbers may depend on what is computed beside a "
-            "request: leave the key out, or use engine.type=torch"
+            "engine.batch_invariant: SGLang's numbers can depend on the other requests in a "
+            "step: leave the key out, or use engine.type=torch"
         )
 
     try:
@@ -78,14 +79,14 @@ def read_options(section: EngineSection) -> SglangOptions:
 
 
 def check_options(section: EngineSection) -> None:
-    """As `read_options` and `check_keys`. Raises MissingExtraError where a server is to be started
-    by this environment's Python, and SGLang is not installed."""
+    """As `read_options` and `check_keys`. Raises MissingExtraError if this environment's Python
+    should start a server and SGLang is not installed."""
     options = read_options(section)
     check_keys(options)
     if options.url is None and not options.command and find_spec("sglang") is None:
         raise MissingExtraError(
-            "engine.type=sglang starts a server of the package 'sglang': pip install sglang, name "
-            "a server that runs with engine.options.url, or set engine.type=torch"
+            "engine.type=sglang starts a server of the package 'sglang': pip install sglang, "
+            "give the URL of a running server in engine.options.url, or set engine.type=torch"
         )
 
 
@@ -131,13 +132,13 @@ def _check_url(options: SglangOptions, url: str) -> None:
     if parts.scheme == "http":
         raise ConfigError(
             f"engine.options.url: {shown}: keys and tokens would travel unencrypted: start the "
-            "server with --ssl-certfile and --ssl-keyfile and give https://, or go through a "
-            "tunnel (ssh -L)"
+            "server with --ssl-certfile and --ssl-keyfile and give https://, or use a tunnel "
+            "(ssh -L)"
         )
 
     if options.api_key is None and options.admin_api_key is None:
         raise ConfigError(
-            f"engine.options.url: {shown} is on another machine, and whoever reaches it could "
+            f"engine.options.url: {shown} is on another machine, and anyone who reaches it could "
             "replace its weights: start it with --api-key and write api_key: ${env:NAME}"
         )
 

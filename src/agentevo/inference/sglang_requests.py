@@ -28,7 +28,7 @@ CLOSE_S = 10.0
 
 
 class SglangRequests:
-    """See the module. `versions`: label of weights -> version, for labels that the run has given;
+    """See the module. `versions`: label of weights -> version, for labels that the run has set;
     `check_whole` raises EngineError when the server holds no whole weights."""
 
     def __init__(
@@ -64,9 +64,8 @@ class SglangRequests:
         deadline_s: float,
         listen: TokenListener | None,
     ) -> Completion:
-        """One request of SGLang, or several, where an end-of-text token that was not asked for has
-        ended one. Positions decide what a seed draws, so several draw the same tokens as one would
-        have."""
+        """One request of SGLang, or several if an unrequested end-of-text token has ended one.
+        Positions decide what a seed samples, so several sample the same tokens as one."""
         drawn = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
         deadline = asyncio.get_running_loop().time() + deadline_s
         reason: FinishReason | None = None
@@ -115,7 +114,7 @@ class SglangRequests:
         drawn: Completion,
         listen: TokenListener | None,
     ) -> SglangTokens:
-        """One request; what it draws is added to `drawn`. Returns its last piece."""
+        """One request; its tokens are added to `drawn`. Returns its last piece."""
         before = len(drawn.ids)
         last = None
         async for answer in self._client.answers(body, deadline):
@@ -128,7 +127,7 @@ class SglangRequests:
                 tell(listen, last.ids, last.logprobs)
 
         if last is None or last.finish is None:
-            raise EngineError("SGLang's answer has no end: is the server going down?")
+            raise EngineError("SGLang's answer is incomplete: is the server shutting down?")
 
         if last.finish["type"] == "abort":
             self._check_whole()
@@ -137,8 +136,8 @@ class SglangRequests:
         unknown = set(last.labels) - set(self._versions)
         if unknown or len(last.labels) != len(drawn.ids) - before:
             raise EngineError(
-                f"SGLang drew tokens under weights {sorted(unknown)[:3]} that this run has not "
-                "given it: it was started anew, or somebody else replaces its weights"
+                f"SGLang sampled tokens with weights {sorted(unknown)[:3]}, which this run has "
+                "not loaded: the server was restarted, or another client replaces its weights"
             )
 
         drawn.versions.extend(self._versions[label] for label in last.labels)
@@ -147,7 +146,7 @@ class SglangRequests:
     def _reason(
         self, last: SglangTokens, sampling: SamplingParams, drawn: Completion
     ) -> FinishReason | None:
-        """Why the request ends; None where it continues."""
+        """Why the request ends; None if it continues."""
         is_full = len(drawn.ids) >= sampling.max_new_tokens
         finish = last.finish or {}
         if finish["type"] == "stop":

@@ -2,8 +2,8 @@
 from the disk.
 
 Invariant: a folder is whole before it gets its name, and it holds the whole model: untrained
-weights as the model has them, and adapters summed into their base, so that a server of the version
-need not know what was trained.
+weights as the model has them, and adapters summed into their base, so a server of the version need
+not know which weights were trained.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_writable(model: PreTrainedModel) -> None:
         if not plain or len(names) != 1 or layer.lora_variant or layer.fan_in_fan_out:
             raise ConfigError(
                 f"engine.type=sglang: {name} is not one plain LoRA adapter around a linear layer, "
-                "and its sum can't be written: use engine.type=torch, or train all weights"
+                "so it can't be merged: use engine.type=torch, or train all weights"
             )
 
 

@@ -4,8 +4,9 @@ and flags.
 Its behaviour, and what this module therefore does:
 
 - Log-probs (`output_token_logprobs`) are after temperature and before top-k, top-p and min-p. Under
-  those the sampling mask is asked for, whose log-probs are of what was drawn from. It needs a
-  finite top_k; top_p counts before top_k there and after it here: both together are refused.
+  those this module requests the sampling mask, whose log-probs are of the sampling distribution. It
+  needs a finite top_k; top_p counts before top_k there and after it here: both together are
+  refused.
 - `ignore_eos` also ignores `stop_token_ids`, and without it every end-of-text token ends a request.
 - Seeds count only under --enable-deterministic-inference, where min_p ends the whole server.
 - `retract` leaves keys and values of the old weights in the prefix cache; /flush_cache drops them
@@ -43,10 +44,10 @@ SHOWN = 300
 
 
 class ServerFacts(NamedTuple):
-    """What a running server reports of itself."""
+    """The settings that a running server reports."""
 
     longest: int
-    """Most tokens of a sequence, prompt and answer together."""
+    """The maximum tokens of a sequence, prompt and answer together."""
     longest_prompt: int
     capacity: int
     mask_tokens: int
@@ -54,7 +55,7 @@ class ServerFacts(NamedTuple):
     seeded: bool
     can_sleep: bool
     incremental: bool
-    """Whether each piece of a stream has the new tokens alone."""
+    """Whether each piece of a stream has only the new tokens."""
 
 
 class SglangTokens(NamedTuple):
@@ -87,9 +88,9 @@ def launch_config(api_key: str) -> str:
 
 
 def why_unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> str:
-    """Why the tokens can't be drawn as the request wants, or an empty text."""
+    """Why SGLang can't sample as the request wants, or an empty text."""
     if sampling.penalties is not None:
-        return "penalties are not what AgentEvo means by them there: leave them out"
+        return "its penalties have another meaning than AgentEvo's: leave them out"
     if len(sampling.stop_strings) > MAX_STOPS:
         return f"stop_strings: it takes at most {MAX_STOPS}"
     if sampling.temperature == 0:
@@ -103,14 +104,14 @@ def why_unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) 
 
     if sampling.top_k and sampling.top_p < 1:
         return (
-            "top_k with top_p: it takes top_p of the whole distribution, and not of what top_k "
-            "leaves: give one of them"
+            "top_k with top_p: it applies top_p to the whole distribution and not to what top_k "
+            "leaves: set only one of them"
         )
 
     if sampling.top_k > facts.mask_tokens:
         return (
-            f"top_k={sampling.top_k}: log-probs of what was drawn from are told for at most "
-            f"{facts.mask_tokens} tokens: start it with --sampling-mask-max-tokens"
+            f"top_k={sampling.top_k}: it returns log-probs of the sampling distribution for at "
+            f"most {facts.mask_tokens} tokens: start it with --sampling-mask-max-tokens"
         )
 
     return ""
@@ -218,7 +219,7 @@ def _numbers(
     facts: ServerFacts,
     vocabulary: int,
 ) -> tuple[list[float], list[Alternatives]]:
-    """Log-probs and alternatives of the distribution that was drawn from."""
+    """Log-probs and alternatives of the sampling distribution."""
     count = sampling.top_logprobs
     if sampling.temperature == 0:
         return [0.0] * len(ids), [[(token, 0.0)] for token in ids] if count else []
@@ -241,8 +242,8 @@ def _numbers(
         and any(len(mask) >= most_tokens for mask in masks)
     ):
         raise EngineError(
-            f"top_p or min_p keeps more than {most_tokens} tokens somewhere, and SGLang tells "
-            "log-probs for no more: give top_k, or start it with a higher "
+            f"top_p or min_p keeps more than {most_tokens} tokens at some position, and SGLang "
+            "returns log-probs for no more: set top_k, or start it with a higher "
             "--sampling-mask-max-tokens"
         )
 
@@ -260,8 +261,8 @@ def _numbers(
 
 
 class SglangClient:
-    """One server. Belongs to one event loop. It raises EngineError, and EngineUnavailableError
-    where the server does not answer or the answer was lost."""
+    """One server. Belongs to one event loop. It raises EngineError, and EngineUnavailableError if
+    the server does not answer or the answer was lost."""
 
     def __init__(
         self, url: str, api_key: str | None, admin_key: str | None, ca_file: Path | None
@@ -281,14 +282,14 @@ class SglangClient:
         await self._http.aclose()
 
     async def facts(self) -> ServerFacts:
-        """Raises EngineError for a server that this module is not written for."""
+        """Raises EngineError for a server that this module does not support."""
         info = await self._ask("GET", "/server_info", timeout_s=CONTROL_S)
         try:
             release = tuple(map(int, re.findall(r"\d+", str(info["version"]))[:3]))
             if release < OLDEST:
                 raise EngineError(
-                    f"{self.url} is SGLang {info['version']}: tokens are stamped with their "
-                    f"weights from {'.'.join(map(str, OLDEST))} on: install that"
+                    f"{self.url} is SGLang {info['version']}, which does not report the weights "
+                    f"behind each token: install {'.'.join(map(str, OLDEST))} or newer"
                 )
 
             longest_prompt = int(info["max_req_input_len"])
@@ -318,8 +319,8 @@ class SglangClient:
         self, body: Mapping[str, Any], deadline: float
     ) -> AsyncIterator[Mapping[str, Any]]:
         """The pieces of a stream, or the one answer. A request is sent again only when no
-        connection was made, so nothing is drawn twice. `deadline`: until when to try, by the loop's
-        clock."""
+        connection was made, so nothing is sampled twice. `deadline`: until when to try, by the
+        loop's clock."""
         while True:
             try:
                 async with self._http.stream(
@@ -363,10 +364,12 @@ class SglangClient:
         body = {"new_version": label, "abort_all_requests": False}
         answer = await self._post("/update_weight_version", body, CONTROL_S)
         if answer.get("success") is not True:
-            raise EngineError(f"SGLang has not taken the label of weights: {str(answer)[:SHOWN]}")
+            raise EngineError(
+                f"SGLang did not accept the label of the weights: {str(answer)[:SHOWN]}"
+            )
 
     async def flush(self) -> None:
-        """Drops every cached key and value. Raises EngineError where it was not done."""
+        """Drops every cached key and value. Raises EngineError if that failed."""
         await self._post("/flush_cache", None, CONTROL_S)
 
     async def release_memory(self) -> None:

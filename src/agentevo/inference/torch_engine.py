@@ -2,7 +2,7 @@
 weights.
 
 Each step computes the new tokens of every running sequence in one forward pass (prompts in chunks,
-completions one token each), draws a token for those that are up to date, and releases finished
+completions one token each), samples a token for those that are up to date, and releases finished
 ones. Steps run on the event loop; agents wake between steps, so their next turns join the next
 step.
 
@@ -10,11 +10,11 @@ New weights come in two phases: `verify` checks all of them while requests run (
 `publish` swaps. A failure or cancellation before the swap leaves the old version serving. An engine
 that sleeps computes nothing and holds no key-value memory.
 
-Promises. A token's log-prob is that of the distribution it was drawn from. The same request
+Promises. A token's log-prob is that of the distribution it was sampled from. The same request
 (prompt, parameters, seed, weights) gives the same tokens and log-probs, to the last bit, with any
 other requests in a step, in chunks of any size, with or without a cached prefix, and after an
-interruption, where `models/invariance.py` finds nothing against it, and up to float rounding
-elsewhere. Memory stays within `engine.kv_cache_tokens`.
+interruption, if `models/invariance.py` finds no obstacle, and up to float rounding otherwise.
+Memory stays within `engine.kv_cache_tokens`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from agentevo.types import Completion, SamplingParams
 LOOK_S = 0.05
 """The shortest interval at which a request checks whether a sleeping engine has been woken."""
 MAX_FAILED_STEPS = 3
-"""This many failed steps in a row are no accident."""
+"""The number of failed steps in a row after which the engine ends."""
 
 
 class TorchEngine:
@@ -83,8 +83,8 @@ class TorchEngine:
         self.config = config or EngineSection()
         if self.config.batch_invariant and (why := company_matters(model)) is not None:
             raise EngineError(
-                f"engine.batch_invariant: the numbers of a completion could depend on what is "
-                f"computed beside it, because {why}: use float32 on an x86 CPU (model.device=cpu "
+                "engine.batch_invariant: the numbers of a completion could depend on the other "
+                f"requests in a step, because {why}: use float32 on an x86 CPU (model.device=cpu "
                 "model.dtype=float32) and a decoder without experts, or leave the key out"
             )
 
@@ -203,7 +203,7 @@ class TorchEngine:
                 )
             return future.result()
         finally:
-            future.cancel()  # of a request that is given up: the scheduler drops it
+            future.cancel()  # of an abandoned request: the scheduler drops it
 
     def keep(self, count: int) -> None:
         """See VersionedEngine.keep."""
@@ -320,7 +320,7 @@ class TorchEngine:
         self.scheduler.forget_cache()
 
     def _weights_changed(self) -> None:
-        """The weights were changed in place: drops what was made from the old ones."""
+        """The weights were changed in place: drops everything computed from the old ones."""
         drop_packed(self.model)
         self.scheduler.forget_cache()
 
@@ -334,8 +334,8 @@ class TorchEngine:
         """See UpdatableEngine.check."""
         if self.failed_steps >= MAX_FAILED_STEPS:
             raise EngineError(
-                f"{self.failed_steps} steps have failed one after the other, so this engine "
-                f"ends, and others have its requests; the last time: {self.failure}"
+                f"{self.failed_steps} steps in a row have failed, so this engine ends, and other "
+                f"engines get its requests; the last error: {self.failure}"
             ) from self.failure
 
     async def close(self) -> None:
@@ -384,8 +384,8 @@ class TorchEngine:
                         )  # the steps run on this very loop, between two sleeps
             except TimeoutError:
                 raise DeadlineExceededError(
-                    f"{what}: requests were still running after {deadline_s:g} s; the old "
-                    "weights go on serving"
+                    f"{what}: requests were still running after {deadline_s:g} s; the old weights "
+                    "keep serving"
                 ) from None
 
             yield
@@ -488,7 +488,7 @@ class TorchEngine:
         return finished
 
     def _emit(self, batch: StepBatch, logits: torch.Tensor, version: int) -> int:
-        """Draws a token for each sequence that is up to date; answers those that end."""
+        """Samples a token for each sequence that is up to date; answers those that end."""
         if not batch.sampled:
             return 0
 

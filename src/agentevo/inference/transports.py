@@ -65,7 +65,7 @@ class SharedWeights:
 
 
 class CopiedWeights:
-    """The engine is handed what is trained, tensor by tensor, and serves it while the next step
+    """The engine gets the trained weights, tensor by tensor, and serves them while the next step
     changes the trainer's."""
 
     def __init__(
@@ -242,7 +242,7 @@ def _remote(config: RunConfig) -> tuple[SenderFactory, SourceFactory]:
 
 
 def check_transport(config: RunConfig, *, is_separate: bool) -> None:
-    """Raises ConfigError for a transport that is unknown, or can't do what the run needs."""
+    """Raises ConfigError for a transport that is unknown or does not fit the run."""
     if is_separate:
         _, source = _remote(config)
         if source is _download:

@@ -1,4 +1,4 @@
-"""What a version of the weights says of itself, and its place: see weight_versions.py."""
+"""The manifest of a version of the weights, and its folder: see weight_versions.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class VersionManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The number of tensors of the model."""
     parts: list[ManifestPart]
     chain: list[Latest] = []
-    """What a delta builds on: a full version, then the deltas in between. Empty: a full version."""
+    """The versions that a delta builds on: a full one, then the deltas in between. Empty for a full
+    version."""
     deltas: int = 0
     """Bytes of this delta and those in `chain`."""
     state: dict[str, str] = {}

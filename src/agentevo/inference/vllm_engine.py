@@ -1,14 +1,14 @@
 """vLLM as an engine. Only this module, `vllm_words` and `vllm_weights` know vLLM's names.
 
 vLLM runs in processes of its own, which this one starts and ends; none of them listens on a
-network. It begins with the model's weights as files in a temporary folder, and is handed new ones
-the same way:
+network. It begins with the model's weights as files in a temporary folder, and gets new ones the
+same way:
 
     verify -> write -> pause, every cached key and value dropped -> load -> label -> resume
 
-Invariants: a token's log-prob is that of the distribution it was drawn from (vLLM's
-`processed_logprobs`). Its version is the label under which vLLM drew it. No token is drawn over
-keys and values of other weights. Weights that vLLM may hold only in part are never served: when a
+Invariants: a token's log-prob is that of the distribution it was sampled from (vLLM's
+`processed_logprobs`). Its version is the label under which vLLM sampled it. No token is sampled
+over keys and values of other weights. Weights that vLLM holds only in part are never served: when a
 load fails, every request fails with EngineError from then on, and `check` raises it.
 
 Not promised: the same numbers with other requests in a step (they differ by rounding), and
@@ -93,8 +93,8 @@ LOAD_S = 600.0
 
 class VllmEngine:
     """See the module. `model` says names, shapes and the weights to begin with; nothing is computed
-    with it. Starting takes a minute and more. Raises ConfigError for what vLLM can't follow,
-    MissingExtraError without vLLM, EngineError when it does not start."""
+    with it. Starting takes a minute and more. Raises ConfigError for settings that vLLM does not
+    support, MissingExtraError without vLLM, EngineError when it does not start."""
 
     def __init__(
         self,
@@ -146,8 +146,8 @@ class VllmEngine:
         except Exception as error:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise EngineError(
-                f"vLLM has not started ({type(error).__name__}: {error}): its own lines above say "
-                "why; engine.options and engine.kv_cache_gb are what it is told"
+                f"vLLM did not start ({type(error).__name__}: {error}): its own lines above say "
+                "why; its settings are engine.options and engine.kv_cache_gb"
             ) from error
 
     @property
@@ -182,7 +182,7 @@ class VllmEngine:
         async with self._open_request(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
                 (output,) = answer.outputs
-                if stopped:  # what vLLM draws until the abort reaches it
+                if stopped:  # tokens that vLLM samples until the abort reaches it
                     drawn.end(output)
                     continue
 
@@ -210,8 +210,8 @@ class VllmEngine:
         )
 
     def _cut_at_stop_string(self, drawn: VllmTokens, before: int, sampling: SamplingParams) -> bool:
-        """Whether one of the tokens from `before` on completes a stop string; then what follows it
-        is dropped."""
+        """Whether one of the tokens from `before` on completes a stop string; then the text after
+        it is dropped."""
         if self._tokenizer is None or not sampling.stop_strings:
             return False
         for count in range(before + 1, len(drawn.ids) + 1):
@@ -232,8 +232,8 @@ class VllmEngine:
         check_score(context_ids, ids, temperature, deadline_s)
         if temperature != 1:
             raise EngineError(
-                f"score: temperature={temperature:g}: vLLM tells log-probs of given tokens at "
-                "temperature 1 only: ask for that, or use engine.type=torch"
+                f"score: temperature={temperature:g}: vLLM computes log-probs of given tokens at "
+                "temperature 1 only: use that, or use engine.type=torch"
             )
 
         all_ids = [*context_ids, *ids]
@@ -311,7 +311,7 @@ class VllmEngine:
         then the new version serves."""
         if weights is None:
             raise EngineError(
-                "vLLM has weights of its own, which nobody changes in place: publish the weights"
+                "vLLM has its own weights, which can't be changed in place: publish the weights"
             )
 
         verified = (
@@ -384,7 +384,7 @@ class VllmEngine:
 
     @contextmanager
     def _changing_nothing(self, what: str) -> Iterator[None]:
-        """Wraps what workers do before they change anything."""
+        """Wraps the work of vLLM's workers before they change anything."""
         try:
             yield
         except WeightsLostError:
@@ -397,7 +397,7 @@ class VllmEngine:
             ) from error
 
     async def _pause(self, in_flight: InFlight, deadline_s: float) -> None:
-        """Stops all computation and drops all that was computed: tokens over keys and values of
+        """Stops all computation and drops everything computed: tokens over keys and values of
         other weights would be of neither version. If this fails, vLLM resumes."""
         mode = "wait" if in_flight == "finish" else "keep"
         try:
@@ -407,14 +407,14 @@ class VllmEngine:
             await to_its_end(self._llm.resume_generation())
             if isinstance(error, TimeoutError):
                 raise DeadlineExceededError(
-                    f"publish: requests were still running after {deadline_s:g} s; the old weights "
-                    "go on serving"
+                    f"publish: requests were still running after {deadline_s:g} s; the old "
+                    "weights keep serving"
                 ) from None
             raise
 
     async def _take_over(self, version: int, path: Path | None = None, *, came: bool) -> None:
         """Switches a paused vLLM to new weights; `came`: weights are in `path`, or in the workers.
-        When it fails, vLLM may hold some of the new weights and some of the old ones, and draws
+        When it fails, vLLM can hold some of the new weights and some of the old ones, and samples
         nothing from then on."""
         started = time.perf_counter()
         try:
@@ -428,7 +428,8 @@ class VllmEngine:
         except Exception as error:
             self._failure = EngineError(
                 f"vLLM has failed to load version {version} and may hold a part of it, so this "
-                f"engine ends, and others have its requests ({type(error).__name__}: {error})"
+                f"engine ends, and other engines get its requests ({type(error).__name__}: "
+                f"{error})"
             )
             await self._llm.abort(list(self._running))
             raise self._failure from error
@@ -448,8 +449,8 @@ class VllmEngine:
         """See UpdatableEngine.check."""
         if self._failure is None and self._llm.errored:
             self._failure = EngineError(
-                "vLLM's processes have ended, so this engine ends, and others have its requests: "
-                "its own lines above say why"
+                "vLLM's processes have ended, so this engine ends, and other engines get its "
+                "requests: its own lines above say why"
             )
         if self._failure is not None:
             raise self._failure
@@ -457,7 +458,7 @@ class VllmEngine:
     async def close(self) -> None:
         """See UpdatableEngine.close."""
         if self._failure is None:
-            self._failure = EngineError("the engine is closed: nothing can be asked of it")
+            self._failure = EngineError("the engine is closed: it takes no more requests")
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()
         await in_thread(self._llm.shutdown, timeout=SHUTDOWN_S)

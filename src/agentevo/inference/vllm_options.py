@@ -16,31 +16,31 @@ from agentevo.registry import nearest
 
 
 class VllmOptions(Section):
-    """Options under the names that vLLM has for them."""
+    """Options under vLLM's names."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """What vLLM computes in. Default: as the model."""
+    """The dtype that vLLM computes in. Default: the model's."""
     max_model_len: int | None = Field(default=None, ge=16)
-    """Longest sequence, in tokens. Default: the model's context."""
+    """The longest sequence, in tokens. Default: the model's context."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices of this machine that share each layer."""
+    """The number of devices of this machine that share each layer."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of the device's memory for weights, activations and key-value cache. Default: the cache
     has `engine.kv_cache_gb` (or `kv_cache_tokens`), and the rest takes what it needs."""
     enforce_eager: bool | None = None
-    """Run layer by layer, without compiling and capturing graphs. Default: yes on a CPU, where
-    compiling takes minutes, and no on a GPU."""
+    """Run layer by layer, without compiling and capturing graphs. Default: true on a CPU, where
+    compiling takes minutes, and false on a GPU."""
     start_timeout_s: float = Field(default=1200.0, gt=0)
-    """Longest time for vLLM to load the weights and to be ready, in seconds."""
+    """The time limit for vLLM to load the weights and be ready, in seconds."""
 
 
 def read_options(section: EngineSection) -> VllmOptions:
-    """Raises ConfigError for options that vLLM does not take from here, and for keys of `engine`
-    that it can't follow."""
+    """Raises ConfigError for options that are not passed to vLLM, and for keys of `engine` that it
+    does not support."""
     if section.batch_invariant:
         raise ConfigError(
-            "engine.batch_invariant: vLLM's numbers may depend on what is computed beside a "
-            "request: leave the key out, or use engine.type=torch"
+            "engine.batch_invariant: vLLM's numbers can depend on the other requests in a step: "
+            "leave the key out, or use engine.type=torch"
         )
 
     try:
@@ -58,13 +58,13 @@ def read_options(section: EngineSection) -> VllmOptions:
         guess = nearest(key, option_names)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
-            f"engine.options.{key}: vLLM is not told of that from here: {hint}give one of "
+            f"engine.options.{key}: this option is not passed to vLLM: {hint}give one of "
             f"{', '.join(option_names)}"
         ) from error
 
 
 def check_options(section: EngineSection) -> None:
-    """As `read_options`. Raises MissingExtraError where vLLM is not installed."""
+    """As `read_options`. Raises MissingExtraError if vLLM is not installed."""
     read_options(section)
     if find_spec("vllm") is None:
         raise MissingExtraError(

@@ -1,6 +1,6 @@
 """The translation between our terms and vLLM's: its start, its requests, and its outputs.
 
-What vLLM would compute differently from every other engine is refused, with the reason.
+Requests that vLLM would compute differently from every other engine are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ releases."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports."""
 LOWEST = 0.01
-"""The lowest temperature above 0 at which vLLM draws: it raises lower ones without notice."""
+"""The lowest temperature above 0 at which vLLM samples: it raises lower ones without notice."""
 HIGHEST = 2.0
-"""The highest temperature at which vLLM draws: it refuses higher ones."""
+"""The highest temperature at which vLLM samples: it refuses higher ones."""
 NEVER = -1e9
 """The bias of an id that is no token: next to any other logit it has no probability."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raises EngineError for what vLLM computes in another order than every other engine, and for
-    what it reports too little of."""
+    """Raises EngineError for settings that vLLM applies in another order than every other engine,
+    and for those that it reports too little about."""
     penalties = sampling.penalties
     if sampling.grammar:
         raise GrammarError(
-            "vLLM does not tell which tokens a grammar let it draw from, so a turn under one could "
-            "not be trained: use engine.type=torch, or leave the grammar out"
+            "vLLM does not report which tokens a grammar allowed, so a turn under one could not "
+            "be trained: use engine.type=torch, or leave the grammar out"
         )
 
     if not (sampling.temperature == 0 or LOWEST <= sampling.temperature <= HIGHEST):
         raise EngineError(
-            f"sampling: temperature={sampling.temperature:g}: vLLM draws at 0 and at {LOWEST:g} to "
-            f"{HIGHEST:g} only: choose one of these, or engine.type=torch"
+            f"sampling: temperature={sampling.temperature:g}: vLLM samples at 0 and at {LOWEST:g} "
+            f"to {HIGHEST:g} only: choose one of these, or engine.type=torch"
         )
 
     if sampling.min_p > 0 and sampling.top_p < 1:
@@ -131,7 +131,7 @@ def engine_arguments(
 
     steps: dict[str, Any] = {"max_num_batched_tokens": section.prefill_tokens}
     if current_platform.is_cpu():
-        # On a CPU vLLM can't take a seeded draw back, which it does after every piece of a prompt:
+        # On a CPU vLLM can't undo a seeded draw, which it does after every piece of a prompt:
         # its worker would end. Without pieces each prompt has to fit into one step.
         longest = options.max_model_len or context_length(model.config)
         most = max(section.prefill_tokens or 4096, longest, section.max_running)
@@ -168,8 +168,8 @@ def drawing(
     sampling: SamplingParams, vocabulary: int, unused: Iterable[int], *, streams: bool
 ) -> Any:
     """The request in vLLM's terms. The end-of-text token ends a request only if it is asked to, and
-    `logprobs` counts those in addition to the drawn one's. `unused`: ids of the model that are no
-    tokens, which are never drawn."""
+    `logprobs` counts those in addition to the sampled one's. `unused`: ids of the model that are
+    not tokens, which are never sampled."""
     penalties = sampling.penalties or Penalties()
     biases = dict(penalties.logit_bias) | dict.fromkeys(unused, NEVER)
     return load_vllm().SamplingParams(
@@ -193,7 +193,8 @@ def drawing(
 
 
 def scoring() -> Any:
-    """vLLM's object for a request for the log-probs of its prompt. A token has to be drawn, too."""
+    """vLLM's object for a request for the log-probs of its prompt. It has to sample a token,
+    too."""
     return load_vllm().SamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -248,18 +249,18 @@ class VllmTokens:
         del self.ids[count:], self.logprobs[count:], self.top_logprobs[count:]
 
     def versions(self) -> list[int]:
-        """The version of each token. Raises EngineError where vLLM has not reported which weights
-        drew it."""
+        """The version of each token. Raises EngineError if vLLM has not reported which weights
+        sampled it."""
         versions = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
         if len(versions) < len(self.ids):
             raise EngineError(
-                f"vLLM has told the versions of {len(versions)} of {len(self.ids)} tokens, so none "
-                "of them can be used: install a release that engine.type=vllm is written for"
+                f"vLLM reported the versions of {len(versions)} of {len(self.ids)} tokens, so "
+                "none of them can be used: install a release that engine.type=vllm supports"
             )
         return versions[: len(self.ids)]
 
 
 def _likeliest(logprobs: dict[int, float], count: int) -> Alternatives:
-    """The likeliest of one token's log-probs, which always include the drawn one."""
+    """The likeliest of one token's log-probs, which always include the sampled one."""
     ordered = sorted(logprobs.items(), key=lambda item: -item[1])[:count]
     return [(token, logp) for token, logp in ordered if math.isfinite(logp)]

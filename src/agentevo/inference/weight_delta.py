@@ -1,4 +1,4 @@
-"""What changed between two versions of the weights, bit for bit.
+"""The changes between two versions of the weights, bit for bit.
 
 At the learning rates of RL most bfloat16 weights keep their bits from one step to the next, since
 an update is smaller than their last digit. A delta holds the others. `find_change` compares bits,
@@ -61,7 +61,8 @@ def pack_change(change: TensorChange, new: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def apply_change(base: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A new tensor; `base` stays as it is. Raises EngineError for what can't be of this tensor."""
+    """A new tensor; `base` stays as it is. Raises EngineError for changes that do not fit this
+    tensor."""
     if gaps.dtype not in (torch.uint8, torch.uint16) or gaps.ndim != 1:
         raise EngineError(f"gaps of dtype {gaps.dtype} and shape {tuple(gaps.shape)}")
 
@@ -102,8 +103,8 @@ def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def change_of(base: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`gaps` and `values`, or `whole` where that is smaller; nothing where nothing changed."""
-    count = int(torch.count_nonzero(_differs(base, new)))  # a sum would make int64 of it
+    """`gaps` and `values`, or `whole` if that is smaller; empty if nothing changed."""
+    count = int(torch.count_nonzero(_differs(base, new)))  # a sum would create an int64 tensor
     if 2 * count < new.numel():
         gaps, values = pack_change(find_change(base, new), new)
         packed = {"gaps": gaps, "values": values}
@@ -129,7 +130,7 @@ def with_delta(
     grids: Mapping[str, Grid] = MappingProxyType({}),
 ) -> dict[str, torch.Tensor]:
     """The new tensors; those of `base` stay as they are. `grids`: of tensors that were compared in
-    boxes. Raises EngineError for what can't be of this base."""
+    boxes. Raises EngineError for changes that do not fit this base."""
     places = _places(base, grids)
     new = dict(base)
     for entry, tensor in change.items():

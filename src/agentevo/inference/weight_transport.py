@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 LAST_VERSION = 2**53
-"""A run can't reach larger ones, and they are no names of folders."""
+"""The largest version: no run reaches larger ones, and they do not fit folder names."""
 
 
 class Latest(msgspec.Struct, frozen=True):
@@ -105,15 +105,15 @@ class ReceivingEngine(Protocol):
     """An engine whose processes receive weights themselves."""
 
     async def places(self, specs: Mapping[str, Spec]) -> list[str]:
-        """The device of each of the processes, in their order (`devices.identity`); empty where the
-        engine is to be handed the weights. Raises EngineError for weights that it can't take
-        over."""
+        """The device of each of the processes, in their order (`devices.identity`); empty if the
+        engine gets the weights through `publish`. Raises EngineError for weights that do not fit
+        the engine."""
         ...
 
     async def receive(
         self, version: int, incoming: Incoming, *, in_flight: InFlight, deadline_s: float
     ) -> None:
-        """As `publish`, of weights that each place receives. Raises WeightsLostError where they did
+        """As `publish`, of weights that each place receives. Raises WeightsLostError if they did
         not arrive."""
         ...
 
@@ -138,13 +138,13 @@ SourceFactory = Callable[[RunConfig], WeightSource]
 
 @dataclass(frozen=True)
 class WeightTransport:
-    """What `rollout.transport` names."""
+    """A value of `rollout.transport`."""
 
     about: str
     """One line for `agentevo list transports`."""
     sender: SenderFactory
     source: SourceFactory | None = None
-    """For engines in other processes. None: the transport serves this process's engine alone."""
+    """For engines in other processes. None: the transport serves only this process's engine."""
 
 
 transports: Registry[WeightTransport] = Registry("transports")

@@ -1,4 +1,4 @@
-"""Versions of the trained weights in files, whole or as what changed, in any place of files.
+"""Versions of the trained weights in files, whole or as changes, in any kind of storage.
 
     latest.json  version-000012/manifest.json  version-000012/weights.safetensors
                  version-000013/manifest.json  version-000013/delta.safetensors
@@ -7,10 +7,10 @@ A version's checksum is the SHA-256 of its manifest, which has that of each of i
 covers every bit. A delta's manifest also names all versions that it builds on, back to a full one,
 each with its checksum, and the checksum that every tensor must have afterwards.
 
-Invariants: what `read` returns is bit for bit what `write` was given, or it raises EngineError. A
-delta is applied to nothing but its base, and never in place. `latest` names a version only after
-all of it was written. All that a kept version builds on is kept. Deltas since a full version are
-together smaller than it, and fewer than `full_every`; where that can't be, a full one is written.
+Invariants: `read` returns bit for bit what `write` got, or raises EngineError. A delta is applied
+only to its base, and never in place. `latest` names a version only after it was written completely.
+All versions that a kept version builds on are kept. Deltas since a full version are together
+smaller than it, and fewer than `full_every`; if that is impossible, a full one is written.
 
 One process writes, any number read. Blocking.
 """
@@ -60,7 +60,7 @@ U = TypeVar("U")
 
 
 class Content(NamedTuple):
-    """A file that is to be written."""
+    """A file to write."""
 
     file: str
     tensors: dict[str, torch.Tensor]
@@ -114,7 +114,7 @@ class WeightVersions(ABC):
         contents: list[Content],
         manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
-        """Writes a version in place of what was there, and returns its manifest's bytes."""
+        """Writes a version, replacing an existing one, and returns its manifest's bytes."""
 
     @abstractmethod
     def _put_gathered(
@@ -133,12 +133,12 @@ class WeightVersions(ABC):
 
     @abstractmethod
     def _delete(self, version: int) -> None:
-        """Deletes what it can of a version."""
+        """Deletes as much of a version as possible."""
 
     @abstractmethod
     def _check_part(self, version: int, part: ManifestPart) -> None:
-        """Raises EngineError if the file is not as it was written, as far as a check that is cheap
-        enough for every minute can tell."""
+        """Raises EngineError if the file has changed since it was written, by a check that is cheap
+        enough for every minute."""
 
     def write(
         self, version: int, model: torch.nn.Module, *, keep: int, in_full: bool = False
@@ -236,7 +236,7 @@ class WeightVersions(ABC):
     def _base_of_delta(
         self, trained: Mapping[str, torch.Tensor], version: int
     ) -> HeldVersion | None:
-        """What a delta of whole tensors builds on; None for a full version."""
+        """The version that a delta of whole tensors builds on; None for a full version."""
         held_version = self._held
         if held_version is None or not self._may_follow(held_version.base, version):
             return None
@@ -281,7 +281,7 @@ class WeightVersions(ABC):
             return None
         except (OSError, msgspec.MsgspecError) as error:
             raise EngineError(
-                f"{self.place}/{LATEST_FILE} can't be read ({error}): the trainer writes it anew"
+                f"{self.place}/{LATEST_FILE} can't be read ({error}): the trainer writes it again"
             ) from error
 
     def read(self, version: int, *, sha256: str | None = None) -> dict[str, torch.Tensor]:
@@ -317,8 +317,8 @@ class WeightVersions(ABC):
             full = self._manifest(links[0].version, links[0].sha256)
             if full.chain:
                 raise EngineError(
-                    f"{self._name(latest.version)} builds on version {full.version}, which is no "
-                    "full one: not served"
+                    f"{self._name(latest.version)} builds on version {full.version}, which is not "
+                    "a full version: not served"
                 )
 
             begin = 1
@@ -385,7 +385,8 @@ class WeightVersions(ABC):
             # The other errors are for dtypes and shapes that this torch does not know.
             except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
                 raise EngineError(
-                    f"{self._name(manifest.version)}/{part.file} is no safetensors file ({error})"
+                    f"{self._name(manifest.version)}/{part.file} is not a safetensors file "
+                    f"({error})"
                 ) from error
 
         tensors: dict[str, torch.Tensor] = {}

@@ -3,9 +3,9 @@ see.
 
 Invariants, in addition to those of weight_versions.py: a version's folder appears whole or not at
 all, and `latest.json` names a version only after that (files and folders are synced to the disk in
-this order). Later damage to a version (a torn disk, a careless hand) is for the writer to detect,
-by `check`, and to repair by writing it again. `latest` is what was written last: a trainer that
-went back to a checkpoint may name a lower version than before.
+this order). The writer detects later damage to a version (disk errors, manual changes) by `check`,
+and repairs it by writing the version again. `latest` is what was written last: a trainer that went
+back to a checkpoint may name a lower version than before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WeightsFolder(WeightVersions):
         return str(self.folder)
 
     def path(self, version: int) -> Path:
-        """The folder of that version, whether or not it is there."""
+        """The folder of that version, whether or not it exists."""
         return self.folder / folder_name(version)
 
     def versions(self) -> list[int]:
@@ -55,7 +55,7 @@ class WeightsFolder(WeightVersions):
         return version_numbers(path.name for path in self.folder.glob("version-*"))
 
     def state(self, version: int) -> tuple[tuple[str, int, int, int], ...]:
-        """See WeightVersions.state. What the version builds on is part of it."""
+        """See WeightVersions.state. The versions that it builds on are included."""
         try:
             chain = [link.version for link in self._manifest(version, None).chain]
         except EngineError:

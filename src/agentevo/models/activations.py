@@ -1,10 +1,10 @@
-"""What decoder layers keep between the forward and the backward pass: everything, the expensive
-part, or only their input; on the device or on the CPU.
+"""The tensors that decoder layers keep between the forward and the backward pass: everything, the
+expensive part, or only their input; on the device or on the CPU.
 
 `keep_activations(model, section)` replaces the `forward` of each decoder layer with a
 `CheckpointedLayer`. Modules, parameters and names stay the same. Passes without gradient call the
-original `forward` directly. The backward pass computes again what was not kept, by the same
-operations on the same numbers and with the same random draws, so the gradient is the same.
+original `forward` directly. The backward pass recomputes the tensors that were not kept, by the
+same operations on the same numbers and with the same random numbers, so the gradient is the same.
 """
 
 from __future__ import annotations

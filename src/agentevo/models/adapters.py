@@ -57,8 +57,8 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def check_lora(section: LoraSection) -> None:
-    """Reports, before anything is created, what would fail later: a missing package, no adapter in
-    the folder."""
+    """Reports, before anything is created, errors that would come later: a missing package, no
+    adapter in the folder."""
     if not section.enabled:
         return
     peft()
@@ -88,8 +88,8 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
     for name in section.targets:
         if any(layer == name or layer.endswith(f".{name}") for layer in special):
             raise ModelError(
-                f"model.lora: {name} gives more than a product, to which no adapter can be added: "
-                "leave it out of model.lora.targets"
+                f"model.lora: {name} returns more than a matrix product, so no adapter can be "
+                "added to it: leave it out of model.lora.targets"
             )
 
     config = library.LoraConfig(
@@ -155,9 +155,8 @@ def load_adapter(
                 )
     except (ValueError, RuntimeError, KeyError, UserWarning) as error:
         raise ModelError(
-            f"adapter {folder} does not fit this base ({_one_line(error)}): set model.name to "
-            "what it was made for, "
-            f"{config.base_model_name_or_path}"
+            f"adapter {folder} does not fit this base ({_one_line(error)}): set model.name to its "
+            f"base, {config.base_model_name_or_path}"
         ) from error
 
     _check_ties(adapted)
@@ -208,7 +207,7 @@ def use_adapter(model: PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def dropping_out(model: torch.nn.Module, seed: int) -> Iterator[None]:
-    """While the context is open, adapters with dropout drop out, by draws that only `seed` decides.
+    """While the context is open, the adapters' dropout is active; `seed` alone decides it.
     For supervised training."""
     layers = [module for module in model.modules() if hasattr(module, "lora_dropout")]
     with drawing_by(next(model.parameters()).device, seed):
@@ -248,7 +247,7 @@ def _overrides_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def read_adapter_config(folder: Path) -> Any:
-    """The adapter's settings. Raises ModelError where there is no LoRA adapter, or one that fits no
+    """The adapter's settings. Raises ModelError if there is no LoRA adapter, or one that fits no
     plain base."""
     if not is_adapter_folder(folder):
         raise ModelError(
@@ -280,8 +279,8 @@ def read_adapter_config(folder: Path) -> Any:
 
 
 def _special_linears(model: PreTrainedModel) -> list[str]:
-    """Linear layers that an architecture has given a `forward` of its own, such as PhiMoE's
-    routers: their output is no product that an adapter could add to."""
+    """Linear layers for which an architecture has its own `forward`, such as PhiMoE's routers:
+    their output is not a product to which an adapter could add."""
     return [
         name
         for name, module in model.named_modules()
@@ -332,8 +331,8 @@ def _linear_names(model: Any) -> list[str]:
 
 
 def _check_ties(model: Any) -> None:
-    """An adapter on one of two layers that are one matrix could not be merged, nor computed as it
-    is saved."""
+    """Raises ModelError for an adapter on one of two layers that share one matrix: it could not be
+    merged, and would compute something else after saving."""
     inner = model.get_base_model()
     embedding = inner.get_input_embeddings()
     output = inner.get_output_embeddings()

@@ -15,8 +15,8 @@ BLOCK_BYTES = 4 * 2**20
 
 def give_back_freed_blocks() -> None:
     """From now on this process returns freed blocks of BLOCK_BYTES and more to the system at once.
-    Costs page faults: about a sixth of a long step's time. Does nothing where the C library has no
-    mallopt, or the environment says MALLOC_MMAP_THRESHOLD_ already."""
+    Costs page faults: about a sixth of a long step's time. Does nothing if the C library has no
+    mallopt, or the environment sets MALLOC_MMAP_THRESHOLD_ already."""
     if sys.platform != "linux" or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

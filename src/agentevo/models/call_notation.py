@@ -27,7 +27,7 @@ class CallNotation:
     before_name: str
     before_arguments: str
     between: str | None
-    """From the arguments of one call to the name of the next; None where only one can be made."""
+    """From the arguments of one call to the name of the next; None if only one call is possible."""
     after: str
 
 
@@ -37,7 +37,7 @@ _BARE = CallNotation('{"name": "', '", "arguments": ', None, "}")
 
 def call_notation(parser: ToolCallParser, written: Callable[[Message], str]) -> CallNotation | None:
     """The notation of the family whose calls `parser` reads; `written` is how its template writes a
-    message. None where calls are no JSON behind a name."""
+    message. None if calls are not JSON after a name."""
     try:
         one_call, two_calls = (
             written(Message("assistant", "", _CALLS[:count])) for count in (1, 2)

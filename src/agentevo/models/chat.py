@@ -1,23 +1,23 @@
-"""Chat messages -> token ids, one turn at a time, without ever re-encoding what the model said.
+"""Chat messages -> token ids, one turn at a time, without ever re-encoding the model's own text.
 
 Over an episode the policy sees the ids
 
     first_prompt(messages) + completion + continuation(new messages) + completion + ...
 
-and every completion keeps exactly the ids that the engine drew. A continuation is what the chat
+and every completion keeps exactly the ids that the engine sampled. A continuation is what the chat
 template puts after an assistant message: the template renders a conversation with a sentinel in the
 assistant's place, and the text after the sentinel is encoded. So a template that strips the model's
 thinking from old turns does no harm: old turns are never rendered. Before the result of a tool, the
 assistant's message is a tool call with the sentinel among its arguments, where the template
 supports calls: some templates end such a message differently, or refuse results without a call.
 
-Harmony's templates (GPT-OSS) end an answer with <|return|> where it is the last message and with
-<|end|> in a history, and leave its channel to the model. The drawn <|return|> or <|call|> is kept
-in place of what the template writes there; <|end|> ends no answer, because a thought ends with it.
+Harmony's templates (GPT-OSS) end an answer with <|return|> if it is the last message and with
+<|end|> in a history, and leave its channel to the model. The sampled <|return|> or <|call|> is kept
+instead of the template's own token; <|end|> ends no answer, because a thought ends with it.
 
-Where a template rewrites earlier text (numbers the turns, moves the system message, drops old
-messages) no continuation exists. Such a template is refused at construction; tools that it moves
-are refused when they are first given. One mismatch remains: where a completion ends in mid-word,
+If a template rewrites earlier text (numbers the turns, moves the system message, drops old
+messages), no continuation exists. Such a template is refused at construction; tools that it moves
+are refused when they are first given. One mismatch remains: if a completion ends in mid-word,
 the template's own rendering might merge its last characters with the end-of-turn text. Special
 tokens, which all common templates use there, never merge.
 """
@@ -96,13 +96,13 @@ class ChatFormat:
         self.end_ids = tuple(sorted({self.end_of_turn_id, *declared} - within))
         """Ids that end a completion: stop tokens for the engine."""
         self._said_header = ""
-        """What the template puts before an answer's text and its prompt leaves to the policy."""
+        """The template's text before an answer that its generation prompt leaves to the policy."""
         # Members of a group meet the same environments, so the same messages come again and again.
         self._first_prompt = lru_cache(CACHED_MESSAGES)(self._compute_first_prompt)
         self._continuation = lru_cache(CACHED_MESSAGES)(self._compute_continuation)
         self._tools_problem = lru_cache(CACHED_MESSAGES)(self._probe_tools)
         self.opening = self._check_history([_USER])
-        """What the generation prompt says beyond the header of a finished message: "" or the
+        """The generation prompt's text beyond the header of a finished message: "" or the
         beginning of a thought, such as "<think>\\n"."""
         self.system_problem = self._probe_system()
         """Why conversations with a system message can't be continued, or None."""
@@ -161,9 +161,9 @@ class ChatFormat:
         return ids
 
     def text(self, completion_ids: Sequence[int], stop_strings: Sequence[str] = ()) -> str:
-        """What a completion says, without the token that ends it; up to the first of `stop_strings`
-        that is in it. Special tokens stay: several families write their tool calls with them
-        (models/tool_calls)."""
+        """The text of a completion, without the token that ends it; up to the first of
+        `stop_strings` that is in it. Special tokens stay: several families write their tool calls
+        with them (models/tool_calls)."""
         ids = (
             list(completion_ids[:-1])
             if completion_ids and completion_ids[-1] in self.end_ids
@@ -189,7 +189,7 @@ class ChatFormat:
 
     @cached_property
     def call_notation(self) -> CallNotation | None:
-        """How the model's family writes tool calls; None where that is no JSON behind a name."""
+        """How the model's family writes tool calls; None if that is not JSON after a name."""
         return call_notation(self.parser, self._written)
 
     @cached_property
@@ -247,8 +247,8 @@ class ChatFormat:
     def _after_tool_calls(
         self, messages: tuple[Message, ...], tools: ToolSchemas
     ) -> list[int] | None:
-        """What follows an assistant's message of tool calls, from the token that ends it; None
-        where the template has no place for calls, or none that tells where they end."""
+        """The text after an assistant's message of tool calls, from the token that ends it; None if
+        the template has no place for calls, or no token that ends them."""
         results = list(takewhile(lambda message: message.role == "tool", messages))
         ids = self._after_calls_named("probename", results, messages, tools)
         unnamed = ids is not None and any(result.name is None for result in results)
@@ -301,7 +301,7 @@ class ChatFormat:
         if not rendered.startswith(prompt) or not found_mark:
             raise ModelError(
                 "the chat template begins or ends an assistant's message with tool calls or "
-                "reasoning otherwise than its own generation prompt: edit the template"
+                "reasoning differently from its own generation prompt: edit the template"
             )
 
         opens = OPENS_THINKING.search(self.opening) is not None
@@ -329,14 +329,14 @@ class ChatFormat:
             raise ModelError(
                 "the tokenizer has no token for "
                 f"{' '.join(map(repr, unknown_chars)) or 'part of the text'} in {text[-200:]!r}: "
-                "keep to characters it knows, or use model.tiny.tokenizer=byte"
+                "use only characters that it knows, or use model.tiny.tokenizer=byte"
             )
 
         return ids
 
     def _check_history(self, start: list[Message], tools: ToolSchemas = NO_TOOLS) -> str:
         """A conversation that grows must only be appended to. `start`: its messages before the
-        first assistant's. Returns what the generation prompt says beyond the header that a
+        first assistant's. Returns the generation prompt's text beyond the header that a
         finished message gets, such as an opening <think>."""
 
         def render(messages: list[Message], *, prompt: bool) -> str:
@@ -398,7 +398,7 @@ class ChatFormat:
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The first special token that follows an assistant's message, whether or not another message
-    comes after it. Raises ModelError where there is none."""
+    comes after it. Raises ModelError if there is none."""
     last, in_history = turn_ends(tokenizer)
     if last != in_history:
         raise ModelError(
@@ -409,7 +409,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """The first special token that follows an assistant's message: of the last one, and of one
-    that others follow. They differ with Harmony alone; other templates where they do are refused
+    that others follow. They differ with Harmony only; other templates with a difference are refused
     with a ModelError, as are those without such a token."""
     template = ChatTemplate(tokenizer)
 
@@ -423,8 +423,8 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     if end is None:
         raise ModelError(
             _refusal(
-                "it puts no special token at the end of an assistant's message, so nothing "
-                "tells where a turn ends"
+                "it puts no special token at the end of an assistant's message, so the end of a "
+                "turn can't be found"
             )
         )
 
@@ -461,9 +461,8 @@ def _after(sentinel: str, text: str) -> str:
 
 
 def thought_of(text: str, reasoning: str | None, opening: str) -> tuple[str, str]:
-    """(thought, answer) of what the assistant says after a generation prompt that opened its
-    thinking with `opening`: the thought closes it with </think>, and is empty where there is
-    none."""
+    """(thought, answer) of the assistant's text after a generation prompt that opened its
+    thinking with `opening`: the thought closes it with </think>, and is empty if there is none."""
     thinking, closed, answer = text.partition("</think>")
     if closed and not reasoning:
         thought = thinking.removeprefix("<think>")

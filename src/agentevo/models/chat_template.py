@@ -1,7 +1,7 @@
 """Messages -> text, by a tokenizer's own chat template.
 
 A message becomes the mapping that templates read. Content is a text. The arguments of a tool call
-are the mapping that their JSON describes (or the exact text, where it is no JSON object), because
+are the mapping that their JSON describes (or the exact text, if it is not a JSON object), because
 most templates write JSON themselves. Reasoning has the keys that the template mentions. Some
 templates take calls in another form (DeepSeek-R1: arguments as a text, calls only where content is
 None): each template is tried once, see `CallForm`. Content that a template has no place for is
@@ -52,7 +52,7 @@ class CallForm:
     """How a template takes an assistant's tool calls."""
 
     content: str | None
-    """The content of a message that says nothing but calls."""
+    """The content of a message that has only calls."""
     arguments_as_text: bool
     """Whether it puts the arguments into the text as they are."""
 
@@ -86,7 +86,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, prompt: bool, tools: ToolSchemas = NO_TOOLS
     ) -> str:
         """The conversation's text, with `prompt` up to where the assistant speaks. Raises
-        ModelError for what the template refuses or has no place for."""
+        ModelError for messages that the template refuses or has no place for."""
         form = USUAL
         if any(message.tool_calls for message in messages):
             if isinstance(self.call_form, ModelError):
@@ -96,15 +96,15 @@ class ChatTemplate:
             beside_text = any(message.tool_calls and message.text for message in messages)
             if beside_text and not self._keeps_calls_beside_text:
                 raise ModelError(
-                    "the chat template leaves out tool_calls beside a content: give a message "
-                    "the one or the other, or choose a model whose template has a place for both"
+                    "the chat template leaves out tool_calls of a message that has content: give "
+                    "a message one of the two, or choose a model whose template renders both"
                 )
 
         return self._apply([self._mapping(message, form) for message in messages], prompt, tools)
 
     def in_call_form(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Mappings in OpenAI's form, the arguments of their calls as mappings, as the template
-        takes them. They stay as they are where it has no place for calls."""
+        takes them. They stay unchanged if it has no place for calls."""
         form = self.call_form
         if isinstance(form, ModelError) or form == USUAL:
             return list(messages)
@@ -112,14 +112,13 @@ class ChatTemplate:
 
     @cached_property
     def reasoning_keys(self) -> tuple[str, ...]:
-        """The keys of a message under which the template reads what the assistant thought."""
+        """The keys of a message under which the template reads the reasoning."""
         source = str(self.tokenizer.get_chat_template())
         return tuple(key for key in REASONING_KEYS if re.search(rf"\b{key}\b", source))
 
     @cached_property
     def call_form(self) -> CallForm | ModelError:
-        """How the template takes calls; an error where none of the ways that are in use shows
-        them."""
+        """How the template takes calls; an error if it shows them in none of the known ways."""
         for as_text in (False, True):
             for content in ("", None):
                 form = CallForm(content, as_text)
@@ -138,7 +137,7 @@ class ChatTemplate:
         return isinstance(form, CallForm) and self._with_a_call("probetext", form) is not None
 
     def _with_a_call(self, content: str, form: CallForm) -> str | None:
-        """A conversation with a call, or None where it isn't shown."""
+        """A conversation with a call, or None if it isn't shown."""
         call = ToolCall(_CALL, json.dumps({"a": _ARGUMENT}), "probe0001")
         messages = [Message("user", "q"), Message("assistant", content, (call,))]
         try:
@@ -150,7 +149,7 @@ class ChatTemplate:
         return text if _CALL in text and _ARGUMENT in text else None
 
     def check_tools(self, tools: ToolSchemas) -> None:
-        """Raises ModelError where the template leaves the tools out."""
+        """Raises ModelError if the template leaves the tools out."""
         messages = [Message("user", "q")]
         if self.render(messages, prompt=True, tools=tools) == self.render(messages, prompt=True):
             raise ModelError(
@@ -197,7 +196,7 @@ def _content(message: Message) -> str:
         if image is not None:
             raise ModelError(
                 f"a message of role {message.role} holds an image ({image.media_type}, SHA-256 "
-                f"{image.sha256[:12]}...), and the engine reads text alone: leave images out"
+                f"{image.sha256[:12]}...), and the engine reads text only: leave images out"
             )
 
     return message.text

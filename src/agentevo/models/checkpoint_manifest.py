@@ -47,7 +47,7 @@ _READERS = 4
 
 class TornError(UnusableCheckpointError):
     """A checkpoint whose files differ from those that were saved: one is missing or changed. One
-    that can't be read now, and may be complete, is a CheckpointError but no TornError."""
+    that can't be read now, and may be complete, is a CheckpointError but not a TornError."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,9 +137,9 @@ def verify(folder: Path) -> CheckpointManifest:
 
 
 def verify_model(folder: Path, *, most_bytes: float = math.inf) -> bool:
-    """Reads the files of the model again, where `folder` is a checkpoint; another model's has no
-    manifest, and nothing to compare with. Returns whether all were compared: where they have more
-    than `most_bytes` together, large ones are left out. Raises as `verify`."""
+    """Reads the files of the model again, if `folder` is a checkpoint; another model's has no
+    manifest, and nothing to compare with. Returns whether all were compared: if they have more than
+    `most_bytes` together, large ones are left out. Raises as `verify`."""
     if not (folder / NAME).exists():
         return True
 
@@ -156,8 +156,8 @@ def verify_model(folder: Path, *, most_bytes: float = math.inf) -> bool:
     _verify(
         folder,
         of_model,
-        "is torn, or was changed: use an older one; where the change is meant, use a copy of the "
-        f"folder without {NAME}",
+        "is torn, or was changed: use an older one; if you made the change on purpose, use a "
+        f"copy of the folder without {NAME}",
     )
     return is_small
 
@@ -172,9 +172,9 @@ def _refuse_others(folder: Path, manifest: CheckpointManifest) -> None:
             is_hidden = any(part.startswith(".") for part in inner.parts)
             if not is_hidden and inner.as_posix() not in {*manifest.files, NAME, *UNREAD}:
                 raise CheckpointError(
-                    f"{path} is no file of the checkpoint, which was saved without it: whoever "
-                    "loads the model may read it. Move it elsewhere and try again; where it is "
-                    f"meant, use a copy of the folder without {NAME}"
+                    f"{path} is not a file of the checkpoint, which was saved without it: loading "
+                    "the model may read it. Move it elsewhere and try again; if you added it on "
+                    f"purpose, use a copy of the folder without {NAME}"
                 )
 
 
@@ -210,9 +210,9 @@ def _digest_or_error(path: Path) -> str:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{path} can't be read now ({error.strerror or error}), so nobody knows whether its "
-        "checkpoint is whole: mend that and try again, "
-        "or delete the checkpoint's folder to go on from an older one"
+        f"{path} can't be read now ({error.strerror or error}), so it is unknown whether its "
+        "checkpoint is whole: fix that and try again, or delete the checkpoint's folder to "
+        "resume from an older one"
     )
 
 

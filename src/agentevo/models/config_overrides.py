@@ -6,7 +6,7 @@ with every complete model. An adapter's folder keeps the keys in OVERRIDES_FILE,
 a base that computes differently.
 
 A key that the class does not know, a parameter of RoPE that its kind does not take, and a value
-that the class undoes are refused: the model computes what the recipe says.
+that the class undoes are refused: the model follows the recipe exactly.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from agentevo.registry import nearest
 
 KEY = "model.config_overrides"
 OVERRIDES_FILE = "config_overrides.json"
-"""In an adapter's folder: what its base was computed with."""
+"""In an adapter's folder: the overrides of its base."""
 ROPE = ("rope_parameters", "rope_scaling")
 """Today's name of RoPE's parameters, and that of older configurations, which holds as well."""
 _KEPT = ("rope_theta", "partial_rotary_factor")
-"""Of the model's own RoPE, where a recipe gives another kind: what it was trained with."""
+"""Parameters of the model's own RoPE, which it was trained with, that stay if a recipe sets another
+kind."""
 _FIXED = frozenset(
     {"architectures", "auto_map", "dtype", "id2label", "label2id", "model_type", "torch_dtype"}
     | {"quantization_config", "transformers_version"}
@@ -46,13 +47,13 @@ _NOT_COMPUTED = {
         "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "embd_pdrop",
         "attn_pdrop", "resid_pdrop", "router_jitter_noise",
     ): (
-        "policies are trained without noise, so that drawn and recomputed log-probs agree"
+        "policies are trained without noise, so that sampled and recomputed log-probs agree"
     ),
     ("use_cache", "output_attentions", "output_hidden_states", "return_dict"): (
         "it says what a call returns, which engine and trainer decide"
     ),
     ("initializer_range", "init_std", "initializer_factor"): (
-        "it is for new weights, and these are loaded"
+        "it affects new weights only, and these are loaded"
     ),
 }  # fmt: skip
 """Keys of many models that change nothing that is computed here, and why."""
@@ -71,7 +72,7 @@ def model_config(folder: Path, overrides: Mapping[str, Any]) -> PretrainedConfig
 
 
 def check_same(folder: Path, overrides: Mapping[str, Any]) -> None:
-    """Raises ModelError where the adapter in `folder` was made over a base of other overrides."""
+    """Raises ModelError if the adapter in `folder` was made over a base of other overrides."""
     made_with = adapter_overrides(folder)
     if made_with != dict(overrides):
         raise ModelError(
@@ -81,7 +82,7 @@ def check_same(folder: Path, overrides: Mapping[str, Any]) -> None:
 
 
 def adapter_overrides(folder: Path) -> dict[str, Any]:
-    """What the base of the adapter in `folder` was computed with."""
+    """The overrides of the base of the adapter in `folder`."""
     path = folder / OVERRIDES_FILE
     return read_json_object(path) if path.is_file() else {}
 
@@ -196,7 +197,7 @@ def _one_rope(saved_rope: Mapping[str, Any], override: Mapping[str, Any]) -> dic
 
 
 def _check_effect(config: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
-    """Raises ModelError where the class replaced a key's value, as Qwen2 does with a window that is
+    """Raises ModelError if the class replaced a key's value, as Qwen2 does with a window that is
     off."""
     for key, value in overrides.items():
         actual = getattr(config, key, None)

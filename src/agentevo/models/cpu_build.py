@@ -75,7 +75,9 @@ def load_library(capability: str | None = None) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(_find_or_build((*OPTIONS, *instructions))))
     except OSError as error:  # a disk that is full, only read, or whose files may not be run
-        raise KernelsUnavailableError(f"they can't be kept or loaded: {error}", ANOTHER) from error
+        raise KernelsUnavailableError(
+            f"they can't be stored or loaded: {error}", ANOTHER
+        ) from error
 
     library.use_openmp.restype = None
     library.use_openmp(*(ctypes.cast(function, ctypes.c_void_p) for function in openmp))
@@ -170,7 +172,7 @@ def _own_folder() -> Path:
 
     if not _is_ours(folder):
         raise KernelsUnavailableError(
-            f"others can write into {folder}, and what lies there is run", f"chmod 700 {folder}"
+            f"other users can write into {folder}, whose files are run", f"chmod 700 {folder}"
         )
 
     return folder

@@ -259,12 +259,12 @@ class CpuKernels:
 
 
 def cpu_kernels() -> CpuKernels | None:
-    """The kernels of this machine, or None where there are none; `why_not` says why."""
+    """The kernels of this machine, or None if there are none; `why_not` says why."""
     return _found()[0]
 
 
 def why_not() -> tuple[str, str]:
-    """Why `cpu_kernels` is None (empty where it is not), and the remedy, if there is one."""
+    """Why `cpu_kernels` is None (empty if it is not), and the remedy, if there is one."""
     return _found()[1:]
 
 
@@ -281,8 +281,8 @@ def _found() -> tuple[CpuKernels | None, str, str]:
 
 
 def _compare(kernels: CpuKernels) -> None:
-    """Raises KernelsUnavailableError where a function computes something else than PyTorch's
-    operators. The code that packs a matrix compares products with oneDNN's, to the bit."""
+    """Raises KernelsUnavailableError if a function gives other results than PyTorch's operators.
+    The code that packs a matrix compares products with oneDNN's, to the bit."""
     numbers = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 5, 96, generator=numbers, dtype=torch.float32).mul_(4)
     epsilon = 1e-5
@@ -302,7 +302,7 @@ def _compare(kernels: CpuKernels) -> None:
     }
     for name, (result, expected) in pairs.items():
         if not torch.allclose(result, expected, rtol=TOLERANCE, atol=TOLERANCE):
-            raise KernelsUnavailableError(f"{name} computes something else than PyTorch does")
+            raise KernelsUnavailableError(f"{name} gives other results than PyTorch")
 
 
 def _attend_both_ways(

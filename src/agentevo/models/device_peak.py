@@ -46,8 +46,8 @@ GPUS = {
     r"\bRTX 4090$": Peaks(165.2, 82.6, 82.6),
     r"\bRTX 3090$": Peaks(71.0, 35.6, 35.6),
 }
-"""By name as the device tells it, the first that fits. Sources: NVIDIA's data sheets of B200 (HGX),
-H200, H100, A100, A40, A10, L40S, L40 and L4, halved where they are given with sparsity; its Ada and
+"""By the device's own name; the first match counts. Sources: NVIDIA's data sheets of B200 (HGX),
+H200, H100, A100, A40, A10, L40S, L40 and L4, halved if they are given with sparsity; its Ada and
 Ampere GA102 white papers for the RTX cards (16-bit with float32 sums)."""
 
 MEASURING_S = 0.1
@@ -62,7 +62,7 @@ class Peak(NamedTuple):
 
     flops_per_s: float
     source: str
-    """Which figure it is, for people."""
+    """The source of the figure, for people."""
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:

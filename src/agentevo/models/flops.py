@@ -173,7 +173,8 @@ def _num_experts(config: Any) -> int | None:
 
 
 def _share_of_experts(config: Any) -> float:
-    """The share of the experts that a token is sent to; all where the config does not say."""
+    """The share of the experts that a token is sent to; all of them if the config does not name
+    it."""
     number = _num_experts(config)
     active = next(
         (

@@ -32,7 +32,7 @@ from agentevo.models.effective import effective, ingredients
 from agentevo.models.linear import PackedMatrix, PackedWeights
 
 FUSED_CLASSES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
-"""Layers whose arithmetic is exactly the one below; a subclass may differ and is left alone."""
+"""Layers whose arithmetic is exactly the one below; a subclass can differ and is not changed."""
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -94,7 +94,7 @@ class FusedLayer(PackedWeights):
 
     def weights(self) -> tuple[PackedMatrix, ...] | None:
         """The matrix of each product, queries-keys-values, output, gate, up, down, from the layer's
-        weights of now; None where the layer computes more than these products."""
+        current weights; None if the layer computes more than these products."""
         made_of = self._ingredients()
         return None if made_of is None else self._packed_for(made_of)
 
@@ -170,7 +170,7 @@ class FusedLayer(PackedWeights):
         return rotated[:, :num_q], rotated[:, num_q:]
 
     def _ingredients(self) -> list[torch.Tensor | float] | None:
-        """Everything that the packed matrices are made of; None where a module is of an unexpected
+        """Everything that the packed matrices are made of; None if a module is of an unexpected
         kind."""
         made_of: list[torch.Tensor | float] = []
         for parent, name in self.linears:

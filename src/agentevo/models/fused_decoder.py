@@ -2,9 +2,9 @@
 
 A pass of a transformers decoder does more than its layers: it checks whether to build a mask,
 collects the requested records, and calls each layer as a module. For one new token that takes a
-tenth of the pass. `FusedDecoder` calls embeddings, rotary positions, layers and norm in sequence
-where all layers are fused (`models/fused.py`) and there are no hooks; in every other case the
-decoder's own `forward` runs. The results equal those of the decoder's own `forward`, to the bit.
+tenth of the pass. `FusedDecoder` calls embeddings, rotary positions, layers and norm in sequence if
+all layers are fused (`models/fused.py`) and there are no hooks; in every other case the decoder's
+own `forward` runs. The results equal those of the decoder's own `forward`, to the bit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from agentevo.models.fused import FusedLayer
 from agentevo.models.linear import PackedMatrix
 
 DECODERS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
-"""Decoders that are exactly embeddings, rotary positions, layers and norm; a subclass may differ
-and is left alone."""
+"""Decoders that are exactly embeddings, rotary positions, layers and norm; a subclass can differ
+and is not changed."""
 TAKEN = frozenset({"input_ids", "plan", "position_ids", "use_cache"})
 """Arguments that a pass may name; others have to be None."""
 RECORDED = ("output_hidden_states", "output_attentions")
@@ -74,7 +74,7 @@ class FusedDecoder:
         )
 
     def _layers(self) -> list[tuple[FusedLayer, tuple[PackedMatrix, ...]]] | None:
-        """Every layer with its weights of now; None where one of them is not fused, or has hooks,
+        """Every layer with its current weights; None if one of them is not fused, or has hooks,
         so that it has to be called as a module."""
         layers: list[tuple[FusedLayer, tuple[PackedMatrix, ...]]] = []
         decoder: Any = self.decoder
@@ -93,8 +93,8 @@ class FusedDecoder:
 
 
 def use_fused_decoder(model: PreTrainedModel) -> None:
-    """Gives the decoder of `model` its `FusedDecoder` where it is of a known kind and its layers
-    are fused. Call after `use_fused_layers`."""
+    """Gives the decoder of `model` its `FusedDecoder` if it is of a known kind and its layers are
+    fused. Call after `use_fused_layers`."""
     for module in model.modules():
         layers: Any = getattr(module, "layers", ())
         if type(module) in DECODERS and all(

@@ -1,9 +1,9 @@
 """The tokens that a grammar allows next: constrained decoding, and the same masks again for code
-that trains or checks what was drawn under them. The grammars are llguidance's
+that trains on or checks the tokens sampled under them. The grammars are llguidance's
 (`agentevo[constrained]`).
 
 A mask is a bit for each token of the vocabulary, lowest bit first, in W uint32. It follows from the
-grammar, the tokens that may end its texts, the tokens before it and the tokenizer alone, so it is
+grammar, the tokens that may end its texts, the tokens before it and the tokenizer only, so it is
 never recorded. A turn has its grammar and a digest of its masks, which shows that masks computed
 again are the same.
 
@@ -89,9 +89,9 @@ class Grammars:
         return GrammarState(matcher.deep_copy(), self.num_words)
 
     def masks_of(self, constraint: Constraint, ids: Sequence[int]) -> TokenMasks:
-        """The masks that a recorded completion was drawn under. Raises GrammarError where they are
-        not those, because the grammar reads otherwise here: by another version of llguidance, or
-        another tokenizer."""
+        """The masks that a recorded completion was sampled under. Raises GrammarError if they
+        differ from the recorded ones, because the grammar compiles differently here: by another
+        version of llguidance, or another tokenizer."""
         state = self.begin(constraint.grammar, constraint.end_ids)
         table: dict[bytes, int] = {}
         rows = np.empty(len(ids), dtype=np.int32)
@@ -101,8 +101,8 @@ class Grammars:
 
         if state.digest() != constraint.masks:
             raise GrammarError(
-                "the grammar allows other tokens here than where the turn was drawn: install the "
-                "same version of llguidance on both sides"
+                "the grammar allows other tokens here than when the turn was sampled: install "
+                "the same version of llguidance on both sides"
             )
 
         return TokenMasks([np.frombuffer(mask, dtype=np.uint32) for mask in table], rows)
@@ -149,15 +149,14 @@ class _PlainTokens:
     bos_token_id = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_id: int) -> None:
-        """Raises ModelError where tokens are parts of characters."""
+        """Raises ModelError if tokens are parts of characters."""
         self.eos_token_id = eos_token_id
         self._tokenizer = tokenizer
 
         texts = [str(tokenizer.decode([token])) for token in range(len(tokenizer))]
         if any("�" in text for text in texts):
             raise ModelError(
-                "llguidance can't read this tokenizer: without response_format and tool_choice it "
-                "works"
+                "llguidance can't read this tokenizer: leave out response_format and tool_choice"
             )
 
         self.tokens = [text.encode() for text in texts]
@@ -191,13 +190,15 @@ class GrammarState:
         return mask
 
     def take(self, token: int) -> None:
-        """The next token. Raises GrammarError for a token that the mask does not have, and where
-        the grammar needs too much afterwards."""
+        """The next token. Raises GrammarError for a token that the mask does not have, and if the
+        grammar needs too much afterwards."""
         if not self._matcher.consume_token(token):
             raise self._broken()
 
     def _broken(self) -> GrammarError:
-        return GrammarError(f"the grammar or schema leads nowhere here: {_problem(self._matcher)}")
+        return GrammarError(
+            f"the grammar or schema allows no continuation here: {_problem(self._matcher)}"
+        )
 
     def digest(self) -> str:
         """The digest of all masks so far; see Constraint.masks."""

@@ -36,7 +36,7 @@ class InParts:
     """The model with its configuration, whose weights are not looked at."""
     own_parts: Callable[[bool], Mapping[str, WeightPart]]
     """This process's parts as they are now, of the dtype that is served, by name in one order
-    everywhere; whether of what is trained alone."""
+    everywhere; the argument: whether only of trained tensors."""
     call_others: Callable[..., None] = lambda name, *arguments: None
     """Makes the other processes do their part of what this one begins: `give` (whether what is
     trained alone), or a method of inference/part_deltas.py."""
@@ -44,7 +44,7 @@ class InParts:
     """All processes, for tensors on the CPU."""
 
     def specs(self, *, only_trained: bool) -> dict[str, Spec]:
-        """What `tensors` gives, in its order."""
+        """The specs of the tensors that `tensors` yields, in its order."""
         return {name: part.spec for name, part in self.own_parts(only_trained).items()}
 
     def tensors(self, *, only_trained: bool) -> Wholes:

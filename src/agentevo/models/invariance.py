@@ -17,7 +17,7 @@ from agentevo.models.linear import FastLinear, available
 
 def company_matters(model: nn.Module) -> str | None:
     """Why a token's last digits may depend on its company, for `model` as `prepare` leaves it; None
-    where they do not."""
+    if they do not."""
     parameters = list(model.parameters())
     if parameters[0].device.type != "cpu":
         return f"on {parameters[0].device.type} the library chooses kernels by the size of a batch"
@@ -37,6 +37,6 @@ def company_matters(model: nn.Module) -> str | None:
         if not is_ordered and any(
             parameter.dim() > 1 for parameter in module.parameters(recurse=False)
         ):
-            return f"{name} ({type(module).__name__}) multiplies in a way of its own"
+            return f"{name} ({type(module).__name__}) has its own way to multiply"
 
     return None

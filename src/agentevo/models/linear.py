@@ -1,4 +1,4 @@
-"""Matrix products of linear layers through oneDNN where that is the fast library: float32 on an x86
+"""Matrix products of linear layers through oneDNN if that is the fast library: float32 on an x86
 CPU.
 
 PyTorch sends float32 `F.linear` to MKL, which on CPUs that are not Intel's runs at a third of the
@@ -10,9 +10,9 @@ operators that reach it have private names, so this is the one file that uses th
 copied), same state dict, same gradients to float32 rounding.
 
 Without gradients a row of a product does not depend on the other rows, to the last bit. oneDNN sums
-over the inputs in one order for any number of rows but one. This module sums a single row in that
-order (`_of_one_row`), or multiplies it twice. `available()` checks whether this machine's kernels
-keep to that order.
+over the inputs in one order for any number of rows except one. This module sums a single row in
+that order (`_of_one_row`), or multiplies it twice. `available()` checks whether this machine's
+kernels keep to that order.
 """
 
 from __future__ import annotations
@@ -197,10 +197,9 @@ class PackedMatrix:
         return kernels.product(self._few, x, addend)
 
     def _for_few_rows(self) -> Matrix | None:
-        """The matrix as our own kernel takes it; None where there is no kernel, or where it does
-        not give exactly the bits that oneDNN gives many rows. That follows from the shape, so it is
-        checked once for all layers and all weights of that shape: every publish packs the model
-        again."""
+        """The matrix as our own kernel takes it; None if there is no kernel, or if it does not give
+        exactly the bits that oneDNN gives many rows. That follows from the shape, so it is checked
+        once for all layers and all weights of that shape: every publish packs the model again."""
         kernels = cpu_kernels()
         if kernels is None or self._tables is None:
             return None
@@ -243,7 +242,7 @@ class PackedMatrix:
         self._tables = None
 
     def _as_tables(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The packed numbers as [out / BLOCK_OUT * in, BLOCK_OUT]; None where the layout is another
+        """The packed numbers as [out / BLOCK_OUT * in, BLOCK_OUT]; None if the layout is another
         one, which the first and the last block show.
 
         They are not copied but read where oneDNN keeps them, and PackedMatrix keeps that alive.
@@ -375,7 +374,7 @@ def drop_packed(model: nn.Module) -> None:
 
 
 def use_fast_linear(model: nn.Module) -> int:
-    """Replaces every plain `nn.Linear` of `model`, in place; returns how many. Does nothing where
+    """Replaces every plain `nn.Linear` of `model`, in place; returns how many. Does nothing if
     `available()` is false."""
     if not available():
         return 0

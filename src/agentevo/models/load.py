@@ -160,7 +160,7 @@ def _quantization_arguments(kind: str, dtype: torch.dtype, device: torch.device)
 
 def _never_pack(model: PreTrainedModel) -> None:
     """Keeps 4-bit weights in the layout that passes gradients on. On a CPU with avx512_bf16
-    bitsandbytes packs a layer in its first pass without gradients, for good, and its product of
+    bitsandbytes packs a layer permanently in its first pass without gradients, and its product of
     packed weights has no backward pass."""
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
@@ -200,8 +200,8 @@ def _check_rows(name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> No
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ModelError(
-            f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: "
-            "they don't belong together"
+            f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, but the model has only "
+            f"{rows}: they don't belong together"
         )
 
 
@@ -217,7 +217,7 @@ def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
 
 def make_hollow(section: ModelSection, shape: PretrainedConfig) -> PreTrainedModel:
     """The model of a configuration, in the section's type and without adapters, on the device
-    `meta`. Raises whatever the model's class does."""
+    `meta`. Raises any exception of the model's class."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             shape, dtype=getattr(torch, section.dtype)
@@ -241,8 +241,8 @@ def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedMod
 
 def check_overrides(section: ModelSection, source: Path | str | None) -> None:
     """Raises ModelError for `config_overrides` that the model does not take, where its folder is on
-    this machine; a model of a hub is checked when it is loaded. `source`: as `resolve` gives it,
-    None where it has not been downloaded."""
+    this machine; a model of a hub is checked when it is loaded. `source`: as `resolve` returns it,
+    None if it has not been downloaded."""
     if section.config_overrides and isinstance(source, Path):
         _config(section.name, source, section.config_overrides)
 
@@ -276,14 +276,14 @@ def load_reward_model(
     )
     if model.config.num_labels != 1:
         raise ModelError(
-            f"reward_model.name={name} has {model.config.num_labels} outputs per token, a reward "
-            "is one: train it with one"
+            f"reward_model.name={name} has {model.config.num_labels} outputs per token, and a "
+            "reward model needs one: train it with one"
         )
 
     if own_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ModelError(
             f"reward_model.name={name} has another vocabulary than the policy: it would read "
-            "other words than were said"
+            "other words than the policy wrote"
         )
 
     return _place(model, policy.device)
@@ -329,7 +329,7 @@ def _unreadable(key: str, folder: Path, kind: str, error: Exception) -> ModelErr
     remedy = "save or fetch it again"
     if _looks_or_listens(folder):
         remedy = (
-            "it looks at pictures or listens, and models read text alone here: name a model of text"
+            "it reads images or audio, and AgentEvo supports text models only: name a text model"
         )
     return ModelError(f"{key}: {folder} can't be read as {kind} ({_reason(error)}): {remedy}")
 

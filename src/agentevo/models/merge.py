@@ -23,7 +23,7 @@ def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
     config = read_adapter_config(folder)
     name = base or config.base_model_name_or_path
     if not name:
-        raise ModelError(f"adapter {folder} does not say what its base is: give it with --base")
+        raise ModelError(f"adapter {folder} does not name its base: give it with --base")
 
     loaded = load_base(str(name), adapter_overrides(folder))
     merged = load_adapter(loaded.model, folder)

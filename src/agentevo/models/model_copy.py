@@ -1,8 +1,8 @@
 """A second model that starts as a copy of the policy and is then trained, or kept, separately: a
 reference, a critic, a process reward.
 
-What the policy does not train (the base under its adapters) is shared, never copied: a copy of a
-policy with adapters costs only another set of adapters.
+Weights that the policy does not train (the base under its adapters) are shared, never copied: a
+copy of a policy with adapters costs only another set of adapters.
 """
 
 from __future__ import annotations

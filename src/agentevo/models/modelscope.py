@@ -29,7 +29,7 @@ def check_name(name: str) -> None:
 
 
 def saved_folder(name: str) -> Path | None:
-    """The folder of a model that an earlier fetch brought; None where there is none, or no
+    """The folder of a model that an earlier fetch brought; None if there is none, or no
     package. Nothing is downloaded."""
     try:
         package = _package(name)
@@ -50,7 +50,7 @@ def download(name: str, ignored: Sequence[str]) -> Path:
             return folder
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise ModelError(
-            f"model {name!r}: ModelScope did not give it ({reason}): check name, revision and "
+            f"model {name!r}: ModelScope did not provide it ({reason}): check name, revision and "
             "network"
         ) from error
 
@@ -80,6 +80,6 @@ def _download(package: Any, name: str, *, ignored: Sequence[str], local_files_on
         )
     )
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json: it is no model for transformers")
+        raise ModelError(f"{folder} has no config.json: it is not a model for transformers")
 
     return folder

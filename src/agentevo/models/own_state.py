@@ -1,9 +1,9 @@
-"""torch's settings of the thread that computes: those of a fresh thread, whatever settings a user's
-code has left.
+"""torch's settings of the thread that computes: those of a fresh thread, independent of settings
+that a user's code has left.
 
 An agent that awaits the policy inside of `with torch.no_grad()` turns gradients off for all code
-that shares its thread, and two such agents end each other's blocks in the wrong order. What is
-computed here does not depend on these settings, and the settings of the user's code are restored
+that shares its thread, and two such agents end each other's blocks in the wrong order. AgentEvo's
+own computation does not depend on these settings, and the settings of the user's code are restored
 afterwards.
 """
 
@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 @contextmanager
 def own_torch_state() -> Iterator[None]:
     """Gradients on, no inference mode, no autocast, and tensors made on the CPU by default. For
-    code that awaits nothing."""
+    code without `await`."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

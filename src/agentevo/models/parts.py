@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What a whole tensor is like."""
+    """The dtype and shape of a whole tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ Grid = Sequence[Sequence[int]]
 
 def boxes_of(grid: Grid, shape: Sequence[int]) -> list[Box]:
     """The boxes that fill a tensor of this shape, the last dimension's first. Raises ValueError for
-    what is no grid of it."""
+    starts that are not a grid of the shape."""
     if len(grid) != len(shape):
         raise ValueError(f"a grid of {len(grid)} dimensions for a tensor of {len(shape)}")
 
@@ -93,14 +93,14 @@ def grid_of(boxes: Collection[Box], shape: Sequence[int]) -> Grid:
 
 @dataclass(frozen=True, eq=False)
 class WeightPart:
-    """What this process has of one tensor."""
+    """This process's part of one tensor."""
 
     local: torch.Tensor
     shape: tuple[int, ...]
     """Of the whole tensor."""
     offset: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """The type of what is given, where that is not `local`'s."""
+    """The dtype in which the part is sent, if it is not `local`'s."""
 
     @classmethod
     def of(
@@ -253,7 +253,8 @@ class Wholes:
 
 
 def give(parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None = None) -> None:
-    """What the other processes do while the first one iterates over `Wholes` of its own parts."""
+    """The side of the other processes while the first one iterates over `Wholes` of its own
+    parts."""
     boxes = boxes_of_all(parts, group)
     me = distributed.get_rank(group)
     for name, part in parts.items():

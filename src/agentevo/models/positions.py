@@ -4,9 +4,9 @@ Two of transformers' types of RoPE choose frequencies by the longest position of
 beyond `max_position_embeddings`, `longrope` (Phi-3-128k, Phi-3.5, Phi-4-mini) beyond
 `original_max_position_embeddings`. Beyond that border a token's frequencies depend on the other
 sequences of the pass, and, in one sequence, on the later length of the answer: a later pass
-computes something else than the engine drew. So such a model takes sequences up to the border,
-where it is exact, and `hold_positions` refuses longer ones. Frequencies that are the same on both
-sides (`short_factor` and `long_factor` alike) have no border.
+computes other log-probs than the engine. So such a model takes sequences up to the border, where it
+is exact, and `hold_positions` refuses longer ones. Frequencies that are the same on both sides
+(`short_factor` and `long_factor` alike) have no border.
 """
 
 from __future__ import annotations
@@ -92,5 +92,5 @@ def _refuse_beyond(border: int, module: nn.Module, args: tuple[Any, ...], kwargs
     if longest > border:
         raise ModelError(
             f"a sequence of {longest} tokens is longer than the {border} up to which this model's "
-            f"RoPE ({module.rope_type}) gives every sequence its own numbers: shorten it"
+            f"RoPE ({module.rope_type}) gives every sequence its own frequencies: shorten it"
         )

@@ -49,7 +49,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
 def locate(name: str) -> Path | str | KnownModel:
     """What a name in a recipe refers to: a folder, a hub name or a known model. Downloads nothing.
 
-    Raises `UnknownNameError` (with the nearest known name) for what can be none of these,
+    Raises `UnknownNameError` (with the nearest known name) for a name that is none of these,
     `ModelError` for a folder without a model.
     """
     if name.startswith(MODELSCOPE):
@@ -74,10 +74,9 @@ def locate(name: str) -> Path | str | KnownModel:
 
     if os.path.isfile(folder / "adapter_config.json"):
         raise ModelError(
-            f"model {name!r}: this folder holds an adapter and not the model it is for: set "
-            "model.name to its base and "
-            f"model.lora.adapter={name}, or make one model of the two with `agentevo merge "
-            f"{name} OUT`"
+            f"model {name!r}: this folder holds an adapter without its base model: set model.name "
+            f"to its base and model.lora.adapter={name}, or make one model of the two with "
+            f"`agentevo merge {name} OUT`"
         )
 
     if name and os.path.isdir(folder):
@@ -109,7 +108,7 @@ def locate(name: str) -> Path | str | KnownModel:
 
 
 def saved_folder(name: str) -> Path | None:
-    """The folder that a recipe's model has on this machine; None where a run downloads it first.
+    """The folder that a recipe's model has on this machine; None if a run downloads it first.
     Asks no network. Raises as `locate`."""
     source = locate(name)
     if isinstance(source, Path):
@@ -133,7 +132,7 @@ def saved_folder(name: str) -> Path | None:
 
 def missing_model(name: str) -> str:
     """Why a recipe's model can't be loaded on this machine without the network, and what to do;
-    empty where it can. Nothing is downloaded, and nothing of it is read."""
+    empty if it can. Nothing is downloaded, and none of its files is read."""
     if name == TINY:
         return ""
 
@@ -148,13 +147,13 @@ def missing_model(name: str) -> str:
 
 
 def _folder_of(name: str) -> Path:
-    """Raises ModelError for what no path can be."""
+    """Raises ModelError for a name that can't be a path."""
     problem = name_problem(name)
     if problem:
         raise ModelError(f"model {name[:60]!r}: {problem}")
     try:
         return Path(name).expanduser()
-    except RuntimeError as error:  # ~somebody, who has no home
+    except RuntimeError as error:  # ~user, for a user without a home
         raise ModelError(f"model {name!r}: {error}: write the whole path") from error
 
 
@@ -176,7 +175,7 @@ def _no_folder(name: str, path: Path) -> str:
     if os.path.isfile(path):
         return "this is a file: give the folder with its config.json, weights and tokenizer"
 
-    return "this is no folder: give one with config.json, weights and tokenizer"
+    return "this is not a folder: give one with config.json, weights and tokenizer"
 
 
 def _check_files(name: str, folder: Path) -> None:
@@ -233,9 +232,8 @@ def run_checkpoint(run_folder: Path, which: str = "best") -> Path:
         path = folder / f"step-{step:06d}" if step is not None else folder
     except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"model {str(run_folder)!r}: {folder / 'index.json'} is torn ({error}): give one "
-            "of the checkpoints beside it, or resume the "
-            "run, which writes it anew"
+            f"model {str(run_folder)!r}: {folder / 'index.json'} is torn ({error}): give one of "
+            "the checkpoints in that folder, or resume the run, which writes it again"
         ) from error
 
     if any(os.path.isfile(path / name) for name in ("config.json", "adapter_config.json")):
@@ -255,9 +253,9 @@ def _model_of_run(run_folder: Path, which: str) -> Path:
     path = run_checkpoint(run_folder, which)
     if not os.path.isfile(path / "config.json"):
         raise ModelError(
-            f"model {str(run_folder)!r}: the checkpoint {path} holds an adapter and not the model "
-            "it is for: set model.name to that of the run's recipe and model.lora.adapter="
-            f"{path}, or make one model of the two with `agentevo merge {path} OUT`"
+            f"model {str(run_folder)!r}: the checkpoint {path} holds an adapter without its base "
+            f"model: set model.name to that of the run's recipe and model.lora.adapter={path}, or "
+            f"make one model of the two with `agentevo merge {path} OUT`"
         )
     return path
 
@@ -345,6 +343,6 @@ def _hub_failure(name: str, error: Exception) -> str:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
 
     return (
-        f"model {name!r}: no such local folder, and the Hugging Face hub did not give it "
+        f"model {name!r}: no such local folder, and the Hugging Face hub did not provide it "
         f"({reason}): check name and network; {instead}"
     )

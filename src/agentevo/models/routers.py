@@ -20,9 +20,9 @@ gradient flows into the router:
 
     g_i = exp(z_i) / sum of exp(z_j) over j in s        (softmax, norm_topk_prob)
 
-Where the router agrees with the record these are the same operations on the same numbers, to the
-last bit. A trial pass, when the model is loaded, checks that a router is of this kind; any other
-router is refused.
+If the router agrees with the record, these are the same operations on the same numbers, to the last
+bit. A trial pass, when the model is loaded, checks that a router is of this kind; any other router
+is refused.
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ class Recording(Chooser):
         return chosen
 
     def rows(self) -> np.ndarray:
-        """[T, layers, K] uint16 on the CPU. Raises ModelError where a router was not asked."""
+        """[T, layers, K] uint16 on the CPU. Raises ModelError if a router was not asked."""
         chosen = _of_all(self._chosen, self.routers.layers)
         experts: np.ndarray = chosen.to(torch.int16).cpu().numpy().astype(np.uint16)
         return experts
 
 
 class RouterReplay(Chooser):
-    """Answers with recorded experts in one pass, or only records where they differ from the
-    router's own."""
+    """Answers with recorded experts in one pass, or only records the places at which they differ
+    from the router's own."""
 
     def __init__(self, rows: torch.Tensor, *, apply: bool = True) -> None:
         """rows [T, layers, K] int64; OWN where the router decides. Without `apply` it decides
@@ -122,14 +122,14 @@ class RouterReplay(Chooser):
         self._is_divided = False
 
     def choose(self, layer: int, own_choice: torch.Tensor) -> torch.Tensor:
-        """See Chooser.choose. Raises TrainingError where the number of tokens differs from the
+        """See Chooser.choose. Raises TrainingError if the number of tokens differs from the
         recorded one."""
         recorded = self.rows[:, layer]
         if recorded.shape != own_choice.shape:
             raise TrainingError(
                 f"{KEY}: router {layer} chooses {own_choice.shape[1]} experts for "
                 f"{own_choice.shape[0]} tokens, and {recorded.shape[1]} for {recorded.shape[0]} "
-                f"are recorded: this is a defect of AgentEvo; set {KEY}=none until it is mended"
+                f"are recorded: this is a defect of AgentEvo; set {KEY}=none until it is fixed"
             )
 
         chosen = torch.where(recorded == OWN, own_choice, recorded)
@@ -138,7 +138,7 @@ class RouterReplay(Chooser):
 
     def differs(self) -> torch.Tensor | None:
         """[T, layers] bool: where the router would have chosen other experts than were recorded;
-        None where several processes have a stretch of the pass each. Raises ModelError where a
+        None if several processes have a stretch of the pass each. Raises ModelError if a
         router was not asked."""
         return None if self._is_divided else _of_all(self._differs, self.rows.shape[1])
 
@@ -154,7 +154,7 @@ class RouterReplay(Chooser):
 def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
     if len(of_layers) != layers:
         raise ModelError(
-            f"{KEY}: {len(of_layers)} of the model's {layers} routers were asked in a pass: set "
+            f"{KEY}: {len(of_layers)} of the model's {layers} routers ran in a pass: set "
             f"{KEY}=none for this model"
         )
     return torch.stack([of_layers[layer] for layer in range(layers)], dim=1)
@@ -244,7 +244,9 @@ def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
     stand_ins += [(layer, RoutedLayer(layer)) for layer in dict.fromkeys(layer_of_router.values())]
     taken = next((module for module, _ in stand_ins if "forward" in vars(module)), None)
     if taken is not None:
-        raise _refusal(model, f"something stands in the place of its {type(taken).__name__}")
+        raise _refusal(
+            model, f"the forward method of its {type(taken).__name__} is already replaced"
+        )
 
     for module, stand_in in stand_ins:
         module.forward = stand_in
@@ -278,7 +280,7 @@ def _find(model: PreTrainedModel) -> dict[nn.Module, nn.Module]:
                     layer_of_router[block.get_submodule(names[0])] = layer
 
     if not layer_of_router:
-        raise _refusal(model, "it has no experts with a router beside them")
+        raise _refusal(model, "it has no block with both experts and a router")
 
     return layer_of_router
 
@@ -287,7 +289,7 @@ def _refusal(model: nn.Module, why: str) -> ModelError:
     inner: Any = model
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     return ModelError(
-        f"{KEY}: what {type(inner).__name__} routes can't be replayed, because {why}: set "
+        f"{KEY}: the routing of {type(inner).__name__} can't be replayed, because {why}: set "
         f"{KEY}=none, or choose a mixture such as Mixtral, Qwen3-MoE or DeepSeek-V3"
     )
 
@@ -337,9 +339,9 @@ class _Trial:
         if self.problem:
             return self.problem
         if len(self._found) != layers:
-            return f"only {len(self._found)} of its {layers} routers are asked"
+            return f"only {len(self._found)} of its {layers} routers run"
         if calls != self.calls:
-            return "it chooses experts elsewhere than in its routers, too"
+            return "it also chooses experts outside its routers"
 
         kinds = {routers._replace(layers=layers) for routers in self._found.values()}
         return kinds.pop() if len(kinds) == 1 else "its routers choose different numbers of experts"
@@ -384,7 +386,7 @@ def _why_not_forced(
     outputs: list[torch.Tensor],
 ) -> str:
     """The problem of a router when it is forced to choose other experts than `chosen`, its own
-    choice, which gave `outputs`; empty where there is none."""
+    choice, which gave `outputs`; empty if there is none."""
     weights = _weights(outputs, chosen)
     if weights is None:
         return "returns no weights of the chosen experts"
@@ -394,7 +396,7 @@ def _why_not_forced(
         forced_outputs = _tensors(_Forced(forced).answer_call(router, args, kwargs))
         forced_weights = _weights(forced_outputs, forced)
         if forced_weights is None or not any(torch.equal(x, forced) for x in forced_outputs):
-            return "chooses again among what topk gave it"
+            return "chooses again among the results of topk"
         if not (torch.isfinite(forced_weights) & (forced_weights != 0)).all():
             return "gives no weight to experts of groups that it would not have chosen"
 

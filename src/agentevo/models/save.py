@@ -23,7 +23,7 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files that turn pictures into pixels for a model that sees. Nothing here changes them."""
+"""Files of the image processing of a multimodal model. AgentEvo never changes them."""
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
@@ -77,8 +77,8 @@ def write_model(
 
 
 def _copy_processor(source: Path, folder: Path) -> None:
-    """Copies the files of the folder that the model was read from, so that a model that is trained
-    on text alone can still see elsewhere."""
+    """Copies the files of the folder that the model was read from, so that a multimodal model that
+    is trained on text only can still process images elsewhere."""
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -79,8 +79,8 @@ def check_shard(model: PreTrainedModel) -> None:
     """Raises ModelError for a model that can't be sharded; see `shard`."""
     if not all(parameter.is_floating_point() for parameter in model.parameters()):
         raise ModelError(
-            "trainer.parallel.shard: a base in 8 or 4 bits (model.lora.quantize) does not lie in "
-            "parts: set model.lora.quantize=none, or leave trainer.parallel.shard out"
+            "trainer.parallel.shard: a base in 8 or 4 bits (model.lora.quantize) can't be "
+            "sharded: set model.lora.quantize=none, or leave trainer.parallel.shard out"
         )
 
     if not _layers(model):
@@ -145,7 +145,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def note_change(model: nn.Module) -> None:
-    """What has been gathered is out of date: its shards have been written to."""
+    """Discards gathered weights: their shards have been written to."""
     if isinstance(model, FSDPModule):
         model.reshard()
 

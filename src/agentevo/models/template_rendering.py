@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from agentevo.json_worker import JsonWorker
 
 RENDER_S = 20.0
-"""Longest time for one rendering, which takes a millisecond on a machine that is quiet."""
+"""The time limit for one rendering, which takes a millisecond on an idle machine."""
 
 
 Render = Callable[[PreTrainedTokenizerBase, list[dict[str, Any]], Any, bool], str]

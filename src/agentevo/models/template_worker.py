@@ -46,7 +46,9 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
     longest = longest_rendering(request)
     if len(text) > longest:
-        return {"problem": f"it writes {len(text):,} characters, and {longest:,} are the most"}
+        return {
+            "problem": f"it writes {len(text):,} characters, and at most {longest:,} are allowed"
+        }
     return {"text": text}
 
 

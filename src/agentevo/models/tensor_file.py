@@ -35,7 +35,7 @@ _NAMES = {
 
 
 class TensorFile:
-    """One file, while it is open. Raises OSError where it can't be written."""
+    """One file, while it is open. Raises OSError if it can't be written."""
 
     def __init__(self, file: BinaryIO, specs: Mapping[str, Spec]) -> None:
         """Writes the header. `specs`: all that the file will have. It stays the caller's to

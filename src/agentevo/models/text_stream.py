@@ -79,7 +79,7 @@ class TextStream:
     def finish(self, full_text: str | None = None) -> str:
         """The rest of the text, now that the completion is whole. `full_text`: all that it says,
         stop strings included, for a caller that has decoded it. Raises ModelError for a tokenizer
-        that decodes a token otherwise in other company."""
+        that decodes a token differently next to other tokens."""
         text = (
             self._decode(self._ids)
             if full_text is None
@@ -88,8 +88,8 @@ class TextStream:
         streamed = "".join(self._pieces)
         if not text.startswith(streamed):
             raise ModelError(
-                f"the tokenizer decodes tokens otherwise one by one ({streamed[-80:]!r}) than all "
-                f"at once ({text[-80:]!r}): ask for the completion without streaming"
+                f"the tokenizer decodes tokens differently one by one ({streamed[-80:]!r}) than "
+                f"all at once ({text[-80:]!r}): ask for the completion without streaming"
             )
 
         self._pieces = [text]
@@ -148,7 +148,8 @@ class TextStream:
 
 
 def _first_beginning(text: str, stop: str) -> int:
-    """Where the text first has the stop string, or ends in a part of it; else its length."""
+    """The place at which the stop string, or a part of it at the end, begins; else the text's
+    length."""
     start = text.find(stop[0])
     while start >= 0:
         if stop.startswith(text[start : start + len(stop)]):

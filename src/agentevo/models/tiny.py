@@ -23,7 +23,7 @@ def make_tiny(
     """A float32 Llama on the CPU with random weights, and its tokenizer.
 
     `corpus`: texts whose words get tokens of their own (not read for the byte tokenizer). Same
-    shape, words and seed give the same weights, independent of other random draws; no other
+    shape, words and seed give the same weights, independent of other random numbers; no other
     generator is disturbed. Raises ModelError for a model that this machine has no memory for.
     """
     tokenizer = tiny_tokenizer(tiny, corpus)
@@ -53,7 +53,7 @@ def make_tiny(
 
 
 def _check_memory(num_parameters: int) -> None:
-    """Raises ModelError, before anything is allocated, where the memory is too small."""
+    """Raises ModelError, before anything is allocated, if the memory is too small."""
     needed = num_parameters * 4
     free = psutil.virtual_memory().available
     if needed > free:

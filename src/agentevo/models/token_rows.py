@@ -2,7 +2,7 @@
 
 Many models have more rows than their tokenizer has tokens (Qwen2.5: 151,936 of 151,665), so that
 matrices have round sizes. Nothing can be read from such an id, and no prompt may have it. It is
-never drawn: engine and trainer compute the softmax over the tokens alone.
+never sampled: engine and trainer compute the softmax over the tokens only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def limit_to_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Notes the number of ids up to the tokenizer's last token: the later ones are never drawn."""
+    """Notes the number of ids up to the tokenizer's last token: the later ones are never
+    sampled."""
     rows = int(model.config.get_text_config().vocab_size)
     causal_model(model).num_token_rows = min(num_tokens(tokenizer), rows)
 
@@ -26,14 +27,14 @@ def num_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def num_token_rows(model: PreTrainedModel) -> int:
-    """How many ids, from 0 on, can be drawn; the whole vocabulary unless `limit_to_tokens` has
+    """How many ids, from 0 on, can be sampled; the whole vocabulary unless `limit_to_tokens` has
     noted fewer."""
     rows = int(model.config.get_text_config().vocab_size)
     return int(getattr(causal_model(model), "num_token_rows", rows))
 
 
 def token_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
-    """The logits [..., V] of the ids that can be drawn, a view."""
+    """The logits [..., V] of the ids that can be sampled, a view."""
     return logits[..., : num_token_rows(model)]
 
 

@@ -1,4 +1,4 @@
-"""What single tokens represent: a text, and the bytes of it, which may be a part of a character."""
+"""The text and bytes of single tokens; the bytes can be a part of a character."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class PlanMissingError(ModelError):
 
 
 class KeyValueSize(NamedTuple):
-    """What one call of attention keeps for a token."""
+    """The tensors that one call of attention keeps for a token."""
 
     heads: int
     key_dim: int
@@ -162,7 +162,7 @@ def pass_alone(model: PreTrainedModel, count: int, routing: Any) -> None:
 
 
 def try_out(model: PreTrainedModel, implementation: str) -> None:
-    """Raises ModelError for a model that AgentEvo would compute otherwise than transformers does;
+    """Raises ModelError for a model that AgentEvo would compute differently from transformers;
     leaves it with `implementation`, AgentEvo's attention. One on the device `meta` passes."""
     if next(model.parameters()).is_meta:
         model.set_attn_implementation(implementation)
@@ -186,7 +186,7 @@ def _cause(
     other_texts: list[list[int]],
     reference: torch.Tensor,
 ) -> str | None:
-    """Why the two ways to compute differ, where the cause can be found."""
+    """Why the two computations differ, if the cause can be found."""
     tolerance = _tolerance(model)
     model.set_attn_implementation(implementation)
     repeated = [_Token(number, 0, text[3]) for number in range(OTHER)]
@@ -196,8 +196,8 @@ def _cause(
     if not _difference(copies, copies[:1].expand_as(copies)) <= tolerance:
         return (
             "what it predicts after a token depends on the tokens around it by another way than "
-            "attention (convolution, recurrence, shifted tokens, or experts that drop tokens), so "
-            "packed sequences would mix"
+            "attention (convolution, recurrence, shifted tokens, or experts that drop tokens), "
+            "so packed sequences would mix"
         )
 
     if _difference(_packed_logits(model, text, other_texts, None), reference) <= tolerance:
@@ -213,8 +213,8 @@ def _cause(
     positioned = _own_logits(model, text, position_ids=list(range(TEXT)))
     if not _difference(positioned, reference) <= tolerance:
         return (
-            "its positions do not begin at 0, so it would meet other ones in training and in the "
-            "engine than in transformers"
+            "its positions do not begin at 0, so training and the engine would use other "
+            "positions than transformers"
         )
 
     return None
@@ -284,8 +284,8 @@ def _logits(
     logits = logits[rows] if scores else logits
     if len(logits) != len(rows):
         raise ModelError(
-            f"{_name(model)} gives logits of {len(logits)} tokens where {len(rows)} are asked for "
-            f"(logits_to_keep): {REMEDY}"
+            f"{_name(model)} gives logits of {len(logits)} tokens instead of the {len(rows)} "
+            f"requested ones (logits_to_keep): {REMEDY}"
         )
 
     return logits

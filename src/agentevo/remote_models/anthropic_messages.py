@@ -64,8 +64,8 @@ def _tools_in_history(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _with_form(body: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
     if form.schema == ANY_OBJECT or isinstance(form.schema, bool):
         raise BadRequestError(
-            "Anthropic's API holds an answer to a JSON schema alone: give the schema of an object "
-            "in place of json_object"
+            "Anthropic's API can only enforce a JSON schema: give the schema of an object "
+            "instead of json_object"
         )
 
     if form.schema is not None:
@@ -121,8 +121,8 @@ def _arguments(call: ToolCall) -> Any:
 
     if not isinstance(arguments, dict):
         raise BadRequestError(
-            f"the arguments of a call of {call.name} are no JSON object, which Anthropic's API "
-            "insists on: leave the call out, or mend it"
+            f"the arguments of a call of {call.name} are not a JSON object, which Anthropic's API "
+            "requires: leave the call out, or correct it"
         )
 
     return arguments
@@ -188,7 +188,7 @@ class StreamedMessage:
 
         text = delta[field]
         if not isinstance(text, str):
-            raise TypeError(f"{type(text).__name__} in the place of a text")
+            raise TypeError(f"{type(text).__name__} instead of a text")
 
         self._parts.setdefault(block, []).append(text)
         if not text or field == "partial_json":

@@ -28,10 +28,11 @@ class ReplyCache:
         self._limit = limit
         self._lock = threading.Lock()
         self._since_look = limit
-        """Bytes written since the folder was looked at; a new process looks at its first answer."""
+        """Bytes written since the last check of the folder; a new process checks at its first
+        answer."""
 
     def find(self, url: str, body: bytes) -> RemoteReply | None:
-        """What was answered before. A file that can't be read is none."""
+        """The kept answer. A file that can't be read counts as none."""
         try:
             content = self._path(url, body).read_bytes()
             reply = msgspec.json.decode(content, type=RemoteReply)

@@ -26,7 +26,7 @@ from agentevo.store.trace_context import TracedMessage
 from agentevo.types import Message, RemoteTurn, SamplingOverrides
 
 POLICY = "policy"
-"""Whose turns they are where a remote model is played in the policy's place."""
+"""The agent of the turns if a remote model plays the policy."""
 MAX_COMPLETIONS = 128
 """Answers that one call may ask for."""
 
@@ -74,7 +74,7 @@ class RemoteConversations:
         self._calls = calls or AttemptCalls(None, name)
         self._num_calls = 0
         self._ends: dict[Hashable, int] = {}
-        """What was said until the end of a turn -> its index; of several the newest."""
+        """The history up to the end of a turn -> its index; of several the newest."""
         self._lost: set[int] = set()
 
     async def complete(
@@ -91,9 +91,9 @@ class RemoteConversations:
         listen: Callable[[int, ContentDelta | ReasoningDelta], None] | None = None,
     ) -> list[RemoteTurn]:
         """`n` answers of a remote model to a whole history, as recorded turns with one parent.
-        `agent` is the agent that calls, where an attempt has several. `listen` receives each answer
-        as it comes, with its number, as RemoteModel.generate sends it. Raises what that raises, and
-        UnknownNameError."""
+        `agent` is the calling agent, if an attempt has several. `listen` receives each answer
+        as it comes, with its number, as RemoteModel.generate sends it. Raises the errors of that
+        method, and UnknownNameError."""
         if not 1 <= n <= MAX_COMPLETIONS:
             raise BadRequestError(f"n is {n}: ask for 1 to {MAX_COMPLETIONS} completions")
 
@@ -104,7 +104,7 @@ class RemoteConversations:
 
         if overrides is not None and overrides.penalties is not None:
             raise BadRequestError(
-                f"{model} is a remote model, to which no penalties are passed on: leave them out"
+                f"{model} is a remote model, which gets no penalties: leave them out"
             )
 
         if overrides is not None and overrides.seed is not None:
@@ -160,7 +160,7 @@ class RemoteConversations:
 
     def turns_to_record(self) -> list[RemoteTurn]:
         """The turns for the trajectory: all except those that no client received and no turn
-        continues, renumbered where some are missing."""
+        continues, renumbered if some are missing."""
         received = self.received_turns()
         recorded = [turn for turn in self.turns if turn.index in received]
         numbers: dict[int | None, int] = {turn.index: n for n, turn in enumerate(recorded)}
@@ -172,7 +172,7 @@ class RemoteConversations:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """For the trajectory; nothing where no remote model was asked."""
+        """For the trajectory; empty if no remote model was called."""
         if not self.turns:
             return {}
         return {
@@ -231,7 +231,7 @@ class RemoteConversations:
 def _tell(
     call: RunningCall, messages: Sequence[Message], tools: str, replies: Sequence[RemoteReply]
 ) -> None:
-    """What was said, for the call's span if there is one."""
+    """The messages, for the call's span if there is one."""
     if (tracing := call.tracing) is not None:
         call.said = TracedMessage(
             messages=tuple(messages) if tracing.contents else (),

@@ -1,5 +1,5 @@
-"""A local model in place of a server: a judge or a teacher by the engine that policies are sampled
-with, on an event loop and a thread of its own, so that no attempt waits for it.
+"""A local model in place of a server: a judge or a teacher on the engine that samples policies,
+with its own event loop and thread, so that no attempt waits for it.
 
 It has the input and output of a server of OpenAI's chat completions, so that price log, budget,
 cache, deadlines and the order of models work as for any remote model. It is loaded at the first
@@ -43,21 +43,22 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
 class EngineServer:
-    """See the module: what a remote model asks of its `Server`. Any thread may use it."""
+    """See the module: the interface of a remote model's `Server`. Any thread may use it."""
 
     def __init__(self, name: str, section: RemoteModelSection) -> None:
-        """Raises ModelError or UnknownNameError for what names no model. Nothing is loaded."""
+        """Raises ModelError or UnknownNameError for a name that is not a model's. Nothing is
+        loaded."""
         self._name = name
         self._section = section
         self.url = f"engine:{_identity(section.model)}"
-        """What answers are kept by: the model and how it is computed."""
+        """The key of kept answers: the model and its settings of computation."""
         self.url += f"#{section.dtype}"
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: asyncio.Task[LocalEngine] | None = None
 
     def rest(self, seconds: float) -> None:
-        """Never asked for: an engine queues."""
+        """Never called: an engine queues its requests."""
 
     def post(
         self,
@@ -100,7 +101,7 @@ class EngineServer:
         if loop is None:
             return
 
-        with suppress(Exception):  # whatever it was doing, no caller waits for it any more
+        with suppress(Exception):  # no caller waits for it any more
             asyncio.run_coroutine_threadsafe(self._end(), loop).result(CLOSE_S)
 
         loop.call_soon_threadsafe(loop.stop)
@@ -118,7 +119,9 @@ class EngineServer:
         from agentevo.remote_models.local_engine import load
 
         if body.get("tools"):
-            raise self._failure("is computed here, and calls no tools: leave them out")
+            raise self._failure(
+                "is computed in this process, and calls no tools: leave the tools out"
+            )
 
         until = time.monotonic() + within_s
         if self._loaded is None:
@@ -172,7 +175,7 @@ class EngineServer:
 
 
 def _overrides(body: Mapping[str, Any]) -> SamplingOverrides:
-    """What the request says of sampling."""
+    """The sampling settings of the request."""
     return SamplingOverrides(
         temperature=body.get("temperature"),
         top_p=body.get("top_p"),

@@ -10,14 +10,15 @@ DONE = b"[DONE]"
 
 
 class EventReader:
-    """Takes bytes however they are cut. An event's name and id say nothing here: its data does."""
+    """Takes bytes in pieces of any size. An event's name and id are ignored: only its data
+    counts."""
 
     def __init__(self) -> None:
         self._line = bytearray()
         self._data: list[bytes] = []
 
     def feed(self, part: bytes) -> Iterator[bytes]:
-        """The data of the events that this part ends; DONE is none."""
+        """The data of the events that this part completes; without DONE."""
         *ended_lines, rest = part.split(b"\n")
         for line in ended_lines:
             self._line += line

@@ -1,4 +1,4 @@
-"""One server of a remote model: a request over HTTP, and what its failure means."""
+"""One server of a remote model: requests over HTTP, and the meaning of their failures."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SHOWN = 300
 """Characters of a server's answer that a message shows."""
 _AGAIN = {408, 409, 425, 429}
 _NO_CREDIT = "insufficient_quota"
-"""OpenAI's code for an account without money, which is a 429 and does not pass."""
+"""OpenAI's code for an account without money: a 429 that waiting does not solve."""
 
 
 class Unanswered(AgentEvoError):
-    """A request without a good answer. `is_retryable`: asking again may help, after `retry_after_s`
-    where the server says so. `may_cost`: it may have to be paid for."""
+    """A request without a usable answer. `is_retryable`: a retry can help, after `retry_after_s` if
+    the server sends it. `may_cost`: the request can have a cost."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class ModelServer:
             raise self._nonsense(error, content) from error
 
     def _events(self, response: httpx.Response, until: float, listen: Listen | None) -> Any:
-        """The body that the events amount to."""
+        """The complete body of the events."""
         reader = EventReader()
         streamed = self._wire.streamed()
         data = b""
@@ -176,7 +176,7 @@ class ModelServer:
 
     def _nonsense(self, error: Exception, content: bytes) -> Unanswered:
         return self._failure(
-            f"answered nonsense ({_words(error)}): {self._shown(content)}",
+            f"sent an unreadable answer ({_words(error)}): {self._shown(content)}",
             status=200,
             is_retryable=True,
             may_cost=True,
@@ -212,7 +212,7 @@ class ModelServer:
         return Unanswered(storable(self._without_key(text)), **facts)
 
     def _shown(self, content: bytes) -> str:
-        """The beginning of an answer, on one line: what the error says where it says something."""
+        """The beginning of an answer, on one line: the error's message if it has one."""
         try:
             answer = msgspec.json.decode(content)
             error = answer["error"]
@@ -231,7 +231,7 @@ class ModelServer:
 
 def retry_after(headers: Mapping[str, str], now: float) -> float | None:
     """Seconds that a server asks to wait: `retry-after-ms`, or `Retry-After` as seconds or as a
-    date. None where it says nothing that can be read."""
+    date. None if it sends no readable value."""
     try:
         if (milliseconds := headers.get("retry-after-ms")) is not None:
             return _seconds(float(milliseconds) / 1000)

@@ -1,14 +1,14 @@
 """The price log of one remote model, and its budget.
 
 The log is an append-only file of JSON lines in the run's folder. A request is one line, written
-when it has ended: model, role, attempt, tokens, cost, status. Where there is a budget, a line comes
-before it, with the most that the request can use; the request counts with that until its end is
+when it has ended: model, role, attempt, tokens, cost, status. With a budget, another line comes
+before it, with the maximum that the request can use; the request counts with that until its end is
 recorded. Usage is the sum over the file, whichever process wrote it:
 
-    sum of what ended + sum of the most that is under way <= budget, at every moment
+    sum of ended usage + sum of the maximum of requests under way <= budget, at every moment
 
 so that a process that is killed, or a request that broke off and may have been paid for, can't make
-the run spend more than it says. The lines hold no prompts, no answers and no keys.
+the run spend more than its budget. The lines hold no prompts, no answers and no keys.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOCK_S = 30.0
 
 
 class RemoteModelError(AgentEvoError):
-    """A remote model has not answered. `status` is its server's, 0 where there is none."""
+    """A remote model has not answered. `status` is its server's, 0 if there is none."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class BudgetExceededError(RemoteModelError):
 
 
 class Spent(msgspec.Struct, kw_only=True):
-    """A sum of usage, or the most that something can use."""
+    """A sum of usage, or a maximum of it."""
 
     requests: int = 0
     tokens: int = 0
@@ -73,7 +73,7 @@ class LedgerLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Unix time in seconds."""
     seconds: float = 0.0
     status: int = 0
-    """The server's; 0 where it has not answered."""
+    """The server's; 0 if it has not answered."""
     requests: int = 1
     """0 for an answer from the cache."""
     prompt_tokens: int = 0
@@ -184,14 +184,14 @@ class Ledger:
             if limit is not None and now + extra > limit:
                 return (
                     f"remote model {self._name}: {now:g} of budget.{what}={limit:g} are used, and "
-                    f"the next request may need {extra:g}: raise "
+                    f"the next request could need {extra:g}: raise "
                     f"remote_models.{self._name}.budget.{what}, or ask for shorter answers"
                 )
 
         return ""
 
     def _most(self) -> Spent:
-        """The usage so far, and the most that requests under way can use."""
+        """The usage so far, and the maximum of requests under way."""
         used = Spent()
         for spent in (self._used, *self._open.values()):
             used.add(spent)

@@ -17,7 +17,7 @@ from agentevo.types import SamplingParams
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """A model that can be asked."""
+    """A loaded model that answers requests."""
 
     engine: TorchEngine
     chat: ChatFormat

@@ -60,9 +60,9 @@ WIRES = {
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 _REFUSED = (400, 415, 422, 501)
-"""What servers answer to a form of the answer that they don't know."""
+"""The statuses of servers that do not support the requested form of the answer."""
 MARGIN_S = 2.0
-"""What a call may take beyond its deadline, where a server keeps its thread busy."""
+"""The seconds that a call can take beyond its deadline if a server keeps its thread busy."""
 
 
 class RemoteModel:
@@ -113,14 +113,14 @@ class RemoteModel:
         schema: Mapping[str, Any] | None = None,
     ) -> RemoteReply:
         """The answer to a whole history. `tool_choice`: auto, none, required or the name of a
-        function; `form` says what the answer has to look like, and its `calls` replace
-        `tool_choice`; `sampling` replaces the recipe's values; `role` and `attempt` say in the
-        price log what the request is for. `listen` receives the answer as it comes, on a thread of
-        this package; what it received is not taken back, so an answer that breaks off then is not
-        asked for again. `schema` is a JSON schema to which the server holds the answer if it can; a
-        server that refuses it is asked without, then and from then on.
+        function; `form` is the required form of the answer, and its `calls` replace `tool_choice`;
+        `sampling` replaces the recipe's values; `role` and `attempt` name the purpose of the
+        request in the price log. `listen` receives the answer as it arrives, on a thread of this
+        package; received pieces are never taken back, so an answer that breaks off after the first
+        piece is not retried. `schema` is a JSON schema that the server enforces if it can; a server
+        that refuses it gets requests without a schema from then on.
 
-        Raises BudgetExceededError, RemoteModelError where there is no answer, and BadRequestError
+        Raises BudgetExceededError, RemoteModelError if there is no answer, and BadRequestError
         for an invalid request.
         """
         if schema is not None:
@@ -173,13 +173,13 @@ class RemoteModel:
                     raise
 
         reply = await generate()
-        self._takes_schemas = False  # where it refuses this too, the schema was not why
+        self._takes_schemas = False  # if it refuses this too, the schema was not the reason
         return reply
 
     def _call(
         self, wire_request: WireRequest, role: str, attempt: str, listen: Listen | None
     ) -> Callable[[], RemoteReply]:
-        """What a thread has to do, with all that was asked checked."""
+        """The work of a thread for a checked request."""
         if not wire_request.messages:
             raise BadRequestError("messages is a list with at least one message")
 
@@ -239,7 +239,9 @@ class RemoteModel:
         assert problem is not None
 
         tries = self.section.max_tries
-        raise RemoteModelError(f"given up after {tries} requests: {problem}", problem.status)
+        raise RemoteModelError(
+            f"no usable answer after {tries} requests: {problem}", problem.status
+        )
 
     def _request(self, request: _RemoteRequest, call: LedgerLine) -> RemoteReply:
         """One request, accounted for."""
@@ -300,7 +302,7 @@ class RemoteModel:
         if attempt + 1 == self.section.max_tries:
             return
         if time.monotonic() + pause >= request.until:
-            raise self._late(f"it would be asked again in {pause:.1f} s: {error}") from error
+            raise self._late(f"the next request would start in {pause:.1f} s: {error}") from error
         if self._workers.ended.wait(pause):
             raise RemoteModelError(f"remote model {self.name}: the run has ended")
 
@@ -313,7 +315,7 @@ class RemoteModel:
 
 @dataclass(slots=True)
 class _RemoteRequest:
-    """What is sent, as often as it takes."""
+    """A request, sent once or more often."""
 
     content: bytes
     max_new_tokens: int
@@ -365,7 +367,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
         return len(self._models)
 
     def totals(self) -> list[dict[str, Any]]:
-        """What each role has used of each model, in all processes of the run."""
+        """The usage of each model by each role, in all processes of the run."""
         return [row for model in self._models.values() for row in model.ledger.totals()]
 
     def summary(self) -> dict[str, Any]:
@@ -382,7 +384,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
     def account(self) -> list[str]:
         """`totals` as readable text, a line for each, and the rest of the budgets."""
         lines = [
-            f"remote model {row['model']}, asked by {row['role'] or 'nobody in particular'}: "
+            f"remote model {row['model']}, asked by {row['role'] or 'no named role'}: "
             f"{row['answers']} answers ({row['from_cache']} from the cache), "
             f"{row['failed_requests']} failed requests, {row['tokens']} tokens, cost "
             f"{row['cost']:.4g}"
@@ -402,8 +404,8 @@ class RemoteModels(Mapping[str, RemoteModel]):
 
 
 def check_keys(sections: Mapping[str, RemoteModelSection]) -> None:
-    """Raises ConfigError for a key that is not in the environment, and for a model that is to be
-    computed here and is not on this machine."""
+    """Raises ConfigError for a key that is not in the environment, and for a model that runs in
+    this process and is not on this machine."""
     for name, section in sections.items():
         key_of_model(name, section)
         if section.api == "engine" and (missing := missing_model(section.model)):
@@ -411,8 +413,8 @@ def check_keys(sections: Mapping[str, RemoteModelSection]) -> None:
 
 
 def key_of_model(name: str, section: RemoteModelSection) -> str | None:
-    """The environment's key for a remote model; None for a model without one. Raises ConfigError
-    where the key is missing."""
+    """The environment's key for a remote model; None for a model without one. Raises ConfigError if
+    the key is missing."""
     if section.api_key is None:
         return None
 
@@ -453,7 +455,7 @@ class ModelWorkers:
         self._num_threads = self._num_busy = 0
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """What the work returns or raises."""
+        """The result or error of the work."""
         future: Future[T] = Future()
         with self._lock:
             if self.ended.is_set():
@@ -467,7 +469,7 @@ class ModelWorkers:
         return future
 
     def close(self) -> None:
-        """Takes no more work, and fails what waits."""
+        """Takes no more work, and fails waiting work."""
         with self._lock:
             self.ended.set()
             num_threads = self._num_threads

@@ -186,7 +186,7 @@ class StreamedChat:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} in the place of a text")
+        raise TypeError(f"{type(value).__name__} instead of a text")
     return value
 
 

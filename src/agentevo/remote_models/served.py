@@ -1,5 +1,5 @@
 """The models that a server of OpenAI's or Anthropic's API lists (`GET .../models`), so that an
-unknown name is reported before anything is asked."""
+unknown name is reported before the first request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_LIST = 4 * 2**20
 
 
 def served_models(name: str, section: RemoteModelSection) -> list[str] | None:
-    """The names that the server of a remote model lists; None where it has no such list. Raises
+    """The names that the server of a remote model lists; None if it has no such list. Raises
     ConfigError for a server that can't be reached or refuses the key."""
     import httpx
 
@@ -45,7 +45,7 @@ def served_models(name: str, section: RemoteModelSection) -> list[str] | None:
         what = f"the key of {section.api_key}" if section.api_key else "a request without a key"
         raise ConfigError(
             f"remote_models.{name}: {section.url} refuses {what} (status {status}): give "
-            "api_key: ${env:NAME} with a key that is good there"
+            "api_key: ${env:NAME}  with a key that it accepts"
         )
 
     return _names(content) if status == 200 else None
@@ -70,7 +70,7 @@ def _names(content: bytes) -> list[str] | None:
 
 
 def check_served(name: str, section: RemoteModelSection) -> None:
-    """Raises ConfigError where the server lists its models and this one is not among them."""
+    """Raises ConfigError if the server lists its models and this one is not among them."""
     if section.api == "engine":
         return
 

@@ -1,4 +1,4 @@
-"""What a call of a remote model asks and gets, and what both APIs have in common."""
+"""The request and reply of a remote model's call, and the common parts of both APIs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         counts = (self.prompt_tokens, self.completion_tokens)
         if not 0 <= self.cached_tokens <= self.prompt_tokens or self.completion_tokens < 0:
-            raise ValueError(f"the server counts {self}, which can't be")
+            raise ValueError(f"the server reports {self}, which is impossible")
         if max(counts) > MOST_TOKENS:
-            raise ValueError(f"the server counts more than {MOST_TOKENS} tokens, which can't be")
+            raise ValueError(
+                f"the server reports more than {MOST_TOKENS} tokens, which is impossible"
+            )
 
     @property
     def tokens(self) -> int:
@@ -39,13 +41,13 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a remote model said."""
+    """The reply of a remote model."""
 
     message: Message
     """Tool calls and reasoning are separate from the content."""
     finish_reason: FinishReason
     usage: Usage | None = None
-    """None where the server does not say."""
+    """None if the server does not report it."""
     cost: float = 0.0
     """By the recipe's prices."""
     is_cached: bool = False
@@ -70,9 +72,9 @@ class WireRequest:
     tool_choice: str
     """auto, none, required, or the name of a function."""
     form: AnswerForm | None = None
-    """The form of the answer; tool_choice says which calls it may have."""
+    """The form of the answer; tool_choice decides which calls it may have."""
     sampling: SamplingOverrides
-    """With all that the recipe says of the model; max_new_tokens is given."""
+    """With all of the recipe's values for the model; max_new_tokens is set."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -84,11 +86,11 @@ class StreamedAnswer(Protocol):
     ValueError or AttributeError, a reported failure BadAnswerError."""
 
     def add(self, event: Any) -> Sequence[ContentDelta | ReasoningDelta]:
-        """What an event says."""
+        """Adds an event."""
         ...
 
     def answer(self) -> Mapping[str, Any]:
-        """The body that the server would have sent in one piece. Raises BadAnswerError where the
+        """The body that the server would have sent in one piece. Raises BadAnswerError if the
         events ended before the answer did."""
         ...
 

@@ -1,4 +1,4 @@
-"""Which parser reads a model's output: the one of the notation that its chat template shows."""
+"""The choice of a model's output parser, by the notation that its chat template shows."""
 
 from __future__ import annotations
 

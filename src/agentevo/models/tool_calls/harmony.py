@@ -51,7 +51,7 @@ def read_harmony(out: ParsedOutput, *, calls: bool = True) -> Wait:
 
         if (yield from text.starts_with(*_HEADER)):
             yield from _read_message(out, space, calls)
-        else:  # no header: the model goes on without one
+        else:  # no header: the model continues without one
             out.content(space)
             yield from text.until(marks(START, CHANNEL, *ENDS), out.content)
             yield from skip_mark(out, *ENDS)

@@ -18,7 +18,7 @@ from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, Recovery, 
 from agentevo.models.tool_calls.text import SPACE, CallText, Emit, Marks, Wait, ignore, marks
 
 MAX_DEPTH = 100
-"""Lists and objects within one another: far below where clients' parsers give up."""
+"""Lists and objects within one another: far below the limits of clients' parsers."""
 FENCE = "```"
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LITERALS = ("true", "false", "null")

@@ -1,7 +1,7 @@
 """A parser's output for a text, as deltas.
 
-Content is the text outside of thoughts and calls, joined. Where one of them was cut out at an end
-of the text, the adjacent white space is cut as well; a text without any is its own content. White
+Content is the text outside of thoughts and calls, joined. If one of them was cut out at an end of
+the text, the adjacent white space is cut as well; a text without any is its own content. White
 space that may be adjacent to a cut is held back. Reasoning has no white space at its ends.
 """
 
@@ -66,7 +66,7 @@ class Prose:
             self._space = [PARAGRAPH]
 
     def finish(self) -> str:
-        """The white space at the end, where it belongs to the text."""
+        """The white space at the end, if it belongs to the text."""
         return "" if self._cut else "".join(self._space)
 
 
@@ -115,9 +115,9 @@ class ParsedOutput:
 class OpenCall:
     """A call that is being read.
 
-    `is_bare`: no mark says that it is a call, so it is one from where its tool and its arguments
-    have shown themselves; before that, what breaks is content. The brace that may end the arguments
-    is shown when the call is whole: what was shown of a call that breaks is no JSON.
+    `is_bare`: no mark says that it is a call, so it counts as one only after its tool and its
+    arguments are recognised; before that, broken text is content. The brace that may end the
+    arguments is shown when the call is whole: what was shown of a call that breaks is no JSON.
     """
 
     def __init__(self, out: ParsedOutput, *, is_bare: bool) -> None:
@@ -192,7 +192,7 @@ def read_call(
     is_bare: bool = False,
 ) -> Generator[None, None, bool]:
     """Reads one call with `body`, which raises MalformedError, after `lead`, which was taken
-    already. False where it is none."""
+    already. False if there is none."""
     text = out.text
     call = OpenCall(out, is_bare=is_bare)
     record = text.record = [lead]
@@ -228,7 +228,7 @@ def read_calls(
     goes_on: Callable[[CallText], Generator[None, None, bool]] | None = None,
 ) -> Generator[None, None, bool]:
     """Reads calls: an item, or a list of them with commas between, and again where `goes_on`, which
-    takes what follows the item or list, returns true. False where the first is none. What breaks
+    takes what follows the item or list, returns true. False if the first is none. What breaks
     behind a call breaks that call."""
     text = out.text
     in_list = False

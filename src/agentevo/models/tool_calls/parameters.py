@@ -1,11 +1,11 @@
 """Parameters that a notation writes bare, between tags, as JSON by the tool's own schema.
 
-    the text as JSON, where it is JSON other than a string and the schema allows that value
+    the text as JSON, if it is JSON other than a string and the schema allows that value
     the text as a string, elsewhere
 
 A schema allows what its `type`, `enum` and `const` say, what `$ref` to a place in the same schema
-and all of `allOf` say, and what one of `anyOf` and of `oneOf` says. It allows anything where it
-says nothing, or only too deep inside.
+and all of `allOf` say, and what one of `anyOf` and of `oneOf` says. It allows anything if it has no
+constraint, or only one too deep inside.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS: dict[type, str] = {
 
 
 class ParameterTypes:
-    """What values the tools' parameters may have, from schemas in OpenAI's form."""
+    """The allowed values of the tools' parameters, from schemas in OpenAI's form."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._schemas: dict[str, Mapping[str, Any]] = {}

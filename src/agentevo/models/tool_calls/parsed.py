@@ -1,4 +1,4 @@
-"""What a model's text says: content, reasoning and tool calls, as a whole and piece by piece."""
+"""The content, reasoning and tool calls of a model's text, as a whole and piece by piece."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from agentevo.types import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """A text that begins as a call and is none."""
+    """A text that begins as a call but is not one."""
 
     text: str
-    """All that the model wrote of it, marks included."""
+    """The model's whole text of it, marks included."""
     problem: str
-    """Why it is no call: a sentence that the model may read."""
+    """Why it is not a call: a sentence that the model may read."""
     name: str = ""
-    """The tool that it names, where it got that far."""
+    """The tool that it names, if it got that far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A model's text, taken apart."""
+    """A parsed text of a model."""
 
     content: str
     reasoning: str | None
-    """None where there is no thought, or an empty one."""
+    """None if there is no thought, or an empty one."""
     tool_calls: tuple[ToolCall, ...]
     """Without ids."""
     malformed: tuple[MalformedCall, ...]

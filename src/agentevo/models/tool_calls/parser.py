@@ -4,8 +4,8 @@
     parsed = parser.parse(text, opening=conversation.opening(turn), tools=tools)
 
 The text is `ChatFormat.text(completion_ids)`: with special tokens, because several notations are
-made of them, and without the token that ended the turn. Invariants, for any text whatever and any
-way of cutting it: nothing raises; the deltas of a stream sum up to what `parse` returns; what is
+made of them, and without the token that ended the turn. Invariants, for any text and any way of
+cutting it: nothing raises; the deltas of a stream sum up to the result of `parse`; text that is
 neither content nor reasoning nor a call is in a MalformedCall; the cost is linear.
 """
 
@@ -27,7 +27,7 @@ THOUGHTS = {
     "<seed:think>": "</seed:think>",
     "<|START_THINKING|>": "<|END_THINKING|>",
 }
-"""How families mark the beginning and the end of what the model thinks before it answers."""
+"""How families mark the beginning and the end of the model's reasoning."""
 HARMONY = "harmony"
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas in OpenAI's form."""
@@ -45,14 +45,14 @@ class ToolCallParser:
     """A regular expression of what chat templates have that ask for it."""
     begins: str = ""
     """A regular expression of all that `read` may take for the beginning of a call. It may match
-    more than that; empty where it is not known."""
+    more than that; empty if it is not known."""
     thoughts: tuple[str, ...] = ("<think>",)
     """The marks that begin a thought; keys of THOUGHTS."""
 
     def parse(
         self, text: str, *, opening: str = "", tools: Tools | None = None, calls: bool = True
     ) -> Parsed:
-        """A whole text, taken apart.
+        """Parses a whole text.
 
         `opening`: what the generation prompt put before it, such as "<think>\\n". `tools` are
         needed by notations that write parameters without quotes. Without `calls`, calls are
@@ -81,7 +81,7 @@ class StreamingParse:
             self._text.add(opening)
 
     def feed(self, piece: str) -> list[Delta]:
-        """Deltas that the next piece of the text makes certain."""
+        """Deltas that are certain after the next piece of the text."""
         self._text.add(piece)
         next(self._reading, None)
         return self._out.take()

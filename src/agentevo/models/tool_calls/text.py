@@ -126,7 +126,7 @@ class CallText:
         return "".join(pieces), mark
 
     def starts_with(self, *strings: str) -> Generator[None, None, str]:
-        """The one of the strings that comes next in the text, or "". None is taken."""
+        """The string that comes next in the text, or "". Takes nothing."""
         return (yield from self.look_for(marks(*strings)))
 
     def look_for(self, candidates: Marks) -> Generator[None, None, str]:
@@ -145,7 +145,7 @@ class CallText:
         return self.take_next(len(string))
 
     def expect(self, *strings: str, expected: str = "") -> Generator[None, None, str]:
-        """`take_any`, which raises MalformedError where none of the strings comes."""
+        """`take_any`, which raises MalformedError if none of the strings comes."""
         string = yield from self.take_any(*strings)
         if not string:
             raise self.unexpected_error(expected or " or ".join(strings))
@@ -165,7 +165,7 @@ class CallText:
 
     def collect(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
         """(the text before the first of the marks, that mark); the mark is not taken. Raises
-        MalformedError where none comes."""
+        MalformedError if none comes."""
         before, mark = yield from self._take_before(marks(*ends))
         if not mark:
             raise self.broken("the text ends inside the call")
