@@ -68,8 +68,8 @@ class BaselineScorers:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(
-                f"{self._path} can't be read ({error}): delete it, and the run computes the baselines "
-                "again with the current weights"
+                f"{self._path} can't be read ({error}): delete it, and the run computes the "
+                "baselines again with the current weights"
             ) from error
 
     def _write(self, entries: dict[str, Baseline]) -> dict[str, Baseline]:

@@ -218,8 +218,8 @@ class Classifier:
 
         if info["missing_keys"]:
             raise ModelError(
-                f"reward_model: {name} lacks {sorted(map(str, info['missing_keys']))[0]}: it is not "
-                "a trained sequence classifier; train one from it with `agentevo rm`"
+                f"reward_model: {name} lacks {sorted(map(str, info['missing_keys']))[0]}: it is "
+                "not a trained sequence classifier; train one from it with `agentevo rm`"
             )
 
         if model.config.pad_token_id is None and tokenizer.pad_token_id is not None:
