@@ -209,8 +209,8 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         done = answer.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
             raise EnvironmentFailure(
-                f"openenv: {self.config.url} answered {storable(str(answer), 200)}: an answer needs "
-                "the keys `observation` and `done`"
+                f"openenv: {self.config.url} answered {storable(str(answer), 200)}: an answer "
+                "needs the keys `observation` and `done`"
             )
 
         if reward is not None:
