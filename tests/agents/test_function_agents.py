@@ -312,7 +312,7 @@ def test_a_function_with_one_parameter_that_makes_no_call_is_told_how(played):
 
 
 def test_without_a_gateway_it_says_so(played):
-    assert "nothing listens here" in played(lambda task: 1.0).error
+    assert "there is no gateway here" in played(lambda task: 1.0).error
 
 
 class Thinker:

@@ -105,7 +105,7 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
     words = ["env", f"PYTHONPATH={source}", sys.executable, "-m", "agentevo", "mcp", "serve"]
     server = [*words, "account", "--import", str(tmp_path / "account.py")]
     code, _, err = agentevo("mcp", "inspect", *server)
-    assert code != 0 and "KeyError" in err and "no task was given" in err and "--task JSON" in err
+    assert code != 0 and "KeyError" in err and "there is no task" in err and "--task JSON" in err
 
     told = ["--task", '{"metadata": {"goal": 90}}', "--call", "ask"]
     assert agentevo("mcp", "inspect", *told, *server) == (0, "90.0\n", "")

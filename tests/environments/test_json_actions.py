@@ -73,7 +73,7 @@ GOOD = {"kind": 1, "at": [0, 255], "keys": "ab", "more": [[0, 1], [1, 2]]}
     ("space", "text", "words"),
     [
         (TORQUE, "[2.5]", "the action is 2.5: give a list of 1 number within [-2, 2]"),
-        (TORQUE, "left", "it is no JSON"),
+        (TORQUE, "left", "it is not JSON"),
         (TORQUE, "[NaN]", "the action is NaN"),
         (TORQUE, "1e999", "the action is Infinity"),
         (TORQUE, "[true]", "the action is true"),

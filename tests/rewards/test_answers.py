@@ -75,7 +75,7 @@ def test_where_an_answer_is_stated(text, place, expected):
         ("my tag", "no place"),
         ("json:", "no place"),
         ("regex:", "no place"),
-        ("regex:(", "no regular expression"),
+        ("regex:(", "not a regular expression"),
         ("regex:" + "a" * 10_001, "10001 characters"),
         ("answer_tag", "written `answer`"),
     ],

@@ -96,7 +96,7 @@ def test_an_answer_is_what_the_store_holds():
     [
         ({"query": "q", "answer_schema": "no tag"}, "answer_schema: 'no tag' is no place"),
         ({"query": "q", "answer_schema": 3}, "answer_schema: '3' is no place"),
-        ({"query": "q", "answer_schema": "regex:("}, "no regular expression"),
+        ({"query": "q", "answer_schema": "regex:("}, "not a regular expression"),
         ({"query": "q", "scorer": ","}, "the scorer is ','"),
         ({"query": "q", "scorer": "math,"}, "the scorer is 'math,'"),
         ({"query": "q", "scorer": "math, math"}, "a list of different ones"),
@@ -217,7 +217,7 @@ def test_verls_parquet_there_and_back(tmp_path):
     [
         (["convert", "IN", "OUT.jsonl", "--from", "trl"], "--from trl: there are auto, agentevo"),
         (["convert", "IN", "OUT.jsonl", "--to", "art"], "--to art: there are agentevo, agentrl"),
-        (["convert", "IN", "IN"], "is what is read"),
+        (["convert", "IN", "IN"], "is also the input"),
         (["convert", "IN", "OUT.txt"], "give a file named .jsonl, .jsonl.gz or .parquet"),
         (["convert", "IN", "OUT.jsonl", "--from", "art"], "nothing was written"),
         (["convert", "GONE.jsonl", "OUT.jsonl"], "does not exist"),
@@ -400,7 +400,7 @@ def test_a_reasoning_gym_set_is_judged_by_its_own_score(tmp_path):
 
     assert score(f"<answer>{task.answer}</answer>") == 1.0
     assert score("<answer>no number</answer>") < 1.0
-    with pytest.raises(ValueError, match="none of reasoning-gym's"):
+    with pytest.raises(ValueError, match="not from reasoning-gym"):
         score("4", Task(id="t", query="q"))
 
     assert main(["data", "prepare", "reasoning_gym/chain_sums", str(out)]) == 2

@@ -48,7 +48,7 @@ def printed_reward(stdout: str, *, has_posted: bool = False) -> PostedReward | N
         return msgspec.convert(content, PostedReward)
     except msgspec.ValidationError as error:
         raise ValueError(
-        f"the last line of its stdout is not a reward: {error}: {_FORMS}"
+            f"the last line of its stdout is not a reward: {error}: {_FORMS}"
         ) from error
 
 

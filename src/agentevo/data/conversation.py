@@ -273,7 +273,8 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
     if roles[start] != "user":
         raise RowError(
             "wrong_roles",
-            f"it begins with {roles[start]}: the first message after the system's must be the user's",
+            f"it begins with {roles[start]}: the first message after the system's must be from "
+            "the user",
         )
 
     call_ids: set[Any] = set()

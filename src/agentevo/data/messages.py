@@ -60,7 +60,8 @@ def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
 
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise BadRequestError(
-                f"{where} has {key} {shown(value)}: use 0 or false for untrained, 1 or true for trained"
+                f"{where} has {key} {shown(value)}: use 0 or false for untrained, 1 or true for "
+                "trained"
             )
 
         marks[key] = bool(value) is not (key == "masked")

@@ -259,9 +259,7 @@ def _read_csv(path: Path) -> Iterator[SourceRow]:
 def _check_header(names: Sequence[str], path: Path) -> None:
     other_separators = [name for name in (";", "\t") if len(names) == 1 and name in names[0]]
     if other_separators:
-        raise ConfigError(
-            f"{path}:1: cells are separated by {other_separators[0]!r}: use commas"
-        )
+        raise ConfigError(f"{path}:1: cells are separated by {other_separators[0]!r}: use commas")
     if not names or not all(names) or len(set(names)) < len(names):
         raise ConfigError(
             f"{path}:1: the columns are {', '.join(names) or 'missing'}: the first line must give "

@@ -136,8 +136,7 @@ def _in_auto(text: str) -> str | None:
     if answer is not None:
         return answer
     if _BOX.search(text) or _FRAME.search(text):
-        return _in_box(text)  # None for a box that was cut off: an earlier box was not the final
-        answer
+        return _in_box(text)  # None for a box that was cut off: an earlier one does not count
 
     answer = _after_hashes(text)
     return text.strip() if answer is None else answer

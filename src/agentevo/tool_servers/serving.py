@@ -165,8 +165,7 @@ class ToolServer:
                 if is_our_limit
                 else "it timed out"
             )
-        except Exception as error:  # noqa: BLE001 (an exception of a tool's code costs only its
-        call)
+        except Exception as error:  # noqa: BLE001 (a tool's exception costs only its call)
             text = f"the tool failed: {describe_error(error)}"
             kind = f"{name} {type(error).__name__}"
             if kind not in self._told:

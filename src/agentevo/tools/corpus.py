@@ -84,6 +84,4 @@ def passage_of(row: Any, number: int = 0) -> Passage:
                 title, text = (head, rest) if newline and key == "contents" else ("", text)
             return Passage(str(row.get("id", number)), title, text)
 
-    raise ValueError(
-    f'not a passage: {json.dumps(row)[:100]}; write {{"title": ..., "text": ...}}'
-    )
+    raise ValueError(f'not a passage: {json.dumps(row)[:100]}; write {{"title": ..., "text": ...}}')

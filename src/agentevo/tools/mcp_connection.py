@@ -246,8 +246,7 @@ class McpConnection:
                 await self._closing.wait()
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 (groups of anything that the SDK's tasks
-        raise)
+        except BaseException as error:  # noqa: BLE001 (groups of any exceptions of the SDK)
             if not ready.done():
                 await self._stderr.settle()
                 problem = f"{_first(error)}{self._remedy(error)}"

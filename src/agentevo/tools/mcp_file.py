@@ -86,8 +86,7 @@ def _server(where: str, name: str, raw_entry: Any, section: MCPFileSection) -> M
 
     kind = entry.type or entry.transport or ("stdio" if url is None else "http")
     if url is not None and kind not in {"sse", *_HTTP}:
-        raise ConfigError(f"{where}: type is {kind!r}: the type of a server with a url is http or
-        sse")
+        raise ConfigError(f"{where}: type is {kind!r}: use http or sse for a server at a url")
 
     secrets: list[str] = []
 

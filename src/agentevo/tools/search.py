@@ -37,8 +37,7 @@ class CorpusSearch:
         """`kind` and `model`: of the corpus's index. `api_key`: `${env:NAME}`, for a retriever.
         Raises ConfigError."""
         if (corpus is None) == (url is None):
-            raise ConfigError("the tool search needs one of the options `corpus` (a file) and
-            `url`")
+            raise ConfigError("the tool search needs one of the options `corpus` and `url`")
         if url is not None and (kind, model) != ("bm25", None):
             raise ConfigError("the tool search: kind and model need a `corpus`: leave them out")
 

@@ -337,11 +337,9 @@ class AttemptTools:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            self.metrics["num_tool_failures"] += 1  # something that the tool waited for was
-            cancelled
+            self.metrics["num_tool_failures"] += 1  # its own wait was cancelled
             return _error(f"{call.name} failed: what it waited for was cancelled")
-        except Exception as error:  # noqa: BLE001 (an exception of a tool's code costs only its
-        call)
+        except Exception as error:  # noqa: BLE001 (a tool's exception costs only its call)
             self.metrics["num_tool_failures"] += 1
             self._show(call.name, error)
             return _error(f"{call.name} failed: {describe_error(error)}")
