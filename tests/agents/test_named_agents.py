@@ -40,11 +40,11 @@ def test_rewards_by_agent(returned, solver, critic):
         ({"sovler": 1.0}, AGENTS, "'sovler' is no agent; did you mean 'solver'"),
         ([1.0, 2.0], AGENTS, "rewards of turns need the name of their agent"),
         ({0: 1.0}, AGENTS, "rewards of turns need the name of their agent"),
-        (Outcome(reward=1.0, agents={"solver": OWN}), (), "this run has no named agents"),
+        (Outcome(reward=1.0, agents={"solver": OWN}), (), "has no named agents"),
         (
             {"solver": Outcome(reward=1.0, agents={"critic": OWN})},
             AGENTS,
-            "this run has no named agents",
+            "has no named agents",
         ),
         ({"solver": "much"}, AGENTS, "returned a str"),
     ],

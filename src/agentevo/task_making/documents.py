@@ -3,7 +3,8 @@ checked.
 
 Without a model the question is a sentence with a gap in place of a number, a name of several
 words, or a title between 《》 that occurs once in that sentence. A model writes its own questions
-instead; a question is accepted if its answer is in the passage, is short, and is not in the question.
+instead; a question is accepted if its answer is in the passage, is short, and is not in the
+question.
 
 All tasks of a passage are on one side of the split, which depends only on the passage's text, and a
 sentence in passages of both sides gives no question. So no sentence in training answers a held-out
