@@ -208,8 +208,8 @@ def test_csv_gives_the_line_on_which_each_row_begins(tmp_path):
         ("", "columns are missing"),
         ("a,,b", "each column a different name"),
         ("a,a", "each column a different name"),
-        ("a;b", "apart by ';'"),
-        ("a\tb", "with commas"),
+        ("a;b", "separated by ';'"),
+        ("a\tb", "use commas"),
         ('"a', "not a CSV header"),
     ],
 )

@@ -94,8 +94,8 @@ def test_an_answer_is_what_the_store_holds():
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"query": "q", "answer_schema": "no tag"}, "answer_schema: 'no tag' is no place"),
-        ({"query": "q", "answer_schema": 3}, "answer_schema: '3' is no place"),
+        ({"query": "q", "answer_schema": "no tag"}, "answer_schema: 'no tag' is not a place"),
+        ({"query": "q", "answer_schema": 3}, "answer_schema: '3' is not a place"),
         ({"query": "q", "answer_schema": "regex:("}, "not a regular expression"),
         ({"query": "q", "scorer": ","}, "the scorer is ','"),
         ({"query": "q", "scorer": "math,"}, "the scorer is 'math,'"),
@@ -154,7 +154,7 @@ def test_a_task_that_is_written_and_read_again_is_the_same(task, form):
     ("form", "key"), [("verl", "prompt"), ("agentevo", "answer"), ("agentrl", "query")]
 )
 def test_metadata_never_takes_the_place_of_a_column(form, key):
-    with pytest.raises(RowError, match=f"another {key} in its metadata"):
+    with pytest.raises(RowError, match=f"has the key {key} in its metadata"):
         row_of(Task(id="a", query="q", answer="1", metadata={key: "other"}), form)
 
 
