@@ -135,7 +135,7 @@ def test_what_is_no_server_is_refused(words, problem, agentevo):
     ("words", "problem"),
     [
         (["search", "corpus=no.jsonl", "--http"], "the corpus no.jsonl: can't be read"),
-        (["files", "root=/nonexistent"], "'/nonexistent' is no folder"),
+        (["files", "root=/nonexistent"], "'/nonexistent' is not a folder"),
         (["database", "file=no.db"], "give a database of SQLite"),
     ],
 )

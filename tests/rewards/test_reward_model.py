@@ -232,7 +232,7 @@ def test_a_head_that_was_never_trained_is_no_reward(ours):
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    with pytest.raises(ModelError, match=r"lacks score\.weight: it is no trained sequence"):
+    with pytest.raises(ModelError, match=r"lacks score\.weight: it is not a trained sequence"):
         scored(scorer(folder), attempt("left"))
 
     (folder / "config.json").write_text(

@@ -125,5 +125,5 @@ def test_files_of_one_name_in_two_folders_have_names_of_their_own_and_none_count
 
 def test_a_name_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")).write_text("Text.")
-    with pytest.raises(ConfigError, match="its name is no UTF-8: rename it"):
+    with pytest.raises(ConfigError, match="its name is not UTF-8: rename it"):
         read_documents([tmp_path])
