@@ -202,7 +202,7 @@ def test_of_several_outputs_one_is_chosen(tmp_path):
     assert found == pytest.approx([logits.softmax(-1)[0, 2].item()], abs=1e-5)
     for output in (None, 3):
         with pytest.raises(
-            ModelError, match="has 3 outputs: say which one counts by output=0 to 2"
+            ModelError, match="has 3 outputs: choose one with output=0 to 2"
         ):
             scored(scorer(tmp_path / "bert", output=output), attempt("left"))
 
@@ -210,7 +210,7 @@ def test_of_several_outputs_one_is_chosen(tmp_path):
 def test_what_is_no_classifier_is_refused_when_the_recipe_is_read(tiny_policy, tmp_path):
     loaded = tiny_policy()
     save_model(loaded.model, loaded.tokenizer, tmp_path / "policy")
-    with pytest.raises(ConfigError, match=r"holds LlamaForCausalLM, no sequence classifier"):
+    with pytest.raises(ConfigError, match=r"has LlamaForCausalLM, not a sequence classifier"):
         scorer(tmp_path / "policy")
     with pytest.raises(ConfigError, match="does not exist"):
         scorer(tmp_path / "nowhere")

@@ -157,9 +157,9 @@ def test_dense_search_compares_meanings(corpus, encoder):
 def test_an_encoder_that_is_none_is_refused(corpus, tmp_path):
     with pytest.raises(ConfigError, match="is not an encoder"):
         corpus_index(corpus, "dense", str(tmp_path))
-    with pytest.raises(ConfigError, match="there are bm25"):
+    with pytest.raises(ConfigError, match="use bm25, or dense"):
         corpus_index(corpus, "cosine")
-    with pytest.raises(ConfigError, match="there are bm25"):
+    with pytest.raises(ConfigError, match="use bm25, or dense"):
         corpus_index(corpus, "bm25", str(tmp_path))
 
 
@@ -180,7 +180,7 @@ def test_the_packaged_encoder(corpus):
         (["/dev/zero"], "is a device, pipe or socket"),
         ([".", "--kind", "dense"], "is a folder"),
         (["corpus.jsonl", "--kind", "dense", "--model", "~nobody/x"], "is not an encoder"),
-        (["corpus.jsonl", "--kind", "cosine"], "there are bm25"),
+        (["corpus.jsonl", "--kind", "cosine"], "use bm25, or dense"),
         (["corpus.jsonl", "--host", "0.0.0.0"], "give a key"),
         (["corpus.jsonl", "--kind", "dense", "--model", "none"], "none is not an encoder"),
     ],

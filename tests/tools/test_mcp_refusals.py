@@ -23,7 +23,7 @@ pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
         ({"mcpServers": {"a": {"command": "no-such-program"}}}, (), "there is no program"),
         ({"mcpServers": {"a": {"url": "u", "type": "ws"}}}, (), "type is 'ws'"),
         ({"mcpServers": {"a": {"command": "${NO_SUCH}"}}}, (), "NO_SUCH is not set"),
-        ({"mcpServers": {"a": {"url": "${input:key}"}}}, (), "nobody can be asked"),
+        ({"mcpServers": {"a": {"url": "${input:key}"}}}, (), "asks for input, which is not supported"),
         ({"mcpServers": {"a": 3}}, (), "a: Expected `object`"),
     ],
 )
@@ -43,7 +43,7 @@ def test_a_wrong_file_is_refused_before_anything_starts(tree, servers, problem, 
         ({"url": "ftp://a/b"}, "is no URL of a server"),
         ({"url": "http://me:pw@a/b"}, "without a password"),
         ({"url": "http://a/b", "env": {"A": "b"}}, "are for a `command`"),
-        ({"command": "x", "api_key": "${env:K}"}, "api_key is for a `url`"),
+        ({"command": "x", "api_key": "${env:K}"}, "api_key needs a `url`"),
         ({"command": "x", "send_task": True, "session": "shared"}, "a session for each attempt"),
     ],
 )
