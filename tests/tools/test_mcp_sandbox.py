@@ -160,7 +160,7 @@ def test_a_script_of_a_virtual_environment_that_is_a_link_finds_its_interpreter(
 def test_what_can_not_be_is_refused_before_anything_starts(needs_bubblewrap, monkeypatch):
     with pytest.raises(ConfigError, match="there is no /none/such, which the sandbox is to show"):
         Toolbox([section(read_only=["/none/such"])])
-    with pytest.raises(ConfigError, match="was not found"):
+    with pytest.raises(ConfigError, match="there is no program"):
         Toolbox([section().model_copy(update={"command": "no-such-program"})])
     with pytest.raises(ValueError, match="are for a `command`"):
         MCPServerSection(name="a", url="http://a/b", sandbox=True)

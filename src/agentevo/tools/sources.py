@@ -43,8 +43,8 @@ def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
     for server in servers:
         if server.command is not None and shutil.which(_program(server)) is None:
             raise ConfigError(
-                f"agent.tools: {server.name}: the program {server.command!r} was not found: "
-                "install it, or give its path"
+                f"agent.tools: {server.name}: there is no program {server.command!r}: install it, "
+                "or give its path"
             )
 
     return [
