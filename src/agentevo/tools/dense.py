@@ -58,7 +58,7 @@ class Encoder:
             model = AutoModel.from_pretrained(
                 folder, local_files_only=True, dtype=self._torch.float32
             )
-        except Exception as error:  # whatever transformers and safetensors raise
+        except Exception as error:  # transformers and safetensors can raise anything
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"{folder} is not an encoder of transformers: {reason}") from error
 

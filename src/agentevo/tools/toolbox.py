@@ -310,7 +310,7 @@ class AttemptTools:
         return self._tools.get(name) or self._by_full_name.get(name)
 
     async def _call_recorded(self, call: ToolCall, recorded: RunningCall) -> ToolResult:
-        """The result as the policy reads it, whatever happens."""
+        """The result as the policy reads it, also for any failure."""
         bound = self._found(call.name)
         if bound is None:
             self.metrics["num_unknown_tools"] += 1
