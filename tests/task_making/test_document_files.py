@@ -69,7 +69,7 @@ def test_what_can_not_be_read_is_refused_with_all_that_can_not(
     (tmp_path / "good.md").write_text("Text.")
     said = refused(tmp_path)
     assert "image.txt: not UTF-8 text (byte 0)" in said
-    assert "zero.md: is no text (byte 1 is 0)" in said
+    assert "zero.md: is not a text (byte 1 is 0)" in said
 
     for name in ("image.txt", "zero.md"):
         (tmp_path / name).unlink()

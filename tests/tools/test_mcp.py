@@ -469,7 +469,7 @@ def test_no_server_is_told_the_answer_nor_what_leads_there():
 
     header = task_headers(task, 7, "c")["agentevo-task"]
     assert json.loads(base64.b64decode(header)) == told
-    with pytest.raises(EnvironmentFailure, match="can tell of 65,536: give it a file"):
+    with pytest.raises(EnvironmentFailure, match="can pass 65,536: give it a file"):
         task_variables(Task(id="t", query="x" * 70_000), 7, "c")
 
 

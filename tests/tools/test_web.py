@@ -251,7 +251,7 @@ def test_the_connection_goes_to_the_address_that_was_checked(site, monkeypatch):
 
 @pytest.mark.parametrize("entry", ["", "https://a.b", "a.b/c", "a*.b", "*.", "a.b:x"])
 def test_what_names_no_host_is_refused(entry):
-    with pytest.raises(ConfigError, match=r"allow: .* is no host|a port is a number"):
+    with pytest.raises(ConfigError, match=r"allow: .* is not a host|the port must be a number"):
         WebHosts([entry])
 
 
