@@ -78,7 +78,7 @@ def test_what_can_not_be_read_is_refused_with_all_that_can_not(
         file.truncate(10**9)
 
     said = refused(tmp_path)
-    assert "huge.txt: has 1,000,000,000 bytes, and of one text at most 32,000,000" in said
+    assert "huge.txt: has 1,000,000,000 bytes, and the limit of one text is 32,000,000" in said
 
     (tmp_path / "huge.txt").unlink()
     (tmp_path / "link.txt").symlink_to("/dev/zero")
@@ -86,7 +86,7 @@ def test_what_can_not_be_read_is_refused_with_all_that_can_not(
 
     (tmp_path / "link.txt").unlink()
     monkeypatch.setattr(document_files, "MOST_BYTES", 3)
-    assert "5 bytes together, and at most 3" in refused(tmp_path)
+    assert "5 bytes together, and the limit is 3" in refused(tmp_path)
 
     monkeypatch.setattr(document_files, "MOST_FILES", 0)
     assert "more than 0 texts" in refused(tmp_path)
