@@ -94,7 +94,11 @@ def test_stages_begin_with_what_the_stage_before_made():
     [
         ("http://127.0.0.1:9/mcp", (), "model.name is missing"),
         ("http://127.0.0.1:9/mcp", ("model.name=tiny", "evolve.round=2"), "evolve.round"),
-        ("http://127.0.0.1:9/mcp", ("model.name=tiny", "evolve.budget.days=2"), "days is not known"),
+        (
+            "http://127.0.0.1:9/mcp",
+            ("model.name=tiny", "evolve.budget.days=2"),
+            "days is not known",
+        ),
         (
             "http://127.0.0.1:9/mcp",
             ("model.name=tiny", "evolve.tasks.train=x", "evolve.include=5"),

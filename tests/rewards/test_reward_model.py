@@ -201,9 +201,7 @@ def test_of_several_outputs_one_is_chosen(tmp_path):
     found = scored(scorer(tmp_path / "bert", output=2), attempt("left"))
     assert found == pytest.approx([logits.softmax(-1)[0, 2].item()], abs=1e-5)
     for output in (None, 3):
-        with pytest.raises(
-            ModelError, match="has 3 outputs: choose one with output=0 to 2"
-        ):
+        with pytest.raises(ModelError, match="has 3 outputs: choose one with output=0 to 2"):
             scored(scorer(tmp_path / "bert", output=output), attempt("left"))
 
 

@@ -185,7 +185,9 @@ def test_a_server_that_breaks_costs_its_call():
         and texts[5].endswith("\nout of cheese")
     )
     assert texts[6:] == [f"{RESTARTED}5", "6"]
-    assert isinstance(outcome, EnvironmentFailure) and "was restarted during the attempt" in str(outcome)
+    assert isinstance(outcome, EnvironmentFailure) and "restarted during the attempt" in str(
+        outcome
+    )
     assert metrics == {
         "num_tool_calls": 6,
         "num_tool_errors": 4,

@@ -196,7 +196,9 @@ def test_an_outcome_that_never_comes_fails_the_attempt_in_words():
             goes_on.wait(300)
 
     try:
-        with pytest.raises(EnvironmentFailure, match="'world' gave no outcome of the attempt within"):
+        with pytest.raises(
+            EnvironmentFailure, match="'world' gave no outcome of the attempt within"
+        ):
             called(timeout_s=1)
     finally:
         goes_on.set()
