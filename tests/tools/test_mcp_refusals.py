@@ -47,7 +47,7 @@ def test_a_wrong_file_is_refused_before_anything_starts(tree, servers, problem, 
         ({"url": "ftp://a/b"}, "is no URL of a server"),
         ({"url": "http://me:pw@a/b"}, "without a password"),
         ({"url": "http://a/b", "env": {"A": "b"}}, "are for a `command`"),
-        ({"command": "x", "api_key": "${env:K}"}, "api_key needs a `url`"),
+        ({"command": "x", "api_key": "${env:K}"}, "api_key is for a `url`"),
         ({"command": "x", "send_task": True, "session": "shared"}, "a session for each attempt"),
     ],
 )
