@@ -353,7 +353,7 @@ def test_methods_that_others_patch_meanwhile_are_patched_once(gateway, monkeypat
 def test_two_gateways_at_once_are_refused(gateway, elsewhere):
     with (
         capture_calls(gateway.url, "key-a"),
-        pytest.raises(AgentEvoError, match=r"the environment variables are theirs"),
+        pytest.raises(AgentEvoError, match=r"run in this process and use its"),
         capture_calls(elsewhere.url, "key-b"),
     ):
         pass

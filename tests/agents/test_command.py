@@ -228,7 +228,7 @@ def test_a_program_of_another_language(played, tmp_path):
         ("ask(); 1 / 0", "exit code 1: ZeroDivisionError: division by zero\nTraceback"),
         ("print('{\"reward\": 1}')", "NoCallError: "),
         ("ask()", "the agent returned no reward"),
-        ('ask(); print(\'{"reward": "x"}\')', "the last line of its stdout is no reward: "),
+        ('ask(); print(\'{"reward": "x"}\')', "the last line of its stdout is not a reward: "),
         ("ask(); print(float('nan'))", "the reward is nan"),
         ("ask(); print(10**13)", "numbers go up to 1e+12"),
     ],

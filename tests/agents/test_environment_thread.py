@@ -287,7 +287,7 @@ def test_a_step_that_hangs_fails_its_attempt_when_its_time_is_over(hangs_in):
     async def work() -> None:
         section = EnvironmentAgentSection(format="plain", step_timeout_s=0.01)
         agent = EnvironmentAgent(section, lambda: Sticky(go))
-        words = rf"{hangs_in}\(\) has not answered in agent.step_timeout_s=0.01 s"
+        words = rf"{hangs_in}\(\) did not return in agent.step_timeout_s=0.01 s"
         with pytest.raises(EnvironmentFailure, match=words):
             await agent.run(Task(id="t"), Mover())
 

@@ -165,7 +165,7 @@ def test_rewards_of_turns(played, returned, reward, turn_rewards):
 @pytest.mark.parametrize(
     ("returned", "expected"),
     [
-        ([0.5], "a list of 1 rewards, but it took 2 turns: give one for each"),
+        ([0.5], "a list of 1 rewards, but it took 2 turns: return one reward"),
         ({2: 1.0}, "name the turn 2, but it took 2"),
         ([0.5, "x"], "reward of turn 1 is 'x': give a number"),
         ((1.0, 0.5), "the agent returned a tuple: return a number, a mapping of named rewards, a "),
@@ -312,7 +312,7 @@ def test_a_function_with_one_parameter_that_makes_no_call_is_told_how(played):
 
 
 def test_without_a_gateway_it_says_so(played):
-    assert "nothing listens here" in played(lambda task: 1.0).error
+    assert "there is no gateway here" in played(lambda task: 1.0).error
 
 
 class Thinker:

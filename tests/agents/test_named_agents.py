@@ -36,12 +36,16 @@ def test_rewards_by_agent(returned, solver, critic):
 @pytest.mark.parametrize(
     ("returned", "agents", "said"),
     [
-        ({"solver": 1.0, "judge": 1.0}, AGENTS, "'judge', which is no agent: they are solver"),
-        ({"sovler": 1.0}, AGENTS, "'sovler' is no agent; did you mean 'solver'"),
-        ([1.0, 2.0], AGENTS, "rewards of turns are one agent's"),
-        ({0: 1.0}, AGENTS, "rewards of turns are one agent's"),
-        (Outcome(reward=1.0, agents={"solver": OWN}), (), "this run has none"),
-        ({"solver": Outcome(reward=1.0, agents={"critic": OWN})}, AGENTS, "this run has none"),
+        ({"solver": 1.0, "judge": 1.0}, AGENTS, "'judge', which is not an agent: use solver"),
+        ({"sovler": 1.0}, AGENTS, "'sovler' is not an agent; did you mean 'solver'"),
+        ([1.0, 2.0], AGENTS, "rewards of turns need the name of their agent"),
+        ({0: 1.0}, AGENTS, "rewards of turns need the name of their agent"),
+        (Outcome(reward=1.0, agents={"solver": OWN}), (), "has no named agents"),
+        (
+            {"solver": Outcome(reward=1.0, agents={"critic": OWN})},
+            AGENTS,
+            "has no named agents",
+        ),
         ({"solver": "much"}, AGENTS, "returned a str"),
     ],
 )

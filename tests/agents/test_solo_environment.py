@@ -41,7 +41,7 @@ def test_whatever_it_raises_is_a_failure_of_its_call(error):
         with pytest.raises(EnvironmentFailure, match=type(error).__name__):
             one.call(raising(error))
         assert one.call(lambda environment: 3) == 3
-    assert "Environment was not closed in order" in notes[0] and type(error).__name__ in notes[0]
+    assert "Environment was not closed properly" in notes[0] and type(error).__name__ in notes[0]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

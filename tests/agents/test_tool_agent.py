@@ -177,7 +177,7 @@ def test_the_tools_may_say_what_an_attempt_is_worth(played, counter):
 def test_a_class_whose_part_of_the_reward_would_be_the_agents_own_is_refused(counter):
     counter.outcome = lambda self: 1.0
     tool("call_penalty")(counter)
-    with pytest.raises(ConfigError, match="a part of every reward"):
+    with pytest.raises(ConfigError, match="reserved for a part of the reward"):
         ToolAgent(ToolAgentSection(tools=("call_penalty",)))
 
 

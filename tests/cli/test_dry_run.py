@@ -266,7 +266,7 @@ def test_a_dry_run_gives_the_account_of_the_rows_that_a_run_would_give(agentevo)
     assert "tasks.train: 2 of 3 rows are used" in err
     assert "tasks.train: 1 left out, not JSON: " in err
     assert "rows.jsonl:2" in err
-    assert "tasks.train: 1 of 2 rows have no answer, where the others have one: " in err
+    assert "tasks.train: 1 of 2 rows have no answer, while the others have one: " in err
 
 
 def test_all_that_is_refused_is_listed_at_once_a_line_each(agentevo, folder, monkeypatch):

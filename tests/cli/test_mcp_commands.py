@@ -105,7 +105,7 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
     words = ["env", f"PYTHONPATH={source}", sys.executable, "-m", "agentevo", "mcp", "serve"]
     server = [*words, "account", "--import", str(tmp_path / "account.py")]
     code, _, err = agentevo("mcp", "inspect", *server)
-    assert code != 0 and "KeyError" in err and "no task was given" in err and "--task JSON" in err
+    assert code != 0 and "KeyError" in err and "there is no task" in err and "--task JSON" in err
 
     told = ["--task", '{"metadata": {"goal": 90}}', "--call", "ask"]
     assert agentevo("mcp", "inspect", *told, *server) == (0, "90.0\n", "")
@@ -135,7 +135,7 @@ def test_what_is_no_server_is_refused(words, problem, agentevo):
     ("words", "problem"),
     [
         (["search", "corpus=no.jsonl", "--http"], "the corpus no.jsonl: can't be read"),
-        (["files", "root=/nonexistent"], "'/nonexistent' is no folder"),
+        (["files", "root=/nonexistent"], "'/nonexistent' is not a folder"),
         (["database", "file=no.db"], "give a database of SQLite"),
     ],
 )

@@ -11,7 +11,7 @@ pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
         (["databse"], "did you mean 'database'?"),
         (["files", "rot=3"], "FileTools takes no option 'rot' (options: root, read_only)"),
         (["files", "root"], "write key=value"),
-        (["calculator", "size=3"], "is a function, and takes no options"),
+        (["calculator", "size=3"], "is a function, and a function takes no options"),
         (["calculator", "--port", "80"], "are for --http"),
         (["calculator", "--http", "--host", "0.0.0.0"], "give a key, --api-key"),
         (["calculator", "--http", "--api-key", "sesame"], "write ${env:NAME}"),

@@ -360,5 +360,5 @@ def test_words_of_the_user_that_are_to_be_trained_make_a_bad_row(mark):
     if "masked" in mark:  # torchtune says it of every message, and of the user's too
         assert conversation_of("x", {"messages": said_so}).messages
     else:
-        with pytest.raises(RowError, match="only the assistant's are"):
+        with pytest.raises(RowError, match="only the assistant's messages are trained"):
             conversation_of("x", {"messages": said_so})

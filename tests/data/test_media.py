@@ -37,7 +37,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_with_something_to_look_at_or_listen_to(row):
-    with pytest.raises(RowError, match="models read text alone here") as error:
+    with pytest.raises(RowError, match="models read only text here") as error:
         check_no_media(row)
     assert error.value.reason == "media"
 

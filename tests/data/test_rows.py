@@ -67,11 +67,11 @@ def test_an_array_gives_the_line_on_which_each_row_begins(tmp_path):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ('{"a": 1}', "is no JSON array"),
+        ('{"a": 1}', "is not a JSON array"),
         ('[{"a": 1},\n{"b" 2}]', r"a\.json:2: is not JSON"),
         ('[{"a": 1}\n {"b": 2}]', "neither"),
         ('[{"a": 1}', "not whole"),
-        ("", "is no JSON array"),
+        ("", "is not a JSON array"),
     ],
 )
 def test_a_broken_array_is_refused_whole(tmp_path, text, match):
@@ -104,7 +104,7 @@ def test_what_can_be_no_source_is_refused_before_reading(tmp_path):
     (tmp_path / "a.xlsx").write_text("a,b")
     with pytest.raises(ConfigError, match=r"data\.train: .*a\.xlsx is none of"):
         check_source(str(tmp_path / "a.xlsx"), "data.train")
-    with pytest.raises(ConfigError, match="holds no"):
+    with pytest.raises(ConfigError, match="has no"):
         check_source(str(tmp_path), "data.train")
     with pytest.raises(ConfigError, match=r"data\.eval: .*b\.jsonl does not exist"):
         check_source(str(tmp_path / "b.jsonl"), "data.eval")
@@ -206,11 +206,11 @@ def test_csv_gives_the_line_on_which_each_row_begins(tmp_path):
     ("header", "problem"),
     [
         ("", "columns are missing"),
-        ("a,,b", "a name of its own"),
-        ("a,a", "a name of its own"),
-        ("a;b", "apart by ';'"),
-        ("a\tb", "with commas"),
-        ('"a', "no header of CSV"),
+        ("a,,b", "each column a different name"),
+        ("a,a", "each column a different name"),
+        ("a;b", "separated by ';'"),
+        ("a\tb", "use commas"),
+        ('"a', "not a CSV header"),
     ],
 )
 def test_csv_without_a_header_is_refused(tmp_path, header, problem):

@@ -470,8 +470,8 @@ def test_the_command_writes_rows_and_the_account(tmp_path, monkeypatch, capsys):
         (["in.jsonl", "out.jsonl", "--form", "xml"], "there are auto, openai"),
         (["in.jsonl", "out.jsonl"], "nothing was written"),
         (["in.jsonl", "out.txt"], "nothing was written"),
-        (["in.jsonl", "in.jsonl"], "in.jsonl is what is read"),
-        ([".", "./in.jsonl"], "in.jsonl is what is read"),
+        (["in.jsonl", "in.jsonl"], "in.jsonl is also the input"),
+        ([".", "./in.jsonl"], "in.jsonl is also the input"),
         (["in.jsonl", "out.jsonl", "--form=" + "- " * 9000], "--form - -"),
     ],
 )

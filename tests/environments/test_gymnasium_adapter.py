@@ -208,7 +208,7 @@ def test_text_environment() -> None:
         ({"id": "FrozenLake-v1", "kwargs": {"wetness": 3}}, "wetness"),
         ({"id": "FrozenLake-v1", "action_names": ["Left", "Right"]}, "action_names"),
         ({"id": "AgentEvoGraph-v0"}, "only actions of Discrete, Text, Box"),
-        ({"id": "AgentEvoCamera-v0"}, "27648 numbers in one list, such as a picture"),
+        ({"id": "AgentEvoCamera-v0"}, "27648 numbers in one list, as a picture"),
         ({"id": "Pendulum-v1", "action_names": ["a"]}, "action_names is for Discrete actions"),
     ],
 )

@@ -170,7 +170,7 @@ def test_several_fields_are_said_as_an_object():
         (seen("x", None, True), "no step of it had a reward"),
         ("not json", "in JSON"),
         ("[1]", "as OpenEnv does"),
-        ({"type": "observation", "data": {"reward": 1}}, "has an `observation`"),
+        ({"type": "observation", "data": {"reward": 1}}, "needs the keys `observation`"),
         (failed("EXECUTION_ERROR", "the board is gone"), "EXECUTION_ERROR.*the board is gone"),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_url_where_nothing_answers_is_refused(server):
     other = Server({})
     other.schema = None
     try:
-        with pytest.raises(ConfigError, match="is no OpenEnv server"):
+        with pytest.raises(ConfigError, match="is not an OpenEnv server"):
             make(OpenEnvConfig(url=other.url))
     finally:
         other.close()

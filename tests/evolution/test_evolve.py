@@ -92,9 +92,13 @@ def test_stages_begin_with_what_the_stage_before_made():
 @pytest.mark.parametrize(
     ("target", "overrides", "message"),
     [
-        ("http://127.0.0.1:9/mcp", (), "which model is to learn"),
+        ("http://127.0.0.1:9/mcp", (), "model.name is missing"),
         ("http://127.0.0.1:9/mcp", ("model.name=tiny", "evolve.round=2"), "evolve.round"),
-        ("http://127.0.0.1:9/mcp", ("model.name=tiny", "evolve.budget.days=2"), "no days"),
+        (
+            "http://127.0.0.1:9/mcp",
+            ("model.name=tiny", "evolve.budget.days=2"),
+            "days is not known",
+        ),
         (
             "http://127.0.0.1:9/mcp",
             ("model.name=tiny", "evolve.tasks.train=x", "evolve.include=5"),
@@ -278,10 +282,10 @@ OF_DOCUMENTS = ("evolve.tasks={train: 12, held_out: 3}", "evolve.demonstrations.
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["evolve.exclude=[search]"], "exclude is for a server"),
-        (["evolve.tasks.worlds=3"], r"tasks\.worlds is for a server"),
-        (["evolve.server=http://x/mcp"], "server is for a server"),
-        (["evolve.tasks.languages=[en, de]"], "in one language"),
+        (["evolve.exclude=[search]"], "exclude needs a server"),
+        (["evolve.tasks.worlds=3"], r"tasks\.worlds needs a server"),
+        (["evolve.server=http://x/mcp"], "server needs a server"),
+        (["evolve.tasks.languages=[en, de]"], "give one language"),
         (["evolve.tasks.writer=no-such-model"], r"evolve\.tasks\.writer: "),
         (["evolve.tasks.writer=http://u:p@x/v1"], r"evolve\.tasks\.writer: "),
     ],
@@ -305,7 +309,7 @@ def test_documents_that_are_none_are_refused_before_anything_is_created(tmp_path
         assert said in capsys.readouterr().err
 
     assert main(["evolve", "http://127.0.0.1:9/mcp", str(manual), out, *SMALL]) == 2
-    assert "is no KEY=VALUE" in capsys.readouterr().err
+    assert "is not KEY=VALUE" in capsys.readouterr().err
     assert main(["evolve", str(manual), str(tmp_path / "dull.txt"), out, *SMALL, "--dry-run"]) == 0
 
     told = capsys.readouterr().out

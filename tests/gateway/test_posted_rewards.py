@@ -42,7 +42,7 @@ def test_rewards_are_posted_to_the_session(gateway_of):
         ([{"rewards": {"a": 9e11}}, {"rewards": {"b": 9e11}}], "the sum of the rewards by name"),
         (
             [{"rewards": {"a": 0.5, "b": 0.25}}, {"reward": 1.0}],
-            "by name that were given before it",
+            "by name posted before it",
         ),
         ([{"rewards": {f"{own}{n}": 1.0 for n in range(120)}} for own in "ab"], "has 240 names"),
     ],

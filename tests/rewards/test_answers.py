@@ -71,11 +71,11 @@ def test_where_an_answer_is_stated(text, place, expected):
 @pytest.mark.parametrize(
     ("place", "problem"),
     [
-        ("", "no place"),
-        ("my tag", "no place"),
-        ("json:", "no place"),
-        ("regex:", "no place"),
-        ("regex:(", "no regular expression"),
+        ("", "not a place"),
+        ("my tag", "not a place"),
+        ("json:", "not a place"),
+        ("regex:", "not a place"),
+        ("regex:(", "not a regular expression"),
         ("regex:" + "a" * 10_001, "10001 characters"),
         ("answer_tag", "written `answer`"),
     ],

@@ -249,7 +249,11 @@ def test_judges_are_asked_in_order_until_one_gives_a_score():
         [config.model_copy(update={"models": ("away", "vague", "gone")})], [reply], task(), judges
     )[0]
     assert failed.status == "failed"
-    for problem in ("away: 503", "vague: no number from 0 to 1", "gone: there is no remote model"):
+    for problem in (
+        "away: 503",
+        "vague: no number from 0 to 1",
+        "gone: no remote model has that name",
+    ):
         assert problem in failed.error
 
 

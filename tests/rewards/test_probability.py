@@ -216,10 +216,10 @@ def test_a_task_without_an_answer_fails_its_score(answer):
 def test_places_without_a_spot_are_refused():
     policy = TablePolicy()
     for place in ("auto", "whole", "json:a", "number", "regex:a(b)"):
-        with pytest.raises(ValueError, match="no place where another answer can be put"):
+        with pytest.raises(ValueError, match="not a place where another answer can be put"):
             reward_config("rlpr")(name="rlpr", place=place)
 
-    with pytest.raises(ConfigError, match="'t': answer_schema: 'number' is no place"):
+    with pytest.raises(ConfigError, match="'t': answer_schema: 'number' is not a place"):
         scored(policy, attempt(policy, "7"), metadata={"answer_schema": "number"})
 
     scored(policy, attempt(policy, "\\boxed{7}"), metadata={"answer_schema": "boxed"})

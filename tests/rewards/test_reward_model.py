@@ -201,16 +201,14 @@ def test_of_several_outputs_one_is_chosen(tmp_path):
     found = scored(scorer(tmp_path / "bert", output=2), attempt("left"))
     assert found == pytest.approx([logits.softmax(-1)[0, 2].item()], abs=1e-5)
     for output in (None, 3):
-        with pytest.raises(
-            ModelError, match="has 3 outputs: say which one counts by output=0 to 2"
-        ):
+        with pytest.raises(ModelError, match="has 3 outputs: choose one with output=0 to 2"):
             scored(scorer(tmp_path / "bert", output=output), attempt("left"))
 
 
 def test_what_is_no_classifier_is_refused_when_the_recipe_is_read(tiny_policy, tmp_path):
     loaded = tiny_policy()
     save_model(loaded.model, loaded.tokenizer, tmp_path / "policy")
-    with pytest.raises(ConfigError, match=r"holds LlamaForCausalLM, no sequence classifier"):
+    with pytest.raises(ConfigError, match=r"has LlamaForCausalLM, not a sequence classifier"):
         scorer(tmp_path / "policy")
     with pytest.raises(ConfigError, match="does not exist"):
         scorer(tmp_path / "nowhere")
@@ -232,7 +230,7 @@ def test_a_head_that_was_never_trained_is_no_reward(ours):
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    with pytest.raises(ModelError, match=r"lacks score\.weight: it is no trained sequence"):
+    with pytest.raises(ModelError, match=r"lacks score\.weight: it is not a trained sequence"):
         scored(scorer(folder), attempt("left"))
 
     (folder / "config.json").write_text(

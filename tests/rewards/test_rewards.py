@@ -478,7 +478,7 @@ def test_a_weighted_sum_that_is_too_large_fails_its_attempt(own_rewards):
         ([{"weight": 2}], "rewards[0].name: missing; choose one of "),
         ([{"name": "numeric", "tolerence": 1}], "rewards[0].tolerence: unknown key; did you mean"),
         ([{"name": "format"}], "rewards[0].pattern: missing; A regular expression"),
-        ([{"name": "format", "pattern": "("}], "it is no regular expression"),
+        ([{"name": "format", "pattern": "("}], "it is not a regular expression"),
         (["numeric", "numeric"], "rewards: numeric is listed twice"),
         ([3], "rewards[0]: got 3; needs a name, or a mapping with a name"),
     ],

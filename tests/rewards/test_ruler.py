@@ -398,4 +398,4 @@ def test_an_attempt_without_words_is_a_failure_that_says_so():
     with RemoteServer(ranks()) as server:
         judged = scored([server], [attempt("silent"), *group(0.4)])
     assert not server.received
-    assert "the attempt silent said nothing that could be judged" in judged[0].error
+    assert "the attempt silent has no message to judge" in judged[0].error

@@ -220,7 +220,7 @@ def test_rows_without_an_answer_among_others_are_named(key, value, tmp_path):
     source = lines(tmp_path / "a.jsonl", *rows(3), {"question": "2 + 2?", key: value})
     (report,) = read_tasks(TasksSection(train=[source])).reports
     assert report.lines()[1:] == [
-        f"tasks.train: 1 of 4 rows have no answer, where the others have one: {source}:4"
+        f"tasks.train: 1 of 4 rows have no answer, while the others have one: {source}:4"
     ]
 
 

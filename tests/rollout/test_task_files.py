@@ -94,9 +94,9 @@ def test_an_answer_is_what_the_store_holds():
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"query": "q", "answer_schema": "no tag"}, "answer_schema: 'no tag' is no place"),
-        ({"query": "q", "answer_schema": 3}, "answer_schema: '3' is no place"),
-        ({"query": "q", "answer_schema": "regex:("}, "no regular expression"),
+        ({"query": "q", "answer_schema": "no tag"}, "answer_schema: 'no tag' is not a place"),
+        ({"query": "q", "answer_schema": 3}, "answer_schema: '3' is not a place"),
+        ({"query": "q", "answer_schema": "regex:("}, "not a regular expression"),
         ({"query": "q", "scorer": ","}, "the scorer is ','"),
         ({"query": "q", "scorer": "math,"}, "the scorer is 'math,'"),
         ({"query": "q", "scorer": "math, math"}, "a list of different ones"),
@@ -154,7 +154,7 @@ def test_a_task_that_is_written_and_read_again_is_the_same(task, form):
     ("form", "key"), [("verl", "prompt"), ("agentevo", "answer"), ("agentrl", "query")]
 )
 def test_metadata_never_takes_the_place_of_a_column(form, key):
-    with pytest.raises(RowError, match=f"another {key} in its metadata"):
+    with pytest.raises(RowError, match=f"has the key {key} in its metadata"):
         row_of(Task(id="a", query="q", answer="1", metadata={key: "other"}), form)
 
 
@@ -217,7 +217,7 @@ def test_verls_parquet_there_and_back(tmp_path):
     [
         (["convert", "IN", "OUT.jsonl", "--from", "trl"], "--from trl: there are auto, agentevo"),
         (["convert", "IN", "OUT.jsonl", "--to", "art"], "--to art: there are agentevo, agentrl"),
-        (["convert", "IN", "IN"], "is what is read"),
+        (["convert", "IN", "IN"], "is also the input"),
         (["convert", "IN", "OUT.txt"], "give a file named .jsonl, .jsonl.gz or .parquet"),
         (["convert", "IN", "OUT.jsonl", "--from", "art"], "nothing was written"),
         (["convert", "GONE.jsonl", "OUT.jsonl"], "does not exist"),
@@ -400,7 +400,7 @@ def test_a_reasoning_gym_set_is_judged_by_its_own_score(tmp_path):
 
     assert score(f"<answer>{task.answer}</answer>") == 1.0
     assert score("<answer>no number</answer>") < 1.0
-    with pytest.raises(ValueError, match="none of reasoning-gym's"):
+    with pytest.raises(ValueError, match="not from reasoning-gym"):
         score("4", Task(id="t", query="q"))
 
     assert main(["data", "prepare", "reasoning_gym/chain_sums", str(out)]) == 2

@@ -69,7 +69,7 @@ def test_what_can_not_be_read_is_refused_with_all_that_can_not(
     (tmp_path / "good.md").write_text("Text.")
     said = refused(tmp_path)
     assert "image.txt: not UTF-8 text (byte 0)" in said
-    assert "zero.md: is no text (byte 1 is 0)" in said
+    assert "zero.md: is not a text (byte 1 is 0)" in said
 
     for name in ("image.txt", "zero.md"):
         (tmp_path / name).unlink()
@@ -78,7 +78,7 @@ def test_what_can_not_be_read_is_refused_with_all_that_can_not(
         file.truncate(10**9)
 
     said = refused(tmp_path)
-    assert "huge.txt: has 1,000,000,000 bytes, and of one text at most 32,000,000" in said
+    assert "huge.txt: has 1,000,000,000 bytes, and the limit of one text is 32,000,000" in said
 
     (tmp_path / "huge.txt").unlink()
     (tmp_path / "link.txt").symlink_to("/dev/zero")
@@ -86,7 +86,7 @@ def test_what_can_not_be_read_is_refused_with_all_that_can_not(
 
     (tmp_path / "link.txt").unlink()
     monkeypatch.setattr(document_files, "MOST_BYTES", 3)
-    assert "5 bytes together, and at most 3" in refused(tmp_path)
+    assert "5 bytes together, and the limit is 3" in refused(tmp_path)
 
     monkeypatch.setattr(document_files, "MOST_FILES", 0)
     assert "more than 0 texts" in refused(tmp_path)
@@ -125,5 +125,5 @@ def test_files_of_one_name_in_two_folders_have_names_of_their_own_and_none_count
 
 def test_a_name_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")).write_text("Text.")
-    with pytest.raises(ConfigError, match="its name is no UTF-8: rename it"):
+    with pytest.raises(ConfigError, match="its name is not UTF-8: rename it"):
         read_documents([tmp_path])

@@ -84,7 +84,7 @@ def test_a_solver_that_does_not_solve_is_told(monkeypatch):
 def test_there_are_only_so_many(monkeypatch):
     row = {"query": "What?", "answer": "that"}
     monkeypatch.setattr(LESSONS["calculator"], "draw", lambda draw: row, raising=False)
-    with pytest.raises(AgentEvoError, match="ask for fewer"):
+    with pytest.raises(AgentEvoError, match="use fewer"):
         lesson_tasks(LESSONS["calculator"], 2, 0)
 
 

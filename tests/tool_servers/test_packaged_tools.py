@@ -196,7 +196,7 @@ def test_a_file_is_copied_for_each_attempt(tmp_path):
 
 @pytest.mark.parametrize("metadata", [{"setup": "SELEKT"}, {"setup": 3}, {"solved_by": "x"}])
 def test_a_task_whose_sql_does_not_run_fails_its_attempt(metadata):
-    with pytest.raises(EnvironmentFailure, match="is no SQL that runs"):
+    with pytest.raises(EnvironmentFailure, match="the SQL of metadata"):
         DatabaseTools(task(**metadata))
 
 
@@ -400,7 +400,7 @@ def test_files_have_bounds(folder, tmp_path):
         FileTools(task(files={"large.txt": ""}), root=str(tmp_path), read_only=True)
     assert (tmp_path / "large.txt").stat().st_size
 
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         FileTools(task(), root=str(tmp_path / "none"))
 
 

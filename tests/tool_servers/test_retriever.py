@@ -155,11 +155,11 @@ def test_dense_search_compares_meanings(corpus, encoder):
 
 
 def test_an_encoder_that_is_none_is_refused(corpus, tmp_path):
-    with pytest.raises(ConfigError, match="is no encoder"):
+    with pytest.raises(ConfigError, match="is not an encoder"):
         corpus_index(corpus, "dense", str(tmp_path))
-    with pytest.raises(ConfigError, match="there are bm25"):
+    with pytest.raises(ConfigError, match="use bm25, or dense"):
         corpus_index(corpus, "cosine")
-    with pytest.raises(ConfigError, match="there are bm25"):
+    with pytest.raises(ConfigError, match="use bm25, or dense"):
         corpus_index(corpus, "bm25", str(tmp_path))
 
 
@@ -179,10 +179,10 @@ def test_the_packaged_encoder(corpus):
         (["none.jsonl"], "can't be read"),
         (["/dev/zero"], "is a device, pipe or socket"),
         ([".", "--kind", "dense"], "is a folder"),
-        (["corpus.jsonl", "--kind", "dense", "--model", "~nobody/x"], "is no encoder"),
-        (["corpus.jsonl", "--kind", "cosine"], "there are bm25"),
+        (["corpus.jsonl", "--kind", "dense", "--model", "~nobody/x"], "is not an encoder"),
+        (["corpus.jsonl", "--kind", "cosine"], "use bm25, or dense"),
         (["corpus.jsonl", "--host", "0.0.0.0"], "give a key"),
-        (["corpus.jsonl", "--kind", "dense", "--model", "none"], "none is no encoder"),
+        (["corpus.jsonl", "--kind", "dense", "--model", "none"], "none is not an encoder"),
     ],
 )
 def test_the_command_refuses_before_it_listens(words, problem, corpus, capsys, monkeypatch):

@@ -145,7 +145,7 @@ def test_a_task_that_headers_can_not_hold_is_told(section):
 
 
 def test_a_task_that_can_not_be_played_fails_its_attempt(section):
-    with pytest.raises(ToolUnavailableError, match="is no SQL that runs"):
+    with pytest.raises(ToolUnavailableError, match="the SQL of metadata"):
         played(section, (Task(id="t", metadata={"setup": "nonsense"}), READ))
 
 

@@ -185,7 +185,9 @@ def test_a_server_that_breaks_costs_its_call():
         and texts[5].endswith("\nout of cheese")
     )
     assert texts[6:] == [f"{RESTARTED}5", "6"]
-    assert isinstance(outcome, EnvironmentFailure) and "went away in the attempt" in str(outcome)
+    assert isinstance(outcome, EnvironmentFailure) and "restarted during the attempt" in str(
+        outcome
+    )
     assert metrics == {
         "num_tool_calls": 6,
         "num_tool_errors": 4,
@@ -469,7 +471,7 @@ def test_no_server_is_told_the_answer_nor_what_leads_there():
 
     header = task_headers(task, 7, "c")["agentevo-task"]
     assert json.loads(base64.b64decode(header)) == told
-    with pytest.raises(EnvironmentFailure, match="can tell of 65,536: give it a file"):
+    with pytest.raises(EnvironmentFailure, match="can pass 65,536: give it a file"):
         task_variables(Task(id="t", query="x" * 70_000), 7, "c")
 
 

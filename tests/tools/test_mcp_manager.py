@@ -132,7 +132,9 @@ def test_a_manager_that_breaks_costs_its_call(monkeypatch):
         )
 
     for text, said in zip(
-        texts, ["broke off", "no JSON", "no object", "Error connecting", "1,048,576"], strict=False
+        texts,
+        ["broke off", "not JSON", "not an object", "Error connecting", "1,048,576"],
+        strict=False,
     ):
         assert "can't be reached" in text and said in text
 

@@ -146,7 +146,9 @@ def test_a_program_that_waits_for_a_package_is_told_so(tmp_path):
         async with Toolbox([section]).open(Task(id="t"), 0):
             pass
 
-    with pytest.raises(ToolUnavailableError, match=r"npx fetches a package .* install the package"):
+    with pytest.raises(
+        ToolUnavailableError, match=r"npx downloads a package .* install the package"
+    ):
         run_coroutine(work())
 
 

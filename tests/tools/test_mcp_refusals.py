@@ -23,7 +23,11 @@ pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
         ({"mcpServers": {"a": {"command": "no-such-program"}}}, (), "there is no program"),
         ({"mcpServers": {"a": {"url": "u", "type": "ws"}}}, (), "type is 'ws'"),
         ({"mcpServers": {"a": {"command": "${NO_SUCH}"}}}, (), "NO_SUCH is not set"),
-        ({"mcpServers": {"a": {"url": "${input:key}"}}}, (), "nobody can be asked"),
+        (
+            {"mcpServers": {"a": {"url": "${input:key}"}}},
+            (),
+            "asks for input, which is not supported",
+        ),
         ({"mcpServers": {"a": 3}}, (), "a: Expected `object`"),
     ],
 )

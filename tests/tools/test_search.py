@@ -95,13 +95,13 @@ def test_a_corpus_that_can_not_be_read_says_where(tmp_path):
         CorpusSearch(corpus=str(path))
 
     path.write_text('{"text": "fine"}\n{"words": "odd"}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"corpus.jsonl:2: no passage"):
+    with pytest.raises(ConfigError, match=r"corpus.jsonl:2: not a passage"):
         CorpusSearch(corpus=str(path))
 
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="has no passages"):
         CorpusSearch(corpus=str(path))
-    with pytest.raises(ConfigError, match="needs the option `corpus`"):
+    with pytest.raises(ConfigError, match="needs one of the options `corpus`"):
         CorpusSearch()
     assert passage_of({"title": "", "text": "x"}).contents == "x"
 

@@ -118,7 +118,7 @@ def test_a_node_that_was_replaced_is_not_judged():
         entry = MCPManagerSection(url=manager.url, image="i", session="attempt")
         assert worth([entry], [("count", "{}")], checks) == {"state_checks": 1.0}
         calls = [("count", "{}"), ("give", '{"what": "gone"}'), ("count", "{}")]
-        with pytest.raises(EnvironmentFailure, match="went away in the attempt"):
+        with pytest.raises(EnvironmentFailure, match="was restarted during the attempt"):
             worth([entry], calls, checks)
 
 

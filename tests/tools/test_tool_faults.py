@@ -144,7 +144,7 @@ def test_the_policy_gets_names_that_every_api_takes():
     ("options", "problem"),
     [
         ({"include": ("look", "lok*")}, r"no tool is called 'lok\*': did you mean look\?"),
-        ({"exclude": ("*",)}, "no tool is left of look"),
+        ({"exclude": ("*",)}, "`exclude` removes every tool of look"),
     ],
 )
 def test_a_choice_of_tools_that_leaves_none_is_told(options, problem):
@@ -196,7 +196,9 @@ def test_an_outcome_that_never_comes_fails_the_attempt_in_words():
             goes_on.wait(300)
 
     try:
-        with pytest.raises(EnvironmentFailure, match="'world' have not said within"):
+        with pytest.raises(
+            EnvironmentFailure, match="'world' gave no outcome of the attempt within"
+        ):
             called(timeout_s=1)
     finally:
         goes_on.set()

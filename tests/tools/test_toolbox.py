@@ -330,8 +330,8 @@ def keywords(**more: int) -> None: ...
     ("function", "problem"),
     [
         (no_type, "Unable to generate pydantic-core schema"),
-        (stars, "arguments are given by name"),
-        (unnamed, "arguments are given by name"),
+        (stars, "arguments are passed by name"),
+        (unnamed, "arguments are passed by name"),
         (keywords, "name each parameter"),
     ],
 )

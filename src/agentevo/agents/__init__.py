@@ -1,4 +1,4 @@
-"""Agents: each turns a task into an attempt by asking a policy."""
+"""Agents: each makes attempts at tasks with replies from a policy."""
 
 from agentevo.agents.agent import Agent, AgentFunction, FunctionAgent, make_agent
 from agentevo.agents.code_agent import CodeAgent

@@ -1,12 +1,12 @@
-"""The agent contract: make one attempt at a task by asking a policy.
+"""The agent contract: make one attempt at a task with replies from a policy.
 
-What an agent's `run` may return: an `Outcome`; a number, which is the reward; a mapping of named
-parts, whose sum is the reward; a list with a reward for each turn, or a mapping from turns to
-rewards, whose sum is the reward; or None where what was posted counts, else a scorer decides (the
-recipe's `rewards`, or the task's own). A reward of 1 or more counts as success. An agent that asks
-only by a client of its own counts the turns that it received; any other names them by `Reply.turn`.
-In a rollout of several agents such a value is the outcome of all of them, and a mapping from their
-names to such values gives each its own.
+An agent's `run` can return: an `Outcome`; a number, which is the reward; a mapping of named parts,
+whose sum is the reward; a list with a reward for each turn, or a mapping from turns to rewards,
+whose sum is the reward; or None. With None the posted rewards count, or else a scorer decides (the
+recipe's `rewards`, or the task's own). A reward of 1 or more counts as success. An agent that uses
+only its own client counts the turns that it received; any other agent uses `Reply.turn`. In a
+rollout of several agents such a value is the outcome of all of them, and a mapping from their names
+to such values gives each agent its own outcome.
 """
 
 from __future__ import annotations
@@ -45,37 +45,35 @@ from agentevo.types import REWARD_PARTS, TIMINGS, Outcome, Task
 from agentevo.user_code import construct
 
 AgentFunction: TypeAlias = Callable[..., Any]
-"""`run(task, policy)`, or `run(task)` which calls the policy by a client of its own; async or
+"""`run(task, policy)`, or `run(task)`, which calls the policy through its own client; async or
 not."""
 
 
 CLOSING_S = 60.0
-"""How long an agent's `close` may take."""
+"""The time limit of an agent's `close`."""
 ALIKE = 0.8
-"""How much of a name has to be an agent's (difflib's ratio) to be taken for a slip of the pen."""
+"""A name at least this similar to an agent's name (difflib's ratio) counts as a typo of it."""
 
 
 class Agent(Protocol):
-    """Anything that plays. It may raise: the attempt is then recorded as failed and the run
-    continues."""
+    """An agent. If it raises, the attempt is recorded as failed and the run continues."""
 
     async def run(self, task: Task, policy: Policy) -> Outcome: ...
 
 
 class FunctionAgent:
-    """An agent that is one function, or the method of an object. One that is not async runs on a
-    thread of its own.
+    """An agent that is one function, or the method of an object. A function that is not async runs
+    on its own thread.
 
-    With one parameter its client calls the policy by the gateway: the calls are recognised by the
-    environment's base URL and the attempt's context (capture.py).
+    With one parameter, its client calls the policy through the gateway. The calls are attributed by
+    the base URL in the environment and the attempt's context (capture.py).
 
-    Raises ConfigError for a function that takes something else."""
+    Raises ConfigError for a function with other parameters."""
 
     def __init__(self, function: AgentFunction, player: Any = None) -> None:
-        """`player`: the object whose method it is, which may have a `close` of its own, async or
-        not."""
+        """`player`: the object of the method. It can have a `close`, async or not."""
         self.needs_scorer = bool(getattr(player, "needs_scorer", False))
-        """Whether the player leaves it to a scorer what an attempt is worth."""
+        """Whether a scorer decides the reward of the player's attempts."""
         self._player = player
         self.needs_session = not takes_policy(function)
         """Whether its attempts need the gateway."""
@@ -83,12 +81,12 @@ class FunctionAgent:
         self._function = function
         self._notices = NoticesBlocks(
             f"the agent {describe_function(function)}",
-            "await an async client, call what blocks by `await asyncio.to_thread(...)`, or write "
-            "`def` in the place of `async def`: each attempt then has a thread of its own",
+            "await an async client, make blocking calls with `await asyncio.to_thread(...)`, or "
+            "write `def` instead of `async def`: each attempt then has its own thread",
         )
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
-        """See Agent.run. Raises NoCallError where a function with one parameter has not called the
+        """See Agent.run. Raises NoCallError if a function with one parameter did not call the
         policy."""
         if self.needs_session:
             with capture_calls(policy.session.base, policy.api_key), policy.texts.current():
@@ -98,7 +96,7 @@ class FunctionAgent:
             if not policy.was_asked:
                 raise NoCallError(
                     f"{describe_function(self._function)} made no call to the policy, which is at "
-                    f"{policy.base_url}: make its client inside of the function, with no base URL "
+                    f"{policy.base_url}: create its client inside the function, with no base URL "
                     "or with that of the environment variable, or take a second parameter and give "
                     "the client base_url=policy.base_url and api_key=policy.api_key"
                 )
@@ -113,7 +111,7 @@ class FunctionAgent:
                 if len(returned) != len(taken):
                     raise ValueError(
                         f"the agent returned a list of {len(returned)} rewards, but it took "
-                        f"{len(taken)} turns: give one for each"
+                        f"{len(taken)} turns: return one reward for each turn"
                     )
                 return _of_turns(dict(zip(taken, returned, strict=True)))
 
@@ -128,8 +126,8 @@ class FunctionAgent:
             raise
 
     async def close(self) -> None:
-        """Ends what attempts shared, when no more of them are played. What a `close` raises, or
-        does not end within CLOSING_S, is shown: the attempts have their outcomes."""
+        """Ends everything that attempts share, after the last attempt. A `close` that raises or
+        exceeds CLOSING_S is only reported, since the attempts have their outcomes."""
         close = getattr(self._player, "close", None)
         if close is None:
             return
@@ -141,7 +139,7 @@ class FunctionAgent:
                     await closing
         except Interrupt:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (it is a user's)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (user code)
             to_stderr(f"the agent's close failed: {describe_error(error)}\n{traceback_of(error)}")
 
     async def _await_return(self, task: Task, *policy: Policy) -> Any:
@@ -153,16 +151,16 @@ class FunctionAgent:
 
 
 def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
-    """An agent's return value as a record of plain values; see the module. `agents`: the names of
-    several. Raises TypeError or ValueError for any other value."""
+    """An agent's return value as a record of plain values; see the module. `agents`: the names in a
+    rollout of several agents. Raises TypeError or ValueError for any other value."""
     if agents:
         return _of_agents(returned, agents)
 
     if isinstance(returned, Outcome):
         if returned.agents:
             raise ValueError(
-                f"the agent's outcome is of the agents {', '.join(map(str, returned.agents))}, and "
-                "this run has none: name them in the recipe's section agents"
+                f"the agent's outcome names the agents {', '.join(map(str, returned.agents))}, and "
+                "this run has no named agents: add them to the recipe's section agents"
             )
         return _plain(returned)
 
@@ -190,8 +188,7 @@ def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
 
 
 def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
-    """The outcome for each of several agents. A value that names none of them is the outcome of
-    all."""
+    """The outcome for each of several agents. A value without agent names is the outcome of all."""
     if isinstance(returned, Outcome):
         by_agent: Mapping[Any, Any] = returned.agents
         returned = msgspec.structs.replace(returned, agents={})
@@ -206,13 +203,13 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
     unknown = next((name for name in by_agent if name not in agents), None)
     if unknown is not None:
         raise ValueError(
-            f"a reward is of {shown(unknown)}, which is no agent: they are {', '.join(agents)}"
+            f"a reward names {shown(unknown)}, which is not an agent: use {', '.join(agents)}"
         )
 
     everybody = outcome_of(returned)
     if everybody.turn_rewards:
         raise ValueError(
-            "rewards of turns are one agent's: return them by its name, such as "
+            "rewards of turns need the name of their agent: return a mapping such as "
             f'{{"{agents[0]}": [0.0, 1.0]}}'
         )
 
@@ -221,13 +218,13 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
 
 
 def _check_no_slip(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
-    """Raises ValueError for a part of the common reward whose name is almost an agent's."""
+    """Raises ValueError if the name of a common reward part is almost an agent's name."""
     for name in parts:
         meant = difflib.get_close_matches(str(name), agents, n=1, cutoff=ALIKE)
         if meant:
             raise ValueError(
-                f"{shown(name)} is no agent; did you mean {meant[0]!r}? A part of everybody's "
-                "reward needs a name that is less like an agent's"
+                f"{shown(name)} is not an agent; did you mean {meant[0]!r}? A part of the common "
+                "reward needs a name that is less similar to an agent's"
             )
 
 
@@ -240,8 +237,8 @@ def _by_index(outcome: Outcome, received: Mapping[str, Sequence[int]]) -> Outcom
         if unknown is not None:
             who = f"agent {agent!r}" if agent else "agent"
             raise ValueError(
-                f"the {who}'s turn_rewards name the turn {unknown}, but it took {len(taken)}: the "
-                "first is 0"
+                f"the {who}'s turn_rewards name the turn {unknown}, but it took {len(taken)} "
+                "turns: the first is 0"
             )
 
         return {taken[turn]: reward for turn, reward in rewards.items()}
@@ -299,8 +296,8 @@ def _metrics(values: Any) -> dict[str, float]:
             else ("times", "timings")
         )
         raise ValueError(
-            f"the agent's metrics have the name {taken!r}, which {kind} have: choose another, or "
-            f"give it in {place}"
+            f"the agent's metrics have the name {taken!r}, which {kind} use: choose another name, "
+            f"or return the value in {place}"
         )
 
     return metrics
@@ -318,12 +315,12 @@ def _turn(turn: Any) -> int:
 def make_agent(
     section: AgentSection, make_environment: Callable[[], TextEnvironment]
 ) -> FunctionAgent:
-    """The registered agent that `section` describes; `make_environment` gives a fresh environment
-    to an agent that plays one. Raises ConfigError, also with what a user's class raised."""
+    """The registered agent that `section` describes; `make_environment` makes a new environment for
+    an agent that plays one. Raises ConfigError, also for an exception of a user's class."""
     if section.type == "function":
         raise ConfigError(
             "agent.type: function: the agent is a function of the program that started the run: "
-            "give it again there (`agentevo.load_run(folder, agent=...)`), or register it with "
+            "pass it again (`agentevo.load_run(folder, agent=...)`), or register it with "
             "@agentevo.agent(NAME) in a file that the recipe imports"
         )
 
@@ -338,8 +335,8 @@ def make_agent(
 
 
 def _takes(registered: Any, options: Sequence[Any]) -> bool:
-    """Whether a class is made with options. To one without an `__init__` whose base is a protocol
-    Python gives one that seems to take anything."""
+    """Whether a class takes options. A subclass of a protocol without its own `__init__` gets one
+    from Python that seems to take anything."""
     owner = next(base for base in registered.__mro__ if "__init__" in vars(base))
     if getattr(owner, "_is_protocol", False):
         return False
@@ -348,15 +345,15 @@ def _takes(registered: Any, options: Sequence[Any]) -> bool:
     try:
         signature.bind(*options)
     except TypeError:
-        return bool(signature.parameters)  # it says itself what it lacks
+        return bool(signature.parameters)  # the constructor raises for missing parameters
 
     return True
 
 
 def make_player(section: AgentSection, options: Sequence[Any] | None = None) -> Any:
     """An object of the registered class that `section` names, made with the `options` (default: the
-    section), or without them where it has no `__init__`. Raises ConfigError, also with what a
-    user's class raised."""
+    section), or without them if the class has no `__init__`. Raises ConfigError, also for an
+    exception of a user's class."""
     registered = agents.get(section.type)
     options = (section,) if options is None else options
 

@@ -1,9 +1,9 @@
-"""The files of an attempt in a sandbox: those that its task gives, and those that its code makes.
+"""The files of an attempt in a sandbox: the files of its task, and the files that its code writes.
 
-A task gives them in its metadata (a column `files` of its row): an object of paths, each with a
-text, or {"base64": "..."}. What code has made or changed is read after each call of the sandbox and
-kept with the trajectory as it was then, so that an attempt that fails, is broken off, or loses its
-sandbox keeps what there was before.
+A task has its files in its metadata (a column `files` of its row): an object of paths, each with a
+text, or {"base64": "..."}. New and changed files are read after each call of the sandbox and stored
+with the trajectory. So an attempt that fails, is cancelled, or loses its sandbox keeps the files
+from before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_NAMED = 50
 
 
 def given_files(task: Task) -> dict[str, bytes]:
-    """The files that the task puts into the work folder, by path. Raises ConfigError for another
+    """The files that the task puts into the work folder, by path. Raises ConfigError for a wrong
     form."""
     files = task.metadata.get(FILES)
     if files is None:
@@ -53,16 +53,17 @@ def _content(path: str, content: Any) -> bytes:
         try:
             return base64.b64decode(content["base64"], validate=True)
         except binascii.Error as error:
-            raise ValueError(f"{path[:100]!r} is no base64 ({error})") from error
+            raise ValueError(f"{path[:100]!r} is not base64 ({error})") from error
 
     raise TypeError(f"{path[:100]!r} is neither a text nor base64")
 
 
 class AttemptFiles:
-    """The files of one attempt. `limit` is the number of bytes that are kept; 0 keeps none."""
+    """The files of one attempt. `limit` is the maximum number of bytes to keep; 0 keeps no
+    files."""
 
     def __init__(self, task: Task, policy: Policy, limit: int) -> None:
-        """Raises ConfigError for files of a task that have another form."""
+        """Raises ConfigError for task files in a wrong form."""
         self._given = given_files(task)
         self._policy = policy
         self._limit = limit
@@ -71,12 +72,12 @@ class AttemptFiles:
 
     @property
     def num_left_out(self) -> int:
-        """How many files the code has left that are not kept as they are."""
+        """The number of the code's files that are not kept in their final state."""
         return len(self._left_out)
 
     @property
     def announcement(self) -> str:
-        """The announcement of the files to the policy; empty where there are none."""
+        """The announcement of the files to the policy; empty if there are none."""
         if not self._given:
             return ""
         named = [f"- {path} ({len(content):,} bytes)" for path, content in self._given.items()]
@@ -85,8 +86,8 @@ class AttemptFiles:
         return "\n".join(["Files in the current folder:", *named[:_MOST_NAMED], *rest])
 
     async def put(self, sandbox: Sandbox) -> bool:
-        """Writes the task's files, unless they are there, and returns whether it did. Raises
-        SandboxError where the sandbox can't hold them."""
+        """Writes the task's files unless they exist, and returns whether it did. Raises
+        SandboxError if the sandbox can't hold them."""
         if self._are_there:
             return False
         for path, content in self._given.items():
@@ -95,12 +96,12 @@ class AttemptFiles:
         return bool(self._given)
 
     def lost(self) -> None:
-        """The work folder is gone, and the next one is empty. What was kept stays."""
+        """Notes that the work folder is gone and the next one is empty. Kept files stay."""
         self._are_there = False
 
     async def keep(self, sandbox: Sandbox, changed: tuple[str, ...]) -> None:
-        """Keeps the changed files as they are now, in the order of their paths, up to the limit. A
-        sandbox that can't return them loses only the files."""
+        """Keeps the current content of the changed files, in the order of their paths, up to the
+        limit. If the sandbox can't return them, only the files are lost."""
         if not changed:
             return
 
@@ -117,7 +118,7 @@ class AttemptFiles:
                 call.outcome("failed", str(error))
 
     async def _read(self, sandbox: Sandbox, changed: tuple[str, ...]) -> int:
-        """Returns how many were left out."""
+        """Returns the number of files that were left out."""
         sizes = await sandbox.files()
         files = {path: file for path, file in self._policy.files.items() if path not in changed}
         left_out = set[str]()

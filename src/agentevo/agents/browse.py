@@ -1,9 +1,9 @@
-"""Long results of tools, summarised by a helper model before the policy reads them.
+"""Summarises long results of tools with a helper model before the policy reads them.
 
-The helper is a remote model: those of `agent.browse.models` are asked in order until one answers.
-Its requests and answers are recorded with the attempt's turns and never trained, and the call's
-record has both the result and its summary. Where no model answers, the policy reads the result
-itself, and that it could not be summarised: a failure never looks like a summary.
+The helper is a remote model: the models of `agent.browse.models` are tried in order until one
+answers. Their requests and answers are recorded with the attempt's turns and never trained on. The
+call's record has both the result and its summary. If no model answers, the policy reads the
+original result with a note that no summary could be made, so a failure never looks like a summary.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from agentevo.tools.tool import Condensed, ToolSpec
 from agentevo.types import Message, ToolCall
 
 PURPOSE = "Summarise the main content."
-"""The purpose of reading a result where neither the call nor the recipe says it."""
+"""The purpose of reading a result if neither the call nor the recipe gives one."""
 PURPOSE_KEYS = ("purpose", "goal")
-"""Arguments of a call that may say what it is for."""
+"""The arguments of a call that can state its purpose."""
 AGENT = "browse"
-"""The agent that the helper's words are attributed to, in the attempt's record and the price
-log."""
+"""The agent name of the helper's turns in the attempt's record and the price log."""
 LEFT_OUT = "\n[the rest is left out]"
 FAILED = "[no summary could be made; this is what the tool gave]\n"
 LONGEST_PURPOSE = 2000
 CHARS_PER_TOKEN = 8
-"""No text is counted beyond so many characters for each token that the helper may read."""
+"""Token counting stops at this many characters for each token that the helper may read."""
 CHARS_PER_REMOTE_TOKEN = 4
-"""A token of a remote model in the policy's place, whose tokenizer is not here, counts as so many
-characters."""
+"""The characters per token if a remote model replaces the policy, since its tokenizer is not
+available."""
 _WHOLE = re.compile(r"\b(full|complete|raw|entire)\b[\w ]{0,20}\b(content|text|page)", re.I)
 """Matches a purpose that asks for the result itself."""
 
@@ -59,11 +58,11 @@ class Browse:
         return PageReader(self, policy)
 
     async def clip_text(self, text: str, policy: Policy) -> tuple[str, bool]:
-        """What the helper reads of a text, and whether the text is long."""
+        """The part of a text that the helper reads, and whether the text is long."""
         section = self.section
         text = text.encode("utf-8", "replace").decode()
         if len(text.encode()) <= section.min_prompt_length:
-            return text, False  # no token is less than a byte
+            return text, False  # a token has at least one byte
         if policy.remote_model is not None:
             head = text[: section.max_prompt_length * CHARS_PER_REMOTE_TOKEN]
             is_long = len(text) > section.min_prompt_length * CHARS_PER_REMOTE_TOKEN
@@ -71,7 +70,7 @@ class Browse:
         return await in_thread(self._clip_text, text, policy.conversation.chat.tokenizer)
 
     def _clip_text(self, text: str, tokenizer: Any) -> tuple[str, bool]:
-        """Runs on a thread, with a tokenizer of its own: another thread uses the policy's."""
+        """Runs on a thread with its own tokenizer: another thread uses the policy's."""
         section = self.section
         head = text[: section.max_prompt_length * CHARS_PER_TOKEN]
         with self._lock:
@@ -91,7 +90,7 @@ class Browse:
             self._has_told = True
             to_stderr(
                 f"agent.browse: no model could summarise a result: {'; '.join(problems)}\n"
-                "(the policy is told, and read the result itself; later failures are counted)"
+                "(the policy reads the original result with a note; later failures are counted)"
             )
 
 
@@ -110,8 +109,8 @@ class PageReader:
         return {name: float(self._counts[name]) for name in names}
 
     async def condense(self, spec: ToolSpec, call: ToolCall, text: str) -> Condensed | None:
-        """The text that the policy reads in place of a tool's result; None where the result stays
-        as it is."""
+        """The text that the policy reads in place of a tool's result; None if the result is not
+        changed."""
         section = self._browse.section
         names = {call.name, *spec.names}
         if not any(
@@ -149,7 +148,7 @@ class PageReader:
         return Condensed(text=section.page_separator.join(parts), problem="; ".join(problems))
 
     def _purpose(self, spec: ToolSpec, call: ToolCall) -> str:
-        """The purpose of the call, in its own words or the recipe's."""
+        """The purpose of the call: from its arguments, or from the recipe."""
         try:
             arguments = json.loads(call.arguments or "{}")
         except (ValueError, RecursionError):
@@ -166,9 +165,9 @@ class PageReader:
         )
 
     async def _read(self, page: str, purpose: str, until: float) -> str | list[str]:
-        """A page's summary, or what was wrong with each model."""
+        """A page's summary, or the problem of each model."""
         section = self._browse.section
-        # One after the other, so that a page that has {purpose} in it stays as it is.
+        # Not in one pass, so that a page that contains {purpose} is not changed.
         before, _, after = section.prompt.partition("{content}")
         prompt = "".join(
             (before.replace("{purpose}", purpose), page, after.replace("{purpose}", purpose))

@@ -1,22 +1,19 @@
-"""Calls of the policy by an agent's own client, attributed to attempts by the context in which they
-are made.
+"""Attributes the policy calls of an agent's own client to attempts, by the context of the call.
 
     with captured(gateway_url, key):            around one attempt
         ... OpenAI().chat.completions.create(...)
 
-The attempt's key is in a context variable, and what is sent to the gateway's own URL in its context
-is a copy of the request with the key as the header HEADER, so the same request may be sent in many
-attempts; requests to anywhere else stay as they are, byte for byte. Covered: httpx, httpx2,
-requests, aiohttp and urllib.request, which are patched while an attempt runs: those that are
-imported already, and those that are imported in that time. Clients are led to the gateway by
-environment variables, which are put back after the last attempt; the API key in them is a
-placeholder, so nothing is attributed by it.
+The attempt's key is in a context variable. A request to the gateway's URL in that context is sent
+as a copy with the key in the header HEADER, so many attempts can send the same request object.
+Requests to other URLs are not changed. Covered clients: httpx, httpx2, requests, aiohttp and
+urllib.request. They are patched while an attempt runs, also if they are imported in that time.
+Environment variables point clients to the gateway, and are restored after the last attempt; their
+API key is a placeholder, which attributes nothing.
 
-The context goes along to asyncio's tasks and to_thread, to what is submitted to a
-ThreadPoolExecutor, and to threads that are started in it. Not promised: a thread that several
-attempts share and hand work to belongs to the one that started it, so start it outside of them or
-let it use `policy.api_key`. Child processes have the placeholder only, forked ones too: a pool of
-them serves many attempts.
+asyncio's tasks and to_thread, calls submitted to a ThreadPoolExecutor, and new threads inherit the
+context. The limits: a thread that several attempts share belongs to the attempt that started it, so
+start it outside of attempts or let it use `policy.api_key`. Child processes, also forked ones, have
+only the placeholder, since a pool of them serves many attempts.
 """
 
 from __future__ import annotations
@@ -43,12 +40,12 @@ HEADER = "X-AgentEvo-Session"
 
 
 class _CapturedAttempt(NamedTuple):
-    """The attempt whose calls are made in a context."""
+    """The attempt that a context belongs to."""
 
     gateway_url: str
     key: str
     process: int
-    """The process that made the context: a forked child inherits the context, and belongs to no
+    """The process that made the context: a forked child inherits the context, but belongs to no
     attempt."""
 
 
@@ -64,7 +61,7 @@ def capture_calls(gateway_url: str, key: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # it ends in another context than it began in
+        with contextlib.suppress(ValueError):  # the block ended in another context
             _session.reset(token)
         _capture.leave()
 
@@ -72,7 +69,7 @@ def capture_calls(gateway_url: str, key: str) -> Iterator[None]:
 @contextlib.contextmanager
 def untracked() -> Iterator[dict[str, str]]:
     """Excludes the API calls in this block from the attempt, for example calls to a judge. Yields
-    the variables of `client_variables` as they are outside an attempt."""
+    the values of the `client_variables` outside an attempt."""
     token = _session.set(None)
     try:
         yield _capture.variables_before()
@@ -82,7 +79,7 @@ def untracked() -> Iterator[dict[str, str]]:
 
 
 def _key_for(url: str) -> str | None:
-    """The key that a request to `url` carries, made here and now."""
+    """The key for a request to `url` in the current context."""
     session = _session.get()
     if session is None or not url.startswith(session.gateway_url):
         return None
@@ -92,12 +89,12 @@ def _key_for(url: str) -> str | None:
 
 
 def _mark_request(request: Any) -> Any:
-    """The request as it is sent here and now: a copy with the key, if it gets one."""
+    """The request to send in the current context: a copy with the key, if it gets one."""
     key = _key_for(str(request.url))
     if key is None:
         return request
 
-    marked = object.__new__(type(request))  # httpx's leaves its body out of copy.copy
+    marked = object.__new__(type(request))  # copy.copy of an httpx request drops its body
     vars(marked).update(vars(request))
 
     marked.headers = request.headers.copy()
@@ -109,7 +106,7 @@ def _mark_request(request: Any) -> Any:
 
 
 def _answering(answer: Any, marked: Any, request: Any) -> Any:
-    """The answer, which knows the request that was asked for."""
+    """The answer, with the original request as its request."""
     with contextlib.suppress(AttributeError, RuntimeError):  # httpx: none has been set
         if answer.request is marked:
             answer.request = request
@@ -177,7 +174,7 @@ def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Thread.start`: the thread has the session of its starter."""
+    """`Thread.start`: the thread gets the session of its starter."""
 
     @wraps(original)
     def start(self: threading.Thread) -> None:
@@ -197,8 +194,8 @@ def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ThreadPoolExecutor.submit`: the call has the session of its submitter, and the pool's
-    threads, which serve others too, have none."""
+    """`ThreadPoolExecutor.submit`: the call gets the session of its submitter. The pool's threads,
+    which serve others too, have none."""
 
     @wraps(original)
     def submit(self: Any, function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
@@ -234,12 +231,12 @@ _MODULES: dict[str, tuple[tuple[str, str, _Wrap], ...]] = {
     "aiohttp": (("ClientRequest", "__init__", _making),),
     "urllib.request": (("OpenerDirector", "open", _opening),),
 }
-"""Module -> (class, method, what to make of the method)."""
+"""Module -> (class, method, wrapper of the method)."""
 
 
 class _Capture(importlib.abc.MetaPathFinder):
-    """What this process has changed for the attempts that run in it now: environment variables,
-    methods, and `sys.meta_path`, in which it is registered to notice imports."""
+    """The changes in this process while attempts run: environment variables, patched methods, and
+    an entry in `sys.meta_path` that notices imports."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -254,9 +251,9 @@ class _Capture(importlib.abc.MetaPathFinder):
         with self._lock:
             if self._num_attempts and gateway_url != self._gateway_url:
                 raise AgentEvoError(
-                    f"attempts at the gateway {self._gateway_url} run in this process, and the "
-                    f"environment variables are theirs: train in another process, or let the "
-                    "agent take the policy, and give its client base_url=policy.base_url and "
+                    f"attempts at the gateway {self._gateway_url} run in this process and use "
+                    "its environment variables: train in another process, or let the agent "
+                    "take the policy, and give its client base_url=policy.base_url and "
                     "api_key=policy.api_key"
                 )
 
@@ -302,7 +299,7 @@ class _Capture(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Lets the other finders find the module, and patches it once it is executed."""
+        """Lets the other finders find the module, and patches it after its execution."""
         if fullname not in _MODULES:
             return None
 
@@ -332,7 +329,7 @@ class _Capture(importlib.abc.MetaPathFinder):
                 self._patch(patched_class, name, wrap)
 
     def _patch(self, owner: type, name: str, wrap: _Wrap) -> None:
-        """Patches once: also where other code has patched it after us."""
+        """Patches once, even if other code has patched it after us."""
         now = getattr(owner, name)
         if (owner, name) not in self._patches or now is self._patches[owner, name][0]:
             wrapped = wrap(now)

@@ -1,4 +1,4 @@
-"""Environment variables by which clients of OpenAI's and Anthropic's APIs find the gateway."""
+"""Environment variables that point clients of OpenAI's and Anthropic's APIs to the gateway."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 PLACEHOLDER_KEY = "agentevo"
-"""Given where clients insist on an API key, and the attempt is known by other means. It opens
-nothing."""
+"""A placeholder for clients that require an API key when the attempt is known by other means. It
+gives no access."""
 _PROXIES = ("HTTP_PROXY", "ALL_PROXY")
 
 
 def client_variables(
     gateway_url: str, api_key: str, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str | None]:
-    """Variables to set, and to remove where the value is None, in addition to those of
-    `environment`. Where that has a proxy, the gateway is reached without it."""
+    """Variables to set, or to remove if the value is None, in addition to those of `environment`.
+    If `environment` has a proxy, the gateway is reached without it."""
     base_url = f"{gateway_url}/v1"
     variables: dict[str, str | None] = {
         "OPENAI_BASE_URL": base_url,

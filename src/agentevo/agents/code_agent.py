@@ -1,13 +1,13 @@
-"""The code agent: the policy writes Python, reads what it prints, and continues until a reply has
-no code.
+"""The code agent: the policy writes Python, reads its output, and continues until a reply has no
+code.
 
 Code as action (Wang et al. 2024, arXiv 2402.01030): the blocks between ```python and ``` of a reply
 run in one interpreter in a sandbox, whose variables live for the whole attempt. The agent's tools
-are functions in it; a result is a value where it is JSON, else a text, and a failure is raised. The
-task's files are in the sandbox, and the files that the code makes are kept (attempt_files.py).
+are functions in it; a JSON result becomes a value, any other a text, and a failure is raised. The
+task's files are in the sandbox, and the files that the code writes are kept (attempt_files.py).
 
-    reward = what the tools say of the state that they are left in, where any does
-             + what results of tools earned - agent.code_penalty for each turn whose code failed
+    reward = the tools' outcomes for their final state, if any tool gives one
+             + the rewards of tool results - agent.code_penalty for each turn whose code failed
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from agentevo.tools.toolbox import AttemptTools, Toolbox
 from agentevo.types import Message, Outcome, Task, ToolCall
 
 ENDS = ("answer", "turns", "tokens", "context")
-"""How an attempt may end: with the final answer, or by a limit."""
+"""How an attempt can end: with the final answer, or by a limit."""
 _BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:\n[ \t]*)?```", re.DOTALL | re.IGNORECASE)
 _OPENED = re.compile(r"```(?:python|py)[ \t]*(?:\n|\Z)", re.IGNORECASE)
 _NO_ANSWER = "Write code, or give the final answer as <answer>...</answer>."
@@ -56,8 +56,8 @@ _FUNCTIONS = "The code may call these functions:"
 
 
 def read_code(text: str) -> str | None:
-    """The blocks of code of a reply, joined in their order; None where it has none. A block that is
-    not closed is no code: `is_unfinished`."""
+    """The blocks of code of a reply, joined in their order; None if it has none. A block that is
+    not closed does not count: see `is_unfinished`."""
     blocks = _BLOCK.findall(text)
     return "\n".join(blocks) if blocks else None
 
@@ -68,14 +68,14 @@ def is_unfinished(text: str) -> bool:
 
 
 def rules_of(section: CodeAgentSection) -> str:
-    """How to write code, by the recipe or else by RULES."""
+    """The rules for writing code: the recipe's, else RULES."""
     return RULES if section.system_prompt is None else section.system_prompt
 
 
 def system_message(
     section: CodeAgentSection, schemas: Sequence[Mapping[str, Any]], rules: str | None = None
 ) -> str:
-    """The instructions before the task: how to write code, and which functions there are. `schemas`
+    """The instructions before the task: how to write code, and the available functions. `schemas`
     are those of the agent's tools. `rules` replaces `rules_of`."""
     rules = rules_of(section) if rules is None else rules
     functions = [_describe(function) for function in _functions_of(schemas)]
@@ -84,11 +84,11 @@ def system_message(
 
 @dataclass
 class _CodeProgress:
-    """What has happened so far in one attempt."""
+    """The state of one attempt."""
 
     turn_rewards: dict[int, float] = field(default_factory=dict)
     earned: float = 0.0
-    """What results of tools paid in the turn that runs."""
+    """The rewards of tool results in the current turn."""
     total_earned: float = 0.0
     num_blocks: int = 0
     num_failed: int = 0
@@ -96,7 +96,7 @@ class _CodeProgress:
 
 @agents.register("code_agent")
 class CodeAgent:
-    """See the module. One object serves every attempt of a process."""
+    """See the module. All attempts of a process share one object."""
 
     Config = CodeAgentSection
 
@@ -155,7 +155,7 @@ class CodeAgent:
     def _opening(
         self, task: Task, policy: Policy, tools: AttemptTools, files: AttemptFiles
     ) -> list[Message]:
-        """The conversation before the first reply, without what servers say of their tools."""
+        """The conversation before the first reply, without the servers' texts about their tools."""
         rules = policy.texts.text("system", rules_of(self._section))
         schemas = policy.texts.of_tools(tools.schemas)
         parts = [system_message(self._section, schemas, rules), files.announcement]
@@ -214,17 +214,17 @@ class CodeAgent:
 
 @dataclass(frozen=True)
 class _AgentInterpreter:
-    """What runs the code of an attempt."""
+    """Runs the code of an attempt."""
 
     sandbox: Sandbox
     files: AttemptFiles
     max_output_chars: int
 
     async def ran(self, code: str) -> tuple[str, bool]:
-        """What the policy reads of it, and whether it failed."""
+        """The output for the policy, and whether the code failed."""
         async with record_call("tool", "python") as call:
             call.keep(code=code)
-            is_new = await self.files.put(self.sandbox)  # after one that was lost
+            is_new = await self.files.put(self.sandbox)  # also after a sandbox was lost
             execution = await self.sandbox.run(code)
             if is_new:
                 execution = msgspec.structs.replace(execution, is_new=True)
@@ -257,7 +257,7 @@ def _written(execution: Execution) -> str:
 
 
 def _functions(tools: AttemptTools, progress: _CodeProgress) -> dict[str, SandboxTool]:
-    """The tools as functions of the code, under names that Python takes."""
+    """The tools as functions for the code, under names that are valid in Python."""
     functions = {}
     for function in _functions_of(tools.schemas):
         functions[function.name] = SandboxTool(
@@ -278,7 +278,7 @@ class _AgentFunction(NamedTuple):
 
 
 def _functions_of(schemas: Sequence[Mapping[str, Any]]) -> list[_AgentFunction]:
-    """The tools as functions of the code, each under a name of its own that Python takes."""
+    """The tools as functions for the code, each under a unique name that is valid in Python."""
     functions: dict[str, _AgentFunction] = {}
     for schema in schemas:
         function = schema["function"]

@@ -1,12 +1,12 @@
 """An agent that is a program, in any language: one process for each attempt.
 
-It finds the policy, its task and where rewards go in its environment (`variables`). It says what
-the attempt is worth by posting to AGENTEVO_REWARD_URL, or with the last line of its stdout
-(posted_rewards.py); an exit code other than 0 fails the attempt, with the end of its stderr. The
-last 64 KB of stdout and stderr are kept with the attempt's calls, as attributes of the call
-`process`: they are written whatever the outcome of the attempt, and are stored with the trajectory.
+Its environment variables (`variables`) have the policy's URL, the task and the URL for rewards. It
+gives its reward by posting to AGENTEVO_REWARD_URL, or with the last line of its stdout
+(posted_rewards.py). An exit code other than 0 fails the attempt, with the end of stderr as the
+reason. The last 64 KB of stdout and stderr are attributes of the call `process` among the attempt's
+calls: they are recorded for every outcome and stored with the trajectory.
 
-All that the process started ends with the attempt (process_tree.py).
+All processes that it started end with the attempt (process_tree.py).
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from agentevo.trace_header import traceparent
 from agentevo.types import Outcome, Task
 
 LARGEST_TASK = 64 * 2**10
-"""Bytes of a task, or of texts, that an environment variable holds; larger ones are in a file."""
+"""The maximum bytes of a task or of texts in an environment variable; larger ones are in a file."""
 SHOWN = 1500
-"""Characters of stderr in the reason of a failure."""
+"""The number of characters of stderr in the reason of a failure."""
 _ERROR = re.compile(r"(?:Uncaught )?[\w.]*(?:Error|Exception)\b[^\n]*")
-"""How a line begins that names what was thrown, as Python, Node and the JVM write it."""
+"""The start of a line that names an exception, as Python, Node and the JVM write it."""
 ENDING_S = GRACE_S + KILLING_S + 1.0
-"""How long a cut attempt waits for the end of its processes, who end anyway."""
+"""How long a cancelled attempt waits for the end of its processes, which end in any case."""
 
 
 @agents.register("command")
 class CommandAgent:
-    """Runs a program for each attempt, which calls the policy by the gateway."""
+    """Runs a program for each attempt, which calls the policy through the gateway."""
 
     Config = CommandAgentSection
 
     def __init__(self, section: CommandAgentSection) -> None:
-        """Raises ConfigError for a program that is not there."""
+        """Raises ConfigError for a program that does not exist."""
         self._section = section
         self._words = shlex.join(section.command)
 
         self._cwd = section.cwd
         if self._cwd is not None and not self._cwd.is_dir():
-            raise ConfigError(f"agent.cwd: {self._cwd} is no folder")
+            raise ConfigError(f"agent.cwd: {self._cwd} is not a folder")
 
         program = Path(section.command[0])
         path = section.env.get("PATH", os.environ.get("PATH"))
@@ -98,7 +98,8 @@ class CommandAgent:
         return outcome_of_rewards(rewards, policy.received)
 
     async def _run_to_end(self, task: Task, policy: Policy, session: DoorSession) -> EndedProcess:
-        """Runs the process to its end; cancelled, ends it with all that it started."""
+        """Runs the process to its end. On cancellation, ends it and all processes that it
+        started."""
         with (
             policy.call("process", Path(self._section.command[0]).name) as call,
             variables(task, session, traceparent(), policy.texts.all_given()) as attempt_variables,
@@ -135,8 +136,8 @@ class CommandAgent:
 
 
 def _reason(stderr: str) -> str:
-    """The line that says why a program ended: the last that names an error, which Node follows with
-    its stack and version, or else the last."""
+    """The line with the reason of a program's end: the last one that names an error (Node writes
+    its stack and version after it), or else the last line."""
     lines = stderr.splitlines() or ["it wrote nothing to stderr"]
     return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 
@@ -148,9 +149,9 @@ def variables(
     trace: str | None = None,
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, str | None]]:
-    """The environment of an attempt's process, in addition to this process's own; None removes a
-    variable. `trace`: its place in a trace, as OpenTelemetry passes it on in an environment.
-    `texts`: named texts, as a JSON object."""
+    """The environment of an attempt's process, in addition to that of this process; None removes a
+    variable. `trace`: the trace context in OpenTelemetry's environment variables. `texts`: named
+    texts, as a JSON object."""
     environment: dict[str, str | None] = client_variables(session.base, session.key) | {
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_BASE": session.base_url,
@@ -181,5 +182,5 @@ def variables(
 
 
 def _with_contract(environment: dict[str, str], changes: dict[str, str | None]) -> dict[str, str]:
-    """`environment`, in which `agent.env` is already, with the contract on top."""
+    """`environment`, which already includes `agent.env`, updated with the contract's variables."""
     return {name: value for name, value in {**environment, **changes}.items() if value is not None}

@@ -1,19 +1,18 @@
 """The environment loop: observe, answer, act, until the environment or a limit ends the episode.
 
-The first user message holds the rules, how to answer, and the first observation; each later one the
-observation that the actions led to. The format says where the action stands in an answer:
+The first user message has the rules, how to answer, and the first observation; each later one has
+the observation after the actions. The format sets where an answer has the action:
 
     plain         Up
     answer        <answer>Up</answer>
     think_answer  <think>...</think><answer>Up</answer>
 
-An environment plays on a thread of its own (environment_thread.py): one that hangs fails its
-attempt when `agent.step_timeout_s` or `agent.timeout_s` is over.
+An environment runs on its own thread (environment_thread.py): one that hangs fails its attempt
+after `agent.step_timeout_s` or `agent.timeout_s`.
 
-Text outside of the tags is allowed around `answer`, not around `think_answer`. Where the chat
-template itself opens a thought, `plain` and `answer` read what comes behind it. A turn that breaks
-the format takes no action; it, and a turn with an invalid action, costs `agent.format_penalty`
-once.
+Text outside of the tags is allowed around `answer`, not around `think_answer`. If the chat template
+itself opens a thought, `plain` and `answer` read the text after it. A turn that breaks the format
+takes no action. Such a turn, and a turn with an invalid action, costs `agent.format_penalty` once.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ _THOUGHT = r"\s*<think>.*?</think>\s*"
 
 
 def parse_answer(text: str, section: EnvironmentAgentSection) -> list[str] | None:
-    """The actions that an answer holds, at most `actions_per_turn`; None if it breaks the
-    format."""
+    """The actions of an answer, at most `actions_per_turn`; None if it breaks the format."""
     if section.format == "plain":
         content = text
     else:
@@ -61,7 +59,7 @@ def parse_answer(text: str, section: EnvironmentAgentSection) -> list[str] | Non
 
 
 def format_answer(actions: list[str], section: EnvironmentAgentSection) -> str:
-    """An answer that holds these actions: what a demonstration says."""
+    """An answer with these actions, for a demonstration."""
     content = f" {section.action_separator} ".join(actions)
     if section.format == "plain":
         return content
@@ -101,7 +99,7 @@ def with_texts(
     section: EnvironmentAgentSection, policy: Policy, environment: TextEnvironment
 ) -> EnvironmentAgentSection:
     """The section with the texts of the attempt, which are noted as used. A text that is not given
-    stays as it is, so an empty system prompt is one."""
+    keeps the section's value; an empty system prompt counts as given."""
     texts = policy.texts
     texts.text("system", section.system_prompt)
     texts.text("rules", environment.instructions)
@@ -124,11 +122,11 @@ def next_messages(
 
 @dataclass
 class _Episode:
-    """What has happened so far."""
+    """The state of one episode."""
 
     turn_rewards: dict[int, float] = field(default_factory=dict)
     earned: float = 0.0
-    """What the environment has paid."""
+    """The sum of the environment's rewards."""
     penalties: float = 0.0
     num_actions: int = 0
     num_invalid: int = 0
@@ -166,7 +164,7 @@ class EnvironmentAgent:
             environments.append(self._make())
             return environments[0]
 
-        def close() -> None:  # also one that was made after the wait for it had ended
+        def close() -> None:  # also for an environment that was made after its time limit
             for environment in environments:
                 environment.close()
 
@@ -184,7 +182,7 @@ class EnvironmentAgent:
                 except RequestTooLongError:
                     if not episode.turn_rewards:
                         raise
-                    # A full context is a limit like any other: what was earned until then counts.
+                    # A full context is a limit like any other: the reward until then counts.
                     episode.truncated = True
                     break
 
@@ -203,7 +201,7 @@ class EnvironmentAgent:
             else:
                 episode.truncated = True
         except BaseException:
-            with suppress(Exception):  # what it raised first is the reason
+            with suppress(Exception):  # the first exception is the reason
                 await thread.end(close)
             raise
 
@@ -230,8 +228,8 @@ class EnvironmentAgent:
         )
 
     async def _within(self, thread: EnvironmentThread, call: Callable[[], T], name: str) -> T:
-        """What `call`, the environment's reset or step, returns. Raises EnvironmentFailure after
-        `step_timeout_s`."""
+        """Returns the result of `call`, the environment's reset or step. Raises EnvironmentFailure
+        after `step_timeout_s`."""
         limit_s = self._section.step_timeout_s
         try:
             return await thread.call(call, name, within_s=limit_s)
@@ -239,7 +237,7 @@ class EnvironmentAgent:
             if not thread.is_busy:  # the environment raised it
                 raise
             raise EnvironmentFailure(
-                f"the environment's {name}() has not answered in agent.step_timeout_s={limit_s} s"
+                f"the environment's {name}() did not return in agent.step_timeout_s={limit_s} s"
             ) from error
 
     async def _act(
@@ -289,16 +287,15 @@ def _text(observation: object, method: str) -> str:
     if isinstance(observation, str):
         return observation
     raise EnvironmentFailure(
-        f"the observation of the environment's {method}() is a {type(observation).__name__}: give "
-        "a text"
+        f"the observation of the environment's {method}() is a {type(observation).__name__}: "
+        "return a text"
     )
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """An episode played by the environment's own solver, as the conversations that the agent would
-    have had: one, or with `memory: turn` one for every turn. Each ends with what the assistant
-    says."""
+    """An episode of the environment's own solver, as the conversations that the agent would have
+    had: one, or with `memory: turn` one for every turn. Each ends with an assistant message."""
 
     conversations: list[list[Message]]
     success: bool
@@ -307,12 +304,11 @@ class Demonstration:
 def demonstrate(
     environment: TextEnvironment, seed: int, section: EnvironmentAgentSection, random_rate: float
 ) -> Demonstration | None:
-    """Plays `seed` with the solver, a share `random_rate` of the actions drawn at random; None
-    where no solver exists.
+    """Plays `seed` with the solver; a share `random_rate` of the actions is random. None if no
+    solver exists.
 
-    With several actions per turn the solver plans them one after the other, as the environment
-    really answers. Where a random action made the task unsolvable, the demonstration ends: there is
-    nothing left to show.
+    With several actions per turn the solver plans them one after the other, with the environment's
+    real answers. If a random action makes the task unsolvable, the demonstration ends.
     """
     rng = random.Random(seed)
     observation = read_reset(environment.reset(seed=seed))

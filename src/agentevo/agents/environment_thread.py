@@ -1,12 +1,11 @@
-"""An environment on a thread of its own, so that one that hangs costs only its attempt.
+"""Runs an environment on its own thread, so that one that hangs costs only its attempt.
 
-Calls of quick environments are waited for on the spot: the event loop stands still, as if there
-were no thread, so that the next turns of all attempts join one step of the engine. Calls of a kind
-of environment that is mostly slow are awaited while the event loop runs, and so is the rest of any
-call after GRACE_S. All calls of an environment run on the same thread, as some require, and have
-the context of the caller, so that a server learns the attempt (trace_header.py). A thread can't be
-killed: one that never answers stays until the process ends, and a process tolerates a limited
-number of them.
+Calls of quick environments block the event loop, as if there were no thread, so that the next turns
+of all attempts join one step of the engine. Calls of a kind of environment that is mostly slow are
+awaited while the event loop runs, and so is the rest of any call after GRACE_S. All calls of an
+environment run on the same thread, as some require, in the caller's context, so that a server can
+identify the attempt (trace_header.py). A thread can't be killed: one that never returns stays until
+the process ends, and a process tolerates a limited number of them.
 """
 
 from __future__ import annotations
@@ -28,50 +27,50 @@ from agentevo.tracebacks import format_stack
 T = TypeVar("T")
 
 SLOW_S = 0.05
-"""A call that takes longer is slow: with many attempts at once, waiting for it on the spot costs
-more than a fixed order of events is worth."""
+"""A call that takes longer is slow: with many concurrent attempts, blocking the event loop for it
+costs more than a fixed order of events is worth."""
 GRACE_S = 0.25
-"""Longest wait on the spot: a quick environment on a busy machine."""
+"""The longest time to block the event loop: a quick environment on a busy machine."""
 SLOW_CALLS = 3.0
 """The number of slow calls after which a kind of environment counts as slow; every 1 / FORGOTTEN
-quick calls cancel one of them."""
+quick calls cancel one slow call."""
 FORGOTTEN = 0.05
 CLOSE_S = 2.0
-"""Longest wait for an environment to close: what was played is over, and counts."""
+"""The longest wait for an environment to close: the episode is over, and counts."""
 MAX_HUNG = 500
-"""Environments that hang in one process."""
+"""The maximum number of environments that hang in one process."""
 
 _hung: set[EnvironmentThread] = set()
-"""Given up, with a call that has not come back: the last one, to close, if no other."""
+"""Abandoned threads with a call that has not returned, which can also be the close."""
 
 
 class Pace:
-    """How quick a kind of environment is, by its calls so far."""
+    """The speed of a kind of environment, from its calls so far."""
 
     def __init__(self) -> None:
         self._slow_calls = 0.0
 
     @property
     def grace_s(self) -> float:
-        """How long to wait for the next call on the spot."""
+        """How long the next call can block the event loop."""
         return GRACE_S if self._slow_calls < SLOW_CALLS else 0.0
 
     def took(self, seconds: float) -> None:
-        """Notes the duration of one call."""
+        """Records the duration of one call."""
         change = 1.0 if seconds > SLOW_S else -FORGOTTEN
         self._slow_calls = min(max(self._slow_calls + change, 0.0), SLOW_CALLS + 1.0)
 
 
 class EnvironmentThread:
-    """See the module. `pace` is that of all environments of its kind."""
+    """See the module. All environments of a kind share a `pace`."""
 
     def __init__(self, pace: Pace, who: str = "an environment") -> None:
-        """`who` calls, in the words of an error. Raises EnvironmentFailure if too many
-        environments hang already."""
+        """`who`: the caller's name in errors. Raises EnvironmentFailure if too many environments
+        hang."""
         if len(_hung) >= MAX_HUNG:
             raise EnvironmentFailure(
                 f"{len(_hung)} environments of this process hang and keep their threads: give "
-                "their tools deadlines of their own, and start anew"
+                "their tools deadlines, and start the run again"
             )
 
         self._pace = pace
@@ -79,27 +78,27 @@ class EnvironmentThread:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._pending: Future[Any] | None = None
         self.last_call_s = 0.0
-        """How long the last call that came back took, in seconds."""
+        """The duration of the last call that returned, in seconds."""
         self._thread = threading.Thread(target=self._work, name="environment", daemon=True)
         self._thread.start()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call has not come back."""
+        """Whether a call has not returned yet."""
         return self._pending is not None and not self._pending.done()
 
     async def call(
         self, function: Callable[[], T], name: str | None = None, *, within_s: float | None = None
     ) -> T:
         """Returns or raises what the function does. With a name it is recorded as a call of the
-        environment, from the time at which it is no longer waited for on the spot. Raises
-        TimeoutError after `within_s`: the call hangs then."""
+        environment, from the time at which it no longer blocks the event loop. Raises TimeoutError
+        after `within_s`: the call then counts as hanging."""
         answer = self._ask(function)
         await self._wait(answer, name, within_s=within_s)
         return answer.result()
 
     def call_now(self, function: Callable[[], T], within_s: float) -> T:
-        """The same outside of an event loop. Raises EnvironmentFailure when it takes longer."""
+        """The same outside of an event loop. Raises EnvironmentFailure if it takes longer."""
         answer = self._ask(function)
         try:
             error = answer.exception(timeout=within_s)
@@ -108,7 +107,7 @@ class EnvironmentThread:
                 f"the environment hangs: no answer in agent.timeout_s={within_s:g} s"
             )
             if places := format_stack(self._thread.ident or 0):
-                late.add_note(f"It stands at:\n{places}")
+                late.add_note(f"It is at:\n{places}")
             raise late from None
 
         if error is not None:
@@ -117,11 +116,11 @@ class EnvironmentThread:
         return answer.result()
 
     def end_now(self, close: Callable[[], None]) -> str | None:
-        """The same as `end`, outside of an event loop: the reason why it was not closed in order,
-        if so. Nothing is lost."""
+        """The same as `end`, outside of an event loop. Returns the reason if the close failed;
+        nothing is lost by that."""
         idle = not self.is_busy
         closing = self._ask(close)
-        error: BaseException | None = EnvironmentFailure("a call of it hangs")
+        error: BaseException | None = EnvironmentFailure("one of its calls hangs")
         try:
             if idle:
                 error = closing.exception(timeout=CLOSE_S)
@@ -135,8 +134,8 @@ class EnvironmentThread:
         return None if error is None else describe_error(error)
 
     async def end(self, close: Callable[[], None]) -> None:
-        """`close` is the last call. Not waited for while another one hangs, nor longer than
-        CLOSE_S. Raises what it raises until then."""
+        """Makes `close` the last call. Does not wait while another call hangs, and waits at most
+        CLOSE_S. Raises what `close` raises in that time."""
         idle = not self.is_busy
         closing = self._ask(close)
         try:
@@ -145,7 +144,7 @@ class EnvironmentThread:
                     await self._wait(closing, None, within_s=CLOSE_S)
         finally:
             if not closing.done():
-                _hung.add(self)  # before the thread can end, which takes it out
+                _hung.add(self)  # before the thread can end, which removes it
             self._calls.put(None)
 
         if idle and closing.done():
@@ -182,7 +181,7 @@ class EnvironmentThread:
                 finally:
                     self.last_call_s = time.monotonic() - started
                     self._pace.took(self.last_call_s)
-            except BaseException as error:  # noqa: BLE001 (handed to the waiter)
+            except BaseException as error:  # noqa: BLE001 (passed to the waiter)
                 answer.set_exception(_as_failure(error, self._who))
             else:
                 answer.set_result(result)
@@ -191,7 +190,7 @@ class EnvironmentThread:
 
 
 def _as_failure(error: BaseException, who: str) -> Exception:
-    """The exception as one that a coroutine may raise and that fails nothing but its attempt."""
+    """The exception in a form that a coroutine can raise and that fails only its attempt."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     failure = OverreachError(error, who)

@@ -1,8 +1,8 @@
-"""The history that an agent of many turns shows the policy: the task, and a round for each reply
-with its results, cut by `agent.context` when it grows long.
+"""The history that the policy sees in an agent of many turns: the task, and a round for each reply
+with its results. `agent.context` cuts it when it grows long.
 
-A cut edits the history, so the next prompt branches at the edit: the turns before it are trained as
-the policy saw them, and so are those after it.
+A cut edits the history, so the next prompt branches at the edit. The turns before and after it are
+trained as the policy saw them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUMMARY = "What was done and found so far: "
 
 
 class HistoryRound(NamedTuple):
-    """A reply as it stands in the history, and the messages that answered it."""
+    """A reply in the history, and the messages that answered it."""
 
     reply: Message
     answers: list[Message]
@@ -34,7 +34,7 @@ class HistoryRound(NamedTuple):
 
 @dataclass
 class History:
-    """See the module. One of an attempt."""
+    """See the module. One object per attempt."""
 
     opening: list[Message]
     """The task."""
@@ -47,7 +47,7 @@ class History:
 
     @property
     def messages(self) -> list[Message]:
-        """What the policy is to see."""
+        """The messages that the policy sees."""
         shown = list(self.opening)
         if self._summary:
             last = shown[-1]
@@ -57,11 +57,12 @@ class History:
         return shown
 
     def add(self, reply: Message, answers: list[Message]) -> None:
-        """One more round."""
+        """Adds a round."""
         self._rounds.append(HistoryRound(reply, answers))
 
     async def look(self, turn: int, policy: Policy, tools: Tools = None) -> None:
-        """Cuts the history if that turn, prompt and reply, has more than `max_tokens` tokens."""
+        """Cuts the history if the prompt and the reply of `turn` have more than `max_tokens`
+        tokens."""
         limit = self.section.max_tokens
         if limit is not None and _num_tokens(policy, turn) > limit:
             await self.cut(policy, tools)
@@ -69,8 +70,8 @@ class History:
     async def ask_within_context(
         self, ask: Callable[[list[Message]], Awaitable[T]], policy: Policy
     ) -> T:
-        """Returns the result of `ask` for the history, which is cut where it is too long for the
-        context. Raises RequestTooLongError where nothing is left to cut."""
+        """Returns the result of `ask` for the history, and cuts the history while it is too long
+        for the context. Raises RequestTooLongError if nothing is left to cut."""
         while True:
             try:
                 return await ask(self.messages)
@@ -79,8 +80,8 @@ class History:
                     raise
 
     async def cut(self, policy: Policy, tools: Tools = None) -> bool:
-        """Makes the history shorter; false where nothing is left to cut. `tools` are the schemas
-        that the policy sees. Raises what asking for a summary raises, except
+        """Shortens the history; returns false if nothing is left to cut. `tools` are the schemas
+        that the policy sees. Raises what the request for a summary raises, except
         RequestTooLongError."""
         section = self.section
         keep = self.section.keep_turns
@@ -108,8 +109,8 @@ class History:
         return True
 
     async def _summarise(self, old: list[HistoryRound], policy: Policy, tools: Tools) -> str:
-        """The summary of the old rounds. Where they are too long for one request, only the replies
-        are summarised; where these are too long as well, the earlier summary stays."""
+        """The summary of the old rounds. If they are too long for one request, only the replies are
+        summarised; if these are also too long, the earlier summary stays."""
         replies = [
             HistoryRound(
                 old_round.reply, [_without_content(answer) for answer in old_round.answers]
@@ -135,7 +136,7 @@ class History:
         if name is not None:
             return (await policy.model(name).generate(messages)).text.strip()
 
-        # With the same tools the request extends what the policy has seen.
+        # With the same tools the request extends the previous prompt.
         return (await policy.generate(messages, tools=tools)).answer.strip()
 
 

@@ -1,7 +1,7 @@
-"""Which agent a task asks for: the row's `agent_name`, as verl's data has it.
+"""The agent that a task names: the row's `agent_name`, as in verl's data.
 
-`single_turn_agent` asks once, without tools; any other name is the recipe's own agent, or verl's
-word for it. A task without a name is played by the recipe's agent.
+`single_turn_agent` makes one request, without tools; any other name is the recipe's own agent, or
+verl's name for it. The recipe's agent plays a task without a name.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from agentevo.registry import nearest
 from agentevo.types import Message, Outcome, Task
 
 ONCE = ("single_turn", "single_turn_agent")
-"""Names of the agent that asks once."""
+"""Names of the agent that makes one request."""
 NAMES = {
     "single_turn": ONCE,
     "tool_agent": (*ONCE, "tool_agent", "tool_agent_loop"),
     "code_agent": (*ONCE, "code_agent"),
 }
-"""`agent.type` -> the names that its tasks may have; agents of other types read what they like."""
+"""`agent.type` -> the names that its tasks can have; agents of other types use any names."""
 
 
 def check_known_name(name: str) -> None:
-    """Raises ConfigError for a name that is nearly one of an agent that ships: no agent would play
-    its tasks. Any other may be that of an agent of the user's."""
+    """Raises ConfigError for a name that is almost that of a built-in agent, since no agent would
+    play its tasks. Any other name can be that of a user's agent."""
     known_names = sorted({*NAMES, *(name for names in NAMES.values() for name in names)})
     if name in known_names:
         return
@@ -34,24 +34,24 @@ def check_known_name(name: str) -> None:
     guess = f"{name}_agent" if f"{name}_agent" in known_names else nearest(name, known_names)
     if guess:
         raise ConfigError(
-            f"--agent {name}: no agent plays tasks of that name: did you mean {guess!r}? There are "
-            f"{', '.join(known_names)}"
+            f"--agent {name}: no agent plays tasks of that name: did you mean {guess!r}? The names "
+            f"are {', '.join(known_names)}"
         )
 
 
 def asks_once(task: Task) -> bool:
-    """Whether the task is to be asked once, without tools."""
+    """Whether the task gets one request, without tools."""
     return task.metadata.get(AGENT_NAME) in ONCE
 
 
 async def ask_once(messages: list[Message], policy: Policy) -> Outcome:
-    """One reply to the messages, which a scorer judges."""
+    """Makes one request with the messages; a scorer judges the reply."""
     await policy.generate(messages)
     return Outcome(reward=None)
 
 
 def check_agent_names(tasks: Iterable[Task], kind: str) -> None:
-    """Raises ConfigError for a task that asks for an agent which this recipe's is not."""
+    """Raises ConfigError for a task that names another agent than this recipe's."""
     known_names = NAMES.get(kind)
     if known_names is None:
         return

@@ -147,7 +147,7 @@ class Policy:
         """The gateway session of this attempt, opened on first use."""
         if self._session is None:
             if self._door is None:
-                raise BadRequestError("nothing listens here for clients of other APIs")
+                raise BadRequestError("there is no gateway here for clients of other APIs")
             self._session = self._door.open(self.conversations, self.remote, self._remote_agents)
         return self._session
 
@@ -157,7 +157,7 @@ class Policy:
         in an attempt of several agents. Raises UnknownNameError for an unknown model."""
         if self.remote is None:
             raise UnknownNameError(
-                f"there is no remote model {shown(name)}: add the section remote_models"
+                f"there is no remote model {shown(name)}: add it to the section remote_models"
             )
         self.remote.models[name]
         return RemoteHandle(self.remote, name, agent)
@@ -432,7 +432,7 @@ class RemoteHandle:
     ) -> Reply | list[Reply]:
         """The same as Policy.generate, with messages only. Tool calls are in
         `reply.message.tool_calls`, and `reply.turn` is an index among the attempt's remote turns.
-        Raises RemoteModelError where no answer comes, BudgetExceededError where the budget allows
+        Raises RemoteModelError if no answer comes, and BudgetExceededError if the budget allows
         no further request."""
         turns = await self._remote.complete(
             self.name,
@@ -465,8 +465,8 @@ def _check_prompt(prompt: Prompt) -> list[Message] | list[int]:
 def overrides_of(
     sampling: SamplingOverrides | Mapping[str, Any] | None, stop: str | Sequence[str] | None
 ) -> SamplingOverrides | None:
-    """What a call changes of the sampling; None if nothing. Raises BadRequestError for what no
-    engine can use."""
+    """The sampling overrides of a call; None if there are none. Raises BadRequestError for values
+    that no engine can use."""
     values = sampling.given() if isinstance(sampling, SamplingOverrides) else dict(sampling or {})
     if stop is not None:
         values["stop_strings"] = [stop] if isinstance(stop, str) else stop
@@ -482,7 +482,8 @@ def overrides_of(
 
 
 def _check_override(name: str, value: Any) -> None:
-    """Raises ValueError for what the types of SamplingOverrides let pass and no engine can use."""
+    """Raises ValueError for values that the types of SamplingOverrides allow and no engine can
+    use."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value}: give a finite number")
     if name in _LARGEST and not value <= _LARGEST[name]:

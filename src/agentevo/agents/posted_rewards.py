@@ -1,4 +1,4 @@
-"""Rewards that an agent posted to the gateway, or a program printed, as an outcome."""
+"""Turns rewards that an agent posted to the gateway, or that a program printed, into an outcome."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from agentevo.types import Outcome
 
 
 class PostedReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What may be posted, and what a program's last line may say: a reward of the whole attempt,
-    by name, or of one turn."""
+    """The content of a post, or of a program's last line: a reward of the whole attempt, rewards by
+    name, or a reward of one turn."""
 
     reward: float | None = None
     rewards: dict[str, float] = {}
     turn: int | None = None
     agent: str | None = None
-    """The agent that it is for, of several agents. None: all of them."""
+    """The agent that gets the reward, in a rollout of several. None: all of them."""
 
 
 _NUMBER = re.compile(
     r"[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|nan|inf(?:inity)?)", re.A | re.I
 )
-"""A number as programs print it; whether it may be a reward is checked with all others."""
+"""A number as programs print it; its value is checked later, like that of other rewards."""
 
 
 def printed_reward(stdout: str, *, has_posted: bool = False) -> PostedReward | None:
-    """The reward in the last line; None if that is no reward. A bare number is a reward unless the
-    program has posted its rewards. Raises ValueError for a malformed reward."""
+    """The reward in the last line; None if the line is not a reward. A bare number is a reward
+    unless the program has posted its rewards. Raises ValueError for a malformed reward."""
     last = stdout.rstrip().rpartition("\n")[2].strip()
     if _NUMBER.fullmatch(last):
         return None if has_posted else PostedReward(reward=float(last))
@@ -47,7 +47,9 @@ def printed_reward(stdout: str, *, has_posted: bool = False) -> PostedReward | N
     try:
         return msgspec.convert(content, PostedReward)
     except msgspec.ValidationError as error:
-        raise ValueError(f"the last line of its stdout is no reward: {error}: {_FORMS}") from error
+        raise ValueError(
+            f"the last line of its stdout is not a reward: {error}: {_FORMS}"
+        ) from error
 
 
 _FORMS = 'write {"reward": 1.0}, {"rewards": {"name": 1.0}} or {"turn": 0, "reward": 1.0}'
@@ -64,16 +66,16 @@ def check_posted(reward: PostedReward) -> None:
 
 
 class RewardSums:
-    """The sums of the rewards that were posted so far, for each agent: its parts by name, and its
-    turns, whose rewards add up."""
+    """The sums of the rewards posted so far, for each agent: its parts by name, and its turns,
+    whose rewards add up."""
 
     def __init__(self) -> None:
         self._parts: dict[str | None, dict[str, float]] = {}
         self._turns: dict[str | None, dict[int, float]] = {}
 
     def add(self, rewards: Sequence[PostedReward]) -> None:
-        """Adds all of the rewards or none. Raises TypeError or ValueError for rewards that the
-        attempt's outcome could not hold together with the earlier ones."""
+        """Adds all of the rewards or none. Raises TypeError or ValueError for rewards that don't
+        fit into one outcome with the earlier ones."""
         parts = dict(self._parts)
         turns = dict(self._turns)
         for reward in rewards:
@@ -92,9 +94,9 @@ class RewardSums:
                 total = math.fsum(parts[reward.agent].values())
                 if not math.isclose(total, reward.reward, rel_tol=1e-6, abs_tol=1e-6):
                     raise ValueError(
-                        f"the reward is {reward.reward:g}, and the rewards by name that were given "
-                        f"before it sum to {total:g}: give all of those first, or leave one of the "
-                        "two kinds out"
+                        f"the reward is {reward.reward:g}, but the rewards by name posted before "
+                        f"it sum to {total:g}: post all rewards by name first, or leave out one of "
+                        "the two kinds"
                     )
 
         self._parts = parts
@@ -104,12 +106,12 @@ class RewardSums:
 def outcome_of_rewards(
     rewards: Sequence[PostedReward], received: Mapping[str, Sequence[int]] | None = None
 ) -> Outcome:
-    """The outcome of posted rewards, in their order: rewards of one turn add up; of a name and of
+    """The outcome of posted rewards, in their order. Rewards of one turn add up; for a name and for
     the attempt the last one counts. Without a reward of the attempt, its value is the sum of its
-    parts, or else of its turns; without any reward, a scorer decides. Agents that are named have
-    outcomes of their own. `received`: for each agent the indices of the turns that its client has
-    received, in the order in which it counts them; without it a turn is named by its index. Raises
-    TypeError or ValueError."""
+    parts, or else of its turns; without any reward, a scorer decides. Named agents have their own
+    outcomes. `received`: for each agent, the indices of the turns that its client received, in the
+    order in which it counts them; without it, turns are given by index. Raises TypeError or
+    ValueError."""
 
     def outcome(agent: str | None) -> Outcome:
         turns = None if received is None else received.get(agent or "", ())
@@ -151,7 +153,7 @@ def _turn(number: int, received: Sequence[int] | None) -> int:
         return number
     if not 0 <= number < len(received):
         raise ValueError(
-            f"a reward is of turn {number}, but {len(received)} turns were received: the first is 0"
+            f"a reward names turn {number}, but {len(received)} turns were received: the first is 0"
         )
     return received[number]
 

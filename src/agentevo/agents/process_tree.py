@@ -1,12 +1,12 @@
-"""A process and all that it starts, which end together.
+"""Runs a process, and ends it together with all processes that it starts.
 
-The process leads a session of its own, so that Ctrl-C is not for it. Its descendants are known by
-their parents, and by a value in their environment that no other process has: so those are found,
-too, that left the session and lost their parent. What is left is asked to end (SIGTERM), and killed
-GRACE_S later: when the process has ended, when `stop` is called, and at the end of this process.
-Not found is what has given up its environment as well as its parents.
+The process has its own session, so that Ctrl-C does not reach it. Its descendants are found by
+their parents, and by a value in their environment that no other process has; that also finds those
+that left the session and lost their parent. The remaining processes get SIGTERM, and are killed
+GRACE_S later: when the process has ended, when `stop` is called, and at the end of this process. A
+process that changed both its environment and its parents is not found.
 
-Of what it writes the last KEPT bytes are kept, however much it is.
+The last KEPT bytes of its output are kept, and any amount can be written.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import IO
 import psutil
 
 KEPT = 64 * 2**10
-"""Bytes of each stream."""
+"""The number of bytes that are kept of each stream."""
 GRACE_S = 1.0
 KILLING_S = 2.0
-"""How long killed processes are looked for: a process may start others in that time."""
+"""How long to search for further processes to kill: a process can start others in that time."""
 LOOK_S = 0.02
 DRAIN_S = 0.3
 _CHUNK = 2**16
@@ -48,12 +48,12 @@ class EndedProcess:
 
 
 class ProcessTree:
-    """See the module. `run` is called once, in a thread of its own; `stop` in any."""
+    """See the module. `run` is called once, on its own thread; `stop` on any thread."""
 
     def __init__(
         self, command: Sequence[str], *, cwd: Path | None, environment: Mapping[str, str], mark: str
     ) -> None:
-        """`mark` names the variable of the environment whose value no other process has."""
+        """`mark`: the environment variable with a value that no other process has."""
         self._command = list(command)
         self._cwd = cwd
         self._environment = dict(environment)
@@ -62,19 +62,18 @@ class ProcessTree:
         self._process: subprocess.Popen[bytes] | None = None
         self._written = {"stdout": bytearray(), "stderr": bytearray()}
         self.ended = threading.Event()
-        """`run` has returned or raised: nothing of the tree is left."""
+        """`run` has returned or raised, and all processes of the tree have ended."""
 
     def stop(self) -> None:
-        """Ends the tree, in seconds; see `ended`."""
+        """Starts to end the tree, which takes seconds; see `ended`."""
         self._stopped.set()
 
     def written(self, stream: str) -> str:
-        """What it has written to `stdout` or `stderr` last."""
+        """The end of its output to `stdout` or `stderr`."""
         return bytes(self._written[stream][-KEPT:]).decode("utf-8", "replace")
 
     def run(self) -> EndedProcess:
-        """Runs the process until it ends or is stopped. Raises OSError where it can't be
-        started."""
+        """Runs the process until it ends or is stopped. Raises OSError if it can't be started."""
         _alive.add(self)
         try:
             with subprocess.Popen(
@@ -111,13 +110,14 @@ class ProcessTree:
                 self._drain(streams)
 
     def _drain(self, streams: selectors.BaseSelector) -> None:
-        """Reads what was written last, for a while: others of the tree may write on."""
+        """Reads the last output, for a limited time: other processes of the tree can still
+        write."""
         until = time.monotonic() + DRAIN_S
         while self._read(streams, 0.0) and time.monotonic() < until:
             continue
 
     def _read(self, streams: selectors.BaseSelector, within_s: float = LOOK_S) -> bool:
-        """Reads a piece of what is there. Returns whether there was any."""
+        """Reads one piece of the available output. Returns whether there was any."""
         if not streams.get_map():
             self._stopped.wait(within_s)
             return False
@@ -162,8 +162,8 @@ class ProcessTree:
     def _living(
         self, processes: Mapping[int, psutil.Process], *, is_thorough: bool = True
     ) -> dict[int, psutil.Process]:
-        """The living processes of the tree, by id: the root and `processes`, their descendants, and
-        with `is_thorough` all processes whose environment has the mark."""
+        """The running processes of the tree, by id: the root and `processes`, their descendants,
+        and with `is_thorough` all processes with the mark in their environment."""
         process = self._process
         roots = list(processes.values())
         with contextlib.suppress(psutil.Error):
@@ -194,6 +194,6 @@ class ProcessTree:
 
 @atexit.register
 def _kill_all() -> None:
-    """Kills what is left where the interpreter ends at once, as it does after a second Ctrl-C."""
+    """Kills the remaining processes if the interpreter ends at once, as after a second Ctrl-C."""
     for tree in list(_alive):
         tree.kill(grace_s=0.0)

@@ -1,5 +1,5 @@
 """ReAct (Yao et al. 2022, arXiv 2210.03629): thoughts, actions and observations as plain text, for
-models whose chat template knows no tools.
+models whose chat template does not support tools.
 
     Thought: I need the sum.
     Action: add
@@ -8,7 +8,7 @@ models whose chat template knows no tools.
     Thought: That is it.
     Final Answer: 3
 
-A reply holds one action; it ends where an observation would begin. A reply without an action is the
+A reply has one action and ends where an observation would begin. A reply without an action is the
 final answer.
 """
 
@@ -25,7 +25,7 @@ from agentevo.tools.tool import ToolResult
 from agentevo.types import Message, ToolCall
 
 STOP = "\nObservation:"
-"""A reply ends here: the observation that follows is not the policy's."""
+"""The stop string of a reply: the policy does not write the observation."""
 _ACTION = re.compile(r"^Action:[ \t]*(?P<name>[^\n]*)$", re.MULTILINE)
 _INPUT = re.compile(r"\s*^Action Input:(?P<text>.*)\Z", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
@@ -51,7 +51,7 @@ class ReActFormat:
         self.tools: Tools = None
 
     def opening(self, messages: list[Message]) -> list[Message]:
-        """See ToolFormat.opening: the rules stand at the end of the system message."""
+        """See ToolFormat.opening: the rules are at the end of the system message."""
         rules = _RULES.format(tools=tools_as_text(self._schemas))
         if messages[0].role == "system":
             return [Message("system", f"{messages[0].text}\n\n{rules}"), *messages[1:]]
@@ -73,8 +73,8 @@ class ReActFormat:
 
 
 def read_action(text: str) -> tuple[list[ToolCall], list[MalformedCall]]:
-    """The action of a reply, or the text that began as one; neither for a final answer. Text behind
-    a `Final Answer:` is no action."""
+    """The action of a reply, or a malformed one; neither for a final answer. Text after `Final
+    Answer:` is not an action."""
     text = text.split(STOP, 1)[0]
     action = _ACTION.search(text)
     final = text.find("Final Answer:")

@@ -1,10 +1,9 @@
-"""A remote model in the policy's place: an agent plays with it as with the policy, without
-training.
+"""A remote model that replaces the policy: agents use it like the policy, without training.
 
-Its words have no token ids here. A turn of such an attempt is text only: `prompt_ids` and
-`completion_ids` are empty, and the server reports the number of tokens of the remote turn that it
-is a view of (`policy_tokens` among the trajectory's metrics). Tool calls are those of the server's
-answer: no parser reads them out of a text.
+Its replies have no token ids here. A turn of such an attempt is text only: `prompt_ids` and
+`completion_ids` are empty, and the number of tokens comes from the server (`policy_tokens` among
+the trajectory's metrics). Tool calls come from the server's answer; no parser extracts them from
+the text.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ if TYPE_CHECKING:
     from agentevo.inference.conversation import Conversation
 
 POLICY_TOKENS = "policy_tokens"
-"""Metric of a trajectory: tokens that its policy has generated, where their ids are unknown."""
+"""Metric of a trajectory: the number of tokens that its policy generated, if their ids are
+unknown."""
 
 
 class RemotePolicyConversation:
-    """What a Conversation is to a policy, of an attempt that a remote model plays: a view of those
-    remote turns that are the policy's."""
+    """The Conversation of a policy that is a remote model: a view of the remote turns of the
+    policy."""
 
     slept_s = 0.0
     oldest_version = None
     broken: BaseException | None = None
-    """Never set: a server that fails costs the attempt, as anything does that an agent raises."""
+    """Never set: a failure of the server fails the attempt, like any exception of an agent."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class RemotePolicyConversation:
         """See Conversation.complete. Raises what RemoteConversations.complete raises, and
         BadRequestError for token ids."""
         if self._closed:
-            raise EngineError(f"the attempt {self.name} is over: its agent can't ask for more")
+            raise EngineError(f"the attempt {self.name} is over: it can't generate more replies")
 
         if not prompt or not isinstance(prompt[0], Message):
             raise BadRequestError(
-                f"{self._model} is a remote model, which takes messages and no token ids"
+                f"{self._model} is a remote model, which takes messages and not token ids"
             )
 
         values = {} if overrides is None else overrides.given()
@@ -103,11 +103,11 @@ class RemotePolicyConversation:
         return [view for turn, view in views if turn.index in new]
 
     def opening(self, turn: Turn) -> str:
-        """See Conversation.opening: a server shows no part of a prompt."""
+        """See Conversation.opening: always empty, since a server shows no part of a prompt."""
         return ""
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
-        """The numbers of tokens of the prompt and of the answer, as the server counted them."""
+        """The numbers of tokens of the prompt and of the answer, as counted by the server."""
         remote_turn = self._own[turn]
         return remote_turn.prompt_tokens, remote_turn.completion_tokens
 
@@ -128,7 +128,7 @@ class RemotePolicyConversation:
 
 
 def _views(remote_turns: Sequence[RemoteTurn], rewards: Mapping[int, float]) -> list[Turn]:
-    """The turns in their order, with the rewards of their places."""
+    """The turns in order, with the rewards by index."""
     numbers: dict[int | None, int] = {
         turn.index: number for number, turn in enumerate(remote_turns)
     }
@@ -151,8 +151,8 @@ def _views(remote_turns: Sequence[RemoteTurn], rewards: Mapping[int, float]) -> 
 
 
 class RemoteModelPolicy(Policy):
-    """See the module. `policy.base_url` is the gateway, where every name of a model means this
-    model, except the names of the recipe's other models."""
+    """See the module. `policy.base_url` is the gateway, where every model name means this model,
+    except the names of the recipe's other models."""
 
     def __init__(
         self,

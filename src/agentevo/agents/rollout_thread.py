@@ -1,8 +1,8 @@
-"""An agent function that is not async: it runs on a thread of its own, so that one that hangs costs
-only its attempt.
+"""Runs an agent function that is not async on its own thread, so that one that hangs costs only its
+attempt.
 
-The thread (daemon_threads.py) has the context of the attempt. A thread whose attempt has ended is
-abandoned, with a policy that answers no more.
+The thread (daemon_threads.py) has the context of the attempt. When the attempt ends, the thread is
+abandoned, and its policy no longer answers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class BlockingPolicy:
-    """The policy as a function that is not async sees it: `generate` returns the answer. Called in
-    a coroutine (the function may run an event loop of its own) it is awaited, as ever."""
+    """The policy for a function that is not async: `generate` returns the answer. In a coroutine
+    (the function can run its own event loop) it is awaited as usual."""
 
     def __init__(self, policy: Policy, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Made on the sampler's event loop, if that is not given, and used in any thread."""
+        """Created on the sampler's event loop, unless `loop` is given; any thread can use it."""
         self._policy = policy
         self._loop = loop or asyncio.get_running_loop()
 
@@ -53,7 +53,7 @@ class BlockingPolicy:
 
     @property
     def session(self) -> DoorSession:
-        """See Policy.session. It is opened on the sampler's loop."""
+        """See Policy.session. Opens the session on the sampler's loop."""
         if _running_loop() is self._loop:
             return self._policy.session
 
@@ -77,8 +77,8 @@ class BlockingPolicy:
         return self._answer(self._policy.generate(prompt, **options))
 
     def ask(self, question: Callable[[Policy], Coroutine[Any, Any, T]]) -> T | Any:
-        """The result of a coroutine of the policy, which runs on the sampler's loop. Called within
-        a coroutine, it returns an awaitable."""
+        """The result of a coroutine of the policy, which runs on the sampler's loop. Within a
+        coroutine, returns an awaitable."""
         return self._answer(question(self._policy))
 
     def text(self, name: str, default: str = "") -> str:
@@ -113,7 +113,7 @@ class BlockingPolicy:
 
 
 class BlockingModel:
-    """A remote model as a function that is not async sees it."""
+    """A remote model for a function that is not async."""
 
     def __init__(self, policy: BlockingPolicy, model: RemoteHandle) -> None:
         self._policy = policy

@@ -1,11 +1,11 @@
-"""Search-R1's way to write searches (Jin et al. 2025, arXiv 2503.09516): queries and what was found
-as tags in plain text.
+"""Search-R1's format of searches (Jin et al. 2025, arXiv 2503.09516): queries and results as tags
+in plain text.
 
     <think>I need the capital.</think><search>capital of Australia</search>
                                         <information>[1] Canberra ...</information>
     <answer>Canberra</answer>
 
-What was found is the user's message: it is never trained. A reply ends with its query.
+The results are a user message, which is never trained on. A reply ends with its query.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _QUERY = re.compile(r"<search>(.*?)(?:</search>|\Z)", re.DOTALL)
 
 
 class SearchTags:
-    """See the module, and ToolFormat. The first tool is what searches, by its first parameter."""
+    """See the module, and ToolFormat. The search calls the first tool with its first parameter."""
 
     tools: Tools = None
 
@@ -40,7 +40,7 @@ class SearchTags:
         self._parameter = next(iter(function["parameters"].get("properties") or {"query": {}}))
 
     def opening(self, messages: list[Message]) -> list[Message]:
-        """See ToolFormat.opening: the rules stand before the question, as in the paper."""
+        """See ToolFormat.opening: the rules come before the question, as in the paper."""
         if messages[0].role == "system":
             return messages
         first = messages[0]

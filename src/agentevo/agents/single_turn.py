@@ -1,4 +1,4 @@
-"""The simplest agent: one question, one reply. Scorers decide what the reply is worth."""
+"""The simplest agent: one question, one reply. Scorers give the reward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentevo.types import QUERY_MESSAGES, Message, Task
 
 @agents.register("single_turn")
 class SingleTurnAgent:
-    """Asks the policy a task's query once; the recipe's `rewards` judge the reply."""
+    """Sends the task's query to the policy once; the recipe's `rewards` judge the reply."""
 
     Config = SingleTurnSection
     needs_scorer = True
@@ -29,8 +29,8 @@ class SingleTurnAgent:
 def opening_of(
     task: Task, texts: Texts, system: str | None, instruction: str | None
 ) -> list[Message]:
-    """`conversation_of` with the texts `system` and `instruction`, and behind the system message
-    the examples."""
+    """`conversation_of` with the texts `system` and `instruction`, and the examples after the
+    system message."""
     chat = conversation_of(
         task,
         system=texts.replacing("system", system),
@@ -40,13 +40,13 @@ def opening_of(
 
 
 def with_examples(chat: list[Message], texts: Texts) -> list[Message]:
-    """The chat with the text `examples` before it, behind a system message."""
+    """The chat with the text `examples` at its start, after a system message."""
     place = int(chat[0].role == "system")
     return [*chat[:place], *texts.examples(), *chat[place:]]
 
 
 def with_system(chat: list[Message], text: str) -> list[Message]:
-    """The chat with a further text for its system message, at the end of one that it has."""
+    """The chat with the text as its system message, or appended to the existing one."""
     if not text:
         return chat
     if chat and chat[0].role == "system":
@@ -55,8 +55,8 @@ def with_system(chat: list[Message], text: str) -> list[Message]:
 
 
 def conversation_of(task: Task, *, system: str | None, instruction: str | None) -> list[Message]:
-    """The conversation up to the first reply: the task's query with `instruction` behind it, or the
-    chat that its row gave. One that has no system message gets `system`."""
+    """The conversation up to the first reply: the task's query followed by `instruction`, or the
+    chat of its row. If it has no system message, it gets `system`."""
     query_messages = task.metadata.get(QUERY_MESSAGES)
     chat = messages_of(query_messages) if query_messages else [Message("user", task.query or "")]
     if instruction is not None and chat[-1].role == "user":

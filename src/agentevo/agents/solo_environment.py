@@ -1,6 +1,6 @@
-"""An environment outside of attempts and of any event loop: in the checks before a run, for the
-words of a tiny policy, for demonstrations. It does there what it may do in an attempt: whatever it
-raises is an EnvironmentFailure, and one that hangs is given up."""
+"""Runs an environment outside of attempts and event loops: in the checks before a run, for the
+vocabulary of a tiny policy, for demonstrations. As in an attempt, any exception becomes an
+EnvironmentFailure, and an environment that hangs is abandoned."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from agentevo.tracebacks import describe_failure
 T = TypeVar("T")
 
 MAX_HUNG = 3
-"""The number of environments that may hang before no further one is asked."""
+"""The number of environments that can hang before no further one is tried."""
 
 
 class SoloEnvironment:
-    """See the module. Every call may take `within_s`. `note` is called for a close() that fails:
-    nothing depends on it."""
+    """See the module. The time limit of every call is `within_s`. `note` gets a message for a
+    close() that fails, which has no other effect."""
 
     def __init__(
         self, make: Callable[[], TextEnvironment], *, within_s: float, note: Callable[[str], None]
@@ -54,7 +54,7 @@ class SoloEnvironment:
         return type(self._made[0]).__name__
 
     def call(self, work: Callable[[TextEnvironment], T]) -> T:
-        """What `work` makes of the environment, of a fresh one where it hung before. Raises
+        """The result of `work` with the environment, or with a new one if it hung before. Raises
         EnvironmentFailure."""
         if self._thread.is_busy:
             self._thread.end_now(partial(_close_all, self._made))
@@ -83,7 +83,7 @@ class SoloEnvironment:
     ) -> None:
         problem = self._thread.end_now(partial(_close_all, self._made))
         if problem is not None:
-            self._note(f"the environment {self.name} was not closed in order: {problem}")
+            self._note(f"the environment {self.name} was not closed properly: {problem}")
 
 
 def _close_all(environments: list[TextEnvironment]) -> None:

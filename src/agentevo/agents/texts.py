@@ -1,13 +1,12 @@
-"""Named texts of one attempt: they replace an agent's own prompt, description of a tool, or
-examples.
+"""Named texts of one attempt: they replace an agent's own prompts, tool descriptions or examples.
 
     policy.text("system", "You are a clerk.")     the text of that name, or the agent's own
-    policy.examples()                             messages of examples; none where none are given
+    policy.examples()                             example messages; none by default
     agentevo.text("system", "You are a clerk.")   the same, for an agent that takes no policy
 
-Which texts are given is decided outside: by the recipe (`agent.texts`) or by `agentevo optimize`,
-which plays the same function with others. Every text that was asked for is noted with its digest,
-which the trajectory keeps, and the text itself is kept in the run's folder, RUN/texts/DIGEST.txt.
+The texts come from the recipe (`agent.texts`) or from `agentevo optimize`, which runs the same
+function with other texts. The trajectory records the digest of every text that the agent requested,
+and the run's folder keeps the text itself as RUN/texts/DIGEST.txt.
 
 The text of examples is a list of conversations as JSON, each a list of messages in OpenAI's form.
 """
@@ -38,7 +37,7 @@ _current: ContextVar[Texts | None] = ContextVar("agentevo texts", default=None)
 
 @dataclass(frozen=True)
 class Declared:
-    """A text that an agent has asked for: what it has by itself, and what kind of text it is."""
+    """A text that an agent requested: its default, and its kind."""
 
     default: str
     kind: Kind
@@ -52,15 +51,15 @@ class Texts:
     overrides: Mapping[str, str] = field(default_factory=dict)
     keep: Callable[[str], None] = lambda text: None
     on_declared: Callable[[str, Declared], object] = lambda name, declared: None
-    """Is called with each text that is asked for."""
+    """Called with each requested text."""
     declared: dict[str, Declared] = field(default_factory=dict)
-    """Every text that was asked for, by name."""
+    """Every requested text, by name."""
     digests: dict[str, str] = field(default_factory=dict)
     """The texts that were not empty: name -> digest."""
 
     def text(self, name: str, default: str | None = None, kind: Kind = "text") -> str:
-        """The text of that name; where none is given, `default`, the agent's own, whatever it
-        contains. Raises BadRequestError for a wrong name, and where one has two defaults."""
+        """The text of that name, or else the agent's `default`, which can contain anything. Raises
+        BadRequestError for a wrong name, and for a name with two defaults."""
         default_text = "" if default is None else default
         problem = text_problem(name, "" if isinstance(default_text, str) else default_text)
         if problem is not None:
@@ -69,12 +68,12 @@ class Texts:
         before = self.declared.get(name)
         if before is None:
             if len(self.declared) == MAX_TEXTS:
-                raise BadRequestError(f"an attempt asked for more than {MAX_TEXTS} named texts")
+                raise BadRequestError(f"an attempt used more than {MAX_TEXTS} named texts")
             self._declare(name, Declared(default_text, kind))
         elif before.kind != kind or (before.default != default_text and name not in self.overrides):
             raise BadRequestError(
-                f"the text {name} was asked for with another default or as {before.kind}: one name "
-                "is one text of an attempt"
+                f"the text {name} was used before with another default or as {before.kind}: in an "
+                "attempt, one name is one text"
             )
 
         content = self.overrides.get(name, default_text)
@@ -87,26 +86,26 @@ class Texts:
         return content
 
     def replacing(self, name: str, default: str | None) -> str | None:
-        """The same as `text`, but None where no text is given and the agent has none: an empty text
-        is one."""
+        """The same as `text`, but None if no text is given and the agent has no default. An empty
+        text counts as given."""
         content = self.text(name, default)
         return content if content or default is not None or name in self.overrides else None
 
     def examples(self, name: str = "examples") -> list[Message]:
-        """The messages of the examples of that name, one conversation after the other. Raises
-        BadRequestError for a text that is no list of messages."""
+        """The example messages of that name, one conversation after the other. Raises
+        BadRequestError for a text that is not a list of conversations."""
         text = self.text(name, None, "examples")
         return [message for conversation in examples_of(name, text) for message in conversation]
 
     def all_given(self) -> Mapping[str, str]:
-        """All given texts, noted as used: for a program that asks for texts in its own way."""
+        """All given texts, noted as used: for a program that gets all texts at once."""
         for name in self.overrides:
             self.text(name)
         return self.overrides
 
     def of_tools(self, schemas: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The tools' schemas (in OpenAI's form) with the descriptions that are given: `tools.NAME`,
-        and `tools.NAME.PARAMETER` for a parameter. What is not given is in the turn's `tools`."""
+        """The tools' schemas (in OpenAI's form) with the given descriptions: `tools.NAME`, and
+        `tools.NAME.PARAMETER` for a parameter. The turn's `tools` have the other descriptions."""
         return [self._of_tool(schema) for schema in schemas]
 
     def _of_tool(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -131,7 +130,7 @@ class Texts:
         return schema if changed == function else {**schema, "function": changed}
 
     def _description(self, name: str, default: Any) -> str:
-        """The text that replaces a tool's own; empty where none is given."""
+        """The text that replaces a tool's description; empty if none is given."""
         default_text = default if isinstance(default, str) else ""
         if name in self.overrides:
             return self.text(name, default_text, "tool")
@@ -145,12 +144,12 @@ class Texts:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """A block in which `text` and `examples` of this module mean these."""
+        """A block in which this module's `text` and `examples` use these texts."""
         token = _current.set(self)
         try:
             yield
         finally:
-            with suppress(ValueError):  # it ends in another context than it began in
+            with suppress(ValueError):  # the block ended in another context
                 _current.reset(token)
 
 
@@ -178,7 +177,7 @@ def examples_of(name: str, content: str) -> list[list[Message]]:
         if not isinstance(conversations, list) or not all(
             isinstance(conversation, list) and conversation for conversation in conversations
         ):
-            raise ValueError("it is no list of conversations")
+            raise ValueError("it is not a list of conversations")
         return [messages_of(conversation) for conversation in conversations]
     except (ParseError, ValueError, BadRequestError) as error:
         raise BadRequestError(
@@ -195,16 +194,16 @@ def as_examples(conversations: Sequence[Sequence[Message]]) -> str:
 
 
 class TextKeeper:
-    """Keeps texts in a run's folder, each once, whole, under its digest. A folder that is not there
-    (an evaluation that writes nothing) keeps none. Nor is kept what can't be given again, and what
-    is beyond MAX_TEXTS of a process."""
+    """Stores each text once, in full, under its digest in a run's folder. Nothing is stored if the
+    folder does not exist (an evaluation that writes nothing), for a text that can't be given again,
+    or beyond MAX_TEXTS in a process."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._kept: set[str] = set()
 
     def __call__(self, content: str) -> None:
-        """Raises OSError where the folder can't be written."""
+        """Raises OSError if the folder can't be written."""
         digest = digest_of_text(content)
         if digest in self._kept or len(self._kept) >= MAX_TEXTS or not self._run_dir.is_dir():
             return

@@ -1,13 +1,13 @@
-"""The tool agent: ask, call, read the results, until a reply is the final answer or a limit is met.
+"""The tool agent: generates replies, calls tools and reads the results, up to the final answer or a
+limit.
 
-Every reply goes back as the ids that the policy drew, so each prompt extends the ids before it;
-results are the messages of role `tool` that the chat template writes (format `native`) or
-observations in the user's place (`react`). A call that can't be made is answered with the reason:
-the policy reads it, the attempt continues, and the trajectory's metrics count it
-(tools/toolbox.py).
+Every reply stays in the prompt as its sampled ids, so each prompt extends the ids before it.
+Results are messages of role `tool` that the chat template writes (format `native`) or observations
+in user messages (`react`). For a call that can't be made, the policy reads the reason, the attempt
+continues, and the trajectory's metrics count it (tools/toolbox.py).
 
-    reward = what the tools say of the state that they are left in, where any does
-             + what results earned - agent.call_penalty for each turn with a wrong call
+    reward = the tools' outcomes for their final state, if any tool gives one
+             + the rewards of tool results - agent.call_penalty for each turn with a wrong call
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agentevo.tools.toolbox import AttemptTools, Toolbox
 from agentevo.types import Message, Outcome, Task, ToolCall
 
 ENDS = ("answer", "turns", "tokens", "context", "repeats")
-"""How an attempt may end: with the final answer, or by a limit."""
+"""How an attempt can end: with the final answer, or by a limit."""
 WRONG = ("num_unknown_tools", "num_wrong_arguments")
 """Metrics of calls that cost `agent.call_penalty`, in addition to the malformed ones."""
 _FORMATS: dict[str, type[ToolFormat]] = {
@@ -48,11 +48,11 @@ _NO_SEARCH = "Search by <search>...</search>, or give the final answer as <answe
 
 @dataclass
 class _ToolProgress:
-    """What has happened so far in one attempt."""
+    """The state of one attempt."""
 
     turn_rewards: dict[int, float] = field(default_factory=dict)
     earned: float = 0.0
-    """What results paid."""
+    """The rewards of tool results."""
     num_wrong: int = 0
     """Turns with a wrong call."""
     num_calls: int = 0
@@ -63,7 +63,7 @@ class _ToolProgress:
 
 @agents.register("tool_agent")
 class ToolAgent:
-    """See the module. One object serves every attempt of a process."""
+    """See the module. All attempts of a process share one object."""
 
     Config = ToolAgentSection
 
@@ -143,7 +143,8 @@ class ToolAgent:
             if self._repeats(parsed, progress):
                 return "repeats"
 
-            # Also for the last reply, whose results are not read: calls change the state, and earn.
+            # Also for the last reply, whose results are not read: calls change state and earn
+            # rewards.
             answers = await self._answers(form, parsed, tools, progress)
             if section.max_tokens is not None and num_tokens >= section.max_tokens:
                 return "tokens"
@@ -162,7 +163,7 @@ class ToolAgent:
         return self._section.final == "reply" or find_answer(reply.answer, "answer") is not None
 
     def _repeats(self, parsed: ParsedReply, progress: _ToolProgress) -> bool:
-        """Whether the policy has said the same calls once too often."""
+        """Whether the policy has repeated the same calls too often."""
         calls = tuple((call.name, call.arguments) for call in parsed.calls)
         same = bool(calls) and calls == progress.last_calls
         progress.num_repeats = progress.num_repeats + 1 if same else 0
@@ -172,7 +173,7 @@ class ToolAgent:
     async def _answers(
         self, form: ToolFormat, parsed: ParsedReply, tools: AttemptTools, progress: _ToolProgress
     ) -> list[Message]:
-        """What the policy reads next."""
+        """The messages that the policy reads next."""
         before = sum(tools.metrics[name] for name in WRONG)
         made_calls, refused = self._split(parsed.calls, progress)
         results = [*await tools.call(made_calls), *refused]

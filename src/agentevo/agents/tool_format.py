@@ -1,5 +1,5 @@
-"""How tools are presented to the policy, how its calls are read, and how results are returned to
-it."""
+"""The formats of tools, calls and results: how the policy reads tools and results, and how its
+calls are parsed."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """A reply of the policy, taken apart."""
+    """A parsed reply of the policy."""
 
     reply: Reply
     message: Message
-    """The reply as it goes into the history."""
+    """The reply as a message of the history."""
     calls: Sequence[ToolCall]
     malformed: Sequence[MalformedCall]
     num_tokens: int
-    """The number of tokens that the policy drew for it."""
+    """The number of sampled tokens."""
 
 
 class ToolFormat(Protocol):
-    """One of an attempt."""
+    """One object per attempt."""
 
     def __init__(self, policy: Policy, schemas: Sequence[Mapping[str, Any]]) -> None: ...
 
     tools: Tools
-    """What each request names as its tools."""
+    """The `tools` of each request."""
 
     def opening(self, messages: list[Message]) -> list[Message]:
         """The conversation before the first reply."""
@@ -93,12 +93,12 @@ class NativeFormat:
         problems = [
             f"Error: failed to decode the tool call: {call.problem}" for call in parsed.malformed
         ]
-        # No call that was read is what these answer.
+        # These answer no parsed call.
         return answered + [Message("user", problem) for problem in problems]
 
 
 def _with_ids(reply: Reply) -> Message:
-    """What a server answered, each of its calls with an id, so that its result can name it."""
+    """A server's answer, with an id for each call, so that its result can refer to it."""
     calls = tuple(
         call if call.id else replace(call, id=_id_of(reply.turn, number))
         for number, call in enumerate(reply.message.tool_calls)
@@ -111,5 +111,6 @@ def _id_of(turn: int, number: int) -> str:
 
 
 def tools_as_text(schemas: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each tool: its schema as JSON, for prompts of models whose template has none."""
+    """A line for each tool, its schema as JSON, for models whose chat template does not support
+    tools."""
     return "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in schemas)

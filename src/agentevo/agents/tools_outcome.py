@@ -1,5 +1,5 @@
-"""The outcome of an attempt that called tools: the tools' own outcomes, which judge their final
-state, and what the agent counts itself."""
+"""The outcome of an attempt with tools: the tools' outcomes for their final state, and the agent's
+own parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from agentevo.types import Outcome
 
 
 async def said_by(tools: AttemptTools) -> dict[str, Outcome]:
-    """What each toolset that judges says, asked once. Raises what it raises."""
+    """The outcome of each toolset that gives one, requested once. Raises what the toolset
+    raises."""
     return {name: outcome_of(returned) for name, returned in (await tools.outcomes()).items()}
 
 
@@ -27,9 +28,8 @@ def outcome_with_tools(
     ends: Sequence[str],
 ) -> Outcome:
     """The reward is the sum of the parts of `outcomes` and of the agent's `own_parts`. It is None,
-    so that a scorer decides, where there are toolsets that judge (`has_judges`) and there is
-    neither an outcome nor anything earned. `end` is one of `ends`; the first of `ends` is the final
-    answer."""
+    so that a scorer decides, if no toolset gives outcomes (`has_judges`) and no reward was earned.
+    `end` is one of `ends`; the first of `ends` is the final answer."""
     parts = parts_of(outcomes) | dict(own_parts)
     all_metrics = {
         key: metric for judge in outcomes.values() for key, metric in judge.metrics.items()
@@ -49,7 +49,8 @@ def outcome_with_tools(
 
 
 def parts_of(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
-    """The parts of a reward that several judge: each one's own, or where it names parts these."""
+    """The parts of a reward from several toolsets: the named parts of each outcome, or its
+    reward."""
     parts: dict[str, float] = {}
     for name, outcome in outcomes.items():
         named = {f"{name}.{part}": value for part, value in outcome.reward_parts.items()}

@@ -1,5 +1,5 @@
-"""Conversations to train on, from files: rows are read, brought into one form and checked; each
-that can't be used is accounted for.
+"""Reads conversations for training from files: converts rows into one form, checks them, and
+reports every row that can't be used.
 
 Importing this loads no torch and no optional package.
 """

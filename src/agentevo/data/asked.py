@@ -1,4 +1,4 @@
-"""What is asked, compared as text: held-out tasks stay out of training by it."""
+"""Compares questions as text, to keep held-out tasks out of training."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 
 
 def asked_key(text: str) -> bytes | None:
-    """A digest (16 bytes) that two questions share which differ in white space and case alone; None
-    for a text without a character."""
+    """A digest (16 bytes) of a question that ignores white space and case; None for a text without
+    a character."""
     plain = " ".join(text.split()).casefold()
     if not plain:
         return None

@@ -1,4 +1,4 @@
-"""Rows in any of the usual forms -> conversations in one form: what a chat template takes.
+"""Converts rows in any of the usual forms into conversations in one form, for chat templates.
 
     messages   {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}
                OpenAI's chat; also under the key `conversations`
@@ -8,7 +8,7 @@
                 "history": [[question, answer], ...]}
 
 Messages stay plain mappings with all their original keys (`reasoning_content`, `name`, ...),
-because templates read such keys. Tool calls are brought into OpenAI's nesting, their arguments
+because templates read such keys. Tool calls are converted to OpenAI's nesting, their arguments
 parsed: templates write them as JSON themselves. A row that breaks a rule is a RowError, never
 repaired by guessing.
 """
@@ -47,7 +47,7 @@ class ChatRow:
     assistant."""
 
     where: str
-    """The row that it was read from."""
+    """The place of its row."""
     messages: list[dict[str, Any]]
     """Mappings with `role`, `content` (a text) and, for the assistant, `tool_calls`; `weight` 0
     marks an assistant message that is not trained."""
@@ -56,8 +56,8 @@ class ChatRow:
 
 
 def read_conversations(source: str, form: str, report: RowReport) -> Iterator[ChatRow]:
-    """Every good conversation of a source; the other rows go into the report. `form`: one of FORMS,
-    or `auto`, by which the first row in a known form decides for the source."""
+    """Every valid conversation of a source; the other rows go into the report. `form`: one of
+    FORMS, or `auto`: the first row in a known form decides for the source."""
     for row in read_rows(source):
         report.rows += 1
         try:
@@ -151,7 +151,7 @@ def _of_alpaca(where: str, value: Mapping[str, Any]) -> ChatRow:
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
     ):
-        raise RowError("unknown_form", "history is no list of [question, answer]")
+        raise RowError("unknown_form", "history is not a list of [question, answer]")
 
     for question, answer in history:
         messages += [
@@ -161,7 +161,7 @@ def _of_alpaca(where: str, value: Mapping[str, Any]) -> ChatRow:
 
     question = [value["instruction"], *([value["input"]] if value.get("input") else [])]
     if not all(isinstance(part, str) for part in question):
-        raise RowError("unknown_form", "instruction or input is no text")
+        raise RowError("unknown_form", "instruction or input is not a text")
 
     messages += [
         {"role": "user", "content": "\n\n".join(question)},
@@ -199,13 +199,13 @@ def _check_row(where: str, messages: list[dict[str, Any]], tools: Any) -> ChatRo
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
-        raise RowError("bad_tool_call", "tools is no list of JSON schemas")
+        raise RowError("bad_tool_call", "tools is not a list of JSON schemas")
 
     return ChatRow(where, messages, tools or None)
 
 
 def _check_message(message: dict[str, Any], number: int) -> None:
-    """Checks a message, and brings its content to a text and its tool calls to OpenAI's nesting,
+    """Checks a message, and converts its content to a text and its tool calls to OpenAI's nesting,
     in place."""
     role = message.get("role")
     if role not in ROLES:
@@ -219,7 +219,7 @@ def _check_message(message: dict[str, Any], number: int) -> None:
         if role != "assistant" or not isinstance(calls, list):
             raise RowError(
                 "bad_tool_call",
-                f"message {number}: tool_calls is a list in a message of the assistant",
+                f"message {number}: tool_calls must be a list, in a message of the assistant",
             )
         message["tool_calls"] = [_tool_call(call, number) for call in calls]
     else:
@@ -233,7 +233,7 @@ def _check_message(message: dict[str, Any], number: int) -> None:
 
 
 def _mark_untrained(message: dict[str, Any], number: int) -> None:
-    """Leaves `weight` 0 of all keys that say whether a message is trained."""
+    """Replaces the keys that say whether a message is trained with `weight` 0, or removes them."""
     try:
         trained = is_trained(message, f"message {number}")
     except BadRequestError as error:
@@ -242,8 +242,8 @@ def _mark_untrained(message: dict[str, Any], number: int) -> None:
     if trained and message["role"] != "assistant" and not message.keys() & {"weight", "masked"}:
         raise RowError(
             "unknown_form",
-            f"message {number} (of role {message['role']}) is marked as one that is trained, and "
-            "only the assistant's are: leave the mark out",
+            f"message {number} (of role {message['role']}) is marked as trained, and only the "
+            "assistant's messages are trained: remove the mark",
         )
 
     for key in TRAINING_KEYS:
@@ -266,14 +266,15 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
         raise RowError(
             "wrong_roles",
             f"message {roles.index('system', 1) + 1} has the role system, which only the first "
-            "may have",
+            "message may have",
         )
 
     start = 1 if roles[0] == "system" else 0
     if roles[start] != "user":
         raise RowError(
             "wrong_roles",
-            f"it begins with {roles[start]}: the first message after the system's is the user's",
+            f"it begins with {roles[start]}: the first message after the system's must be from "
+            "the user",
         )
 
     call_ids: set[Any] = set()
@@ -316,7 +317,7 @@ def _text(content: Any, number: int) -> str:
         ):
             raise RowError(
                 "unknown_form",
-                f"message {number} holds something other than text, which can't be trained on",
+                f"message {number} has content other than text, which can't be trained on",
             )
 
         return "".join(part["text"] for part in content)
@@ -357,7 +358,7 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise RowError(
             "bad_tool_call",
-            f"message {number}: the arguments of {function['name']} are no JSON object",
+            f"message {number}: the arguments of {function['name']} are not a JSON object",
         )
 
     id_field = {"id": call["id"]} if call.get("id") is not None else {}
@@ -376,7 +377,7 @@ def _list(value: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     if isinstance(items, str):  # tables often keep lists as JSON
         items = _json(items, key, "unknown_form")
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise RowError("unknown_form", f"{key} is no list of messages")
+        raise RowError("unknown_form", f"{key} is not a list of messages")
     if not items:
         raise RowError("empty", f"{key} is empty")
 

@@ -1,5 +1,5 @@
-"""Rows with pictures, sounds or films. Models read only text here, and the text of such a row can't
-answer its question: it is a bad row, and is never trained on as if it had none."""
+"""Rows with pictures, sounds or films. Models read only text here, and the text of such a row is
+not enough to answer its question. So it is a bad row, and its text is never trained on alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from agentevo.data.row_report import RowError
 
 _COLUMNS = ("images", "videos", "audios")
-"""Where verl, LLaMA-Factory, ms-swift and TRL keep all of a row."""
+"""The columns of verl, LLaMA-Factory, ms-swift and TRL for all media of a row."""
 _COLUMN_OF_ONE = ("image", "video", "audio")
-"""A text there may be anything, such as the name of a container's image."""
+"""Columns in which a text can mean something else, such as the name of a container image."""
 _FILE_KEYS = {"bytes", "path", "url", "array"}
 _CONVERSATIONS = ("messages", "conversations", "prompt", "query", "chosen", "rejected")
 _KIND = re.compile("image|picture|video|audio|file")
@@ -32,13 +32,13 @@ _FILES = (
 
 
 def check_no_media(row: Mapping[str, Any]) -> None:
-    """Raises RowError for a row with anything but text to look at or to listen to."""
+    """Raises RowError for a row with pictures, sounds or films."""
     for key in (*_COLUMNS, *_COLUMN_OF_ONE):
         if _is_media(row.get(key), key in _COLUMNS):
             raise RowError(
                 "media",
-                f"the column {key} holds what is looked at or listened to, and models read text "
-                "alone here: leave the row out, or the column where the text says all of it",
+                f"the column {key} has pictures, sounds or films, and models read only text here: "
+                "leave out the row, or leave out the column if the text is enough",
             )
 
     for key in _CONVERSATIONS:
@@ -48,8 +48,8 @@ def check_no_media(row: Mapping[str, Any]) -> None:
             if kind is not None:
                 raise RowError(
                     "media",
-                    f"{key}: message {number} has a part of type {kind!r}, and models read text "
-                    "alone here: leave the row out",
+                    f"{key}: message {number} has a part of type {kind!r}, and models read only "
+                    "text here: leave out the row",
                 )
 
 
@@ -68,7 +68,7 @@ def _is_media(value: Any, is_column_of_all: bool) -> bool:
 
 
 def _other_kind(message: Any) -> str | None:
-    """The type of a part that is no text."""
+    """The type of a message's part that is not a text; None if there is none."""
     content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
     if not isinstance(content, list):
         return None

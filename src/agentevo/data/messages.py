@@ -1,4 +1,4 @@
-"""Messages and tools in OpenAI's form -> types.Message, checked.
+"""Checks messages and tools in OpenAI's form, and converts them to types.Message.
 
     {"role": "assistant", "content": "text", "reasoning_content": "...",
      "tool_calls": [{"id": "c1", "type": "function",
@@ -7,8 +7,8 @@
     {"role": "user", "content": [{"type": "text", "text": "What is this?"},
                                  {"type": "image", "sha256": "...", "media_type": "image/png"}]}
 
-The arguments of a tool call keep the exact text that was given; a mapping becomes JSON. Nothing is
-repaired by guessing: an invalid message is a BadRequestError that says where and what to write.
+The arguments of a tool call keep their exact text; a mapping becomes JSON. Nothing is repaired by
+guessing: an invalid message is a BadRequestError with its place and the correct form.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from agentevo.errors import BadRequestError, shown
 from agentevo.types import ImagePart, Message, Role, TextPart, ToolCall
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which data sets, clients and templates keep what the assistant thought."""
+"""The keys of data sets, clients and templates for the assistant's reasoning."""
 TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_scale", "masked")
-"""Keys by which data sets say whether a message is trained: OpenAI's fine-tuning, Axolotl (two
-names), ms-swift (two), torchtune, whose key says that it is not."""
+"""The keys of data sets for whether a message is trained: OpenAI's fine-tuning, Axolotl (two
+names), ms-swift (two), torchtune, whose key means that it is not."""
 _SPANS = ("train_detail", "training_detail")
-"""Axolotl's keys for parts of a message that are trained or not."""
+"""Axolotl's keys for the trained parts of a message."""
 MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING_KEYS)
 _ROLES = get_args(Role)
 
@@ -44,13 +44,12 @@ def messages_of(values: Sequence[Any]) -> list[Message]:
 
 
 def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
-    """Whether a message of a data set says that it is trained, by its TRAINING_KEYS; null says
-    nothing. None: it does not say. Raises BadRequestError for a value that is neither yes nor
-    no."""
+    """Whether a message of a data set is marked as trained, by its TRAINING_KEYS; null does not
+    count. None: it has no mark. Raises BadRequestError for a value that is neither yes nor no."""
     spans = next((key for key in _SPANS if message.get(key)), None)
     if spans is not None:
         raise BadRequestError(
-            f"{where} has {spans}, and a message is trained as a whole or not at all: give train"
+            f"{where} has {spans}, but messages are only trained as a whole: use train"
         )
 
     marks: dict[str, bool] = {}
@@ -61,22 +60,22 @@ def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
 
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise BadRequestError(
-                f"{where} has {key} {shown(value)}: 0 or false leaves it untrained, 1 or true does "
-                "not"
+                f"{where} has {key} {shown(value)}: use 0 or false for untrained, 1 or true for "
+                "trained"
             )
 
         marks[key] = bool(value) is not (key == "masked")
 
     if len(set(marks.values())) > 1:
         keys = ", ".join(f"{key} {message[key]!r}" for key in marks)
-        raise BadRequestError(f"{where} has {keys}, which contradict each other: give one of them")
+        raise BadRequestError(f"{where} has {keys}, which contradict each other: keep one of them")
 
     return next(iter(marks.values()), None)
 
 
 def with_names(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with the tool's name in results that lack it, from the call that they answer:
-    clients leave it out, and some templates write it."""
+    """The messages, with the missing tool names of results filled in from their calls: clients
+    leave the name out, and some templates write it."""
     names: dict[str, str] = {}
     named = []
     for message in messages:
@@ -165,7 +164,7 @@ def _text(value: Mapping[str, Any], key: str, where: str) -> str | None:
 
 
 def _content(content: Any, may_be_none: bool, where: str) -> str | tuple[TextPart | ImagePart, ...]:
-    """A content of text parts alone becomes one text."""
+    """The content; text parts without other parts become one text."""
     if isinstance(content, str):
         return content
     if content is None and may_be_none:
@@ -203,7 +202,7 @@ def _tool_calls(calls: Any, role: str, where: str) -> tuple[ToolCall, ...]:
     if not calls:
         return ()
     if role != "assistant" or not isinstance(calls, Sequence):
-        raise BadRequestError(f"{where}: tool_calls is a list in a message of the assistant")
+        raise BadRequestError(f"{where}: tool_calls must be a list, in a message of the assistant")
     return tuple(_tool_call(call, f"{where}, tool call {n}") for n, call in enumerate(calls, 1))
 
 

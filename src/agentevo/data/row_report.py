@@ -1,5 +1,4 @@
-"""The account of every row: it was used, or left out for a reason that is shown, counted and
-written down."""
+"""The report of every row: used, or left out for a reason that is shown, counted and stored."""
 
 from __future__ import annotations
 
@@ -19,32 +18,32 @@ REASONS = {
     "empty": "empty",
     "no_answer": "no answer to judge by",
     "wrong_roles": "wrong roles",
-    "media": "pictures, sounds or films, and models read text alone here",
+    "media": "pictures, sounds or films, and models read only text here",
     "bad_tool_call": "broken tool call",
-    "template": "the chat template can't say it",
+    "template": "the chat template can't write it",
     "no_assistant_mask": "the chat template marks no assistant tokens",
     "special_token": "a special token in a text",
     "unknown_characters": "characters that the tokenizer has no token for",
     "too_long": "too long",
-    "low_reward": "attempt without success, or below the least reward",
-    "alike": "two attempts that are not told apart",
-    "beyond_per_task": "attempt beyond those that are taken of a task",
-    "attempt_failed": "attempt that failed or was broken off",
-    "cut_off": "no answer that is whole",
+    "low_reward": "attempt without success, or below the lowest reward",
+    "alike": "two attempts that are the same",
+    "beyond_per_task": "attempt beyond the limit per task",
+    "attempt_failed": "attempt that failed or was cancelled",
+    "cut_off": "no complete answer",
     "failed_call": "call that failed",
     "no_content": "call whose messages were not recorded",
     "continued": "part of a longer one",
-    "duplicate": "the same as one that is taken already",
-    "duplicate_task": "a task that an earlier row has",
+    "duplicate": "the same as an earlier one",
+    "duplicate_task": "the same task as in an earlier row",
 }
-"""Why a row is left out, in metrics and in words."""
+"""The reasons for leaving out a row: their names in metrics -> their descriptions."""
 
 SHOWN = 5
-"""How many rows of a reason are named on the screen; `bad_rows.jsonl` has all of them."""
+"""The number of rows of a reason to show on the screen; `bad_rows.jsonl` has all of them."""
 
 
 class RowError(AgentEvoError):
-    """A row that can't be trained on. It costs this row, never the run, and is always reported."""
+    """A row that can't be trained on. The run continues without it, and it is always reported."""
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
@@ -62,24 +61,24 @@ class BadRow:
     reason: str
     """One of REASONS."""
     detail: str
-    """What is wrong with it, and what would be right."""
+    """The problem, and how to correct it."""
 
 
 @dataclass
 class RowReport:
-    """The account of all rows of one kind (training, held-out)."""
+    """The report of all rows of one kind (training, held-out)."""
 
     kind: str
     rows: int = 0
     """The number of rows read, good and bad."""
     shortened: int = 0
-    """Rows used without their oldest turns, because with them they are too long."""
+    """The number of rows used without their oldest turns, because they are too long with them."""
     bad: list[BadRow] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
-    """Where the rows are that are used and have no answer."""
+    """The places of used rows without an answer."""
 
     def add(self, where: str, error: RowError) -> None:
-        """Counts a bad row (which must be among `rows` as well)."""
+        """Counts a bad row (which must also be counted in `rows`)."""
         self.bad.append(BadRow(where, error.reason, error.detail))
 
     @property
@@ -92,16 +91,16 @@ class RowReport:
         return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
     def lines(self) -> list[str]:
-        """The account as readable lines: one for all rows, and for each reason its first rows."""
+        """The report as readable lines: one for all rows, and for each reason its first rows."""
         lines = [
             f"{self.kind}: {self.used} of {self.rows} rows are used"
             + (f", {self.shortened} shortened" if self.shortened else "")
         ]
         count = len(self.unanswered)
-        if 0 < count < self.used:  # where no row has one, the recipe judges without
+        if 0 < count < self.used:  # if no row has one, the recipe's rewards need none
             rest = f", and {count - SHOWN} more" if count > SHOWN else ""
             lines.append(
-                f"{self.kind}: {count} of {self.used} rows have no answer, where the others have "
+                f"{self.kind}: {count} of {self.used} rows have no answer, while the others have "
                 f"one: {', '.join(self.unanswered[:SHOWN])}{rest}"
             )
 
@@ -128,7 +127,7 @@ class RowReport:
         return {f"data/{self.kind}/{name}": float(value) for name, value in counts.items()}
 
     def summary(self) -> dict[str, Any]:
-        """The account for summary.json."""
+        """The report for summary.json."""
         reasons = {
             reason: {
                 "count": count,

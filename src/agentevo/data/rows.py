@@ -5,14 +5,14 @@
     FILE.csv[.gz]       a header and a row for each record, cells separated by commas: texts; an
                         empty one is a key that the row lacks
     FILE.parquet        (pip install 'agentevo[data]')
-    FOLDER              what `Dataset.save_to_disk` wrote, or files of the kinds above, in the
-                        order of their names
+    FOLDER              the output of `Dataset.save_to_disk`, or files of the kinds above, in
+                        the order of their names
     ORG/NAME[:SPLIT]    a dataset of the Hugging Face hub, split `train` unless given
                         (pip install 'agentevo[data]')
 
-A row keeps the place where it was read. A line that is no JSON or no UTF-8 is a bad row, and
-reading continues; a file that is broken as a whole is a ConfigError. Only a line feed ends a line:
-other characters that end one visually, such as U+2028, are kept in JSON as they are.
+A row records its place. A line that is not JSON or not UTF-8 is a bad row, and reading continues; a
+file that can't be read as a whole is a ConfigError. Only a line feed ends a line: other line
+separators in JSON, such as U+2028, are kept.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class SourceRow:
 
     where: str
     value: Any
-    """The content of the row, or the RowError that says why it can't be read."""
+    """The content of the row, or a RowError with the reason why it can't be read."""
 
 
 def check_source(source: str, key: str) -> None:
-    """Raises ConfigError, before anything is read, for a source that can't be one."""
+    """Raises ConfigError, before anything is read, for an impossible source."""
     path = Path(source).expanduser()
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(
@@ -65,7 +65,7 @@ def check_source(source: str, key: str) -> None:
 
     if path.is_dir() and not _is_saved_dataset(path) and not _files(path):
         raise ConfigError(
-            f"{key}: {source} holds no {', '.join(_KINDS)} and no saved dataset: give a file or "
+            f"{key}: {source} has no {', '.join(_KINDS)} and no saved dataset: give a file or "
             "another folder"
         )
 
@@ -82,16 +82,16 @@ def check_source(source: str, key: str) -> None:
 
 
 def check_not_a_source(out: Path, source: str, key: str) -> None:
-    """Raises ConfigError for a file to write that is one of those to read, also by another path."""
+    """Raises ConfigError if the output file is also an input, even by another path."""
     path = Path(source).expanduser()
     read = [path] if path.is_file() else _files(path) if path.is_dir() else []
     if out.exists() and any(out.samefile(file) for file in read):
-        raise ConfigError(f"{key}: {out} is what is read: give another file to write")
+        raise ConfigError(f"{key}: {out} is also the input: give another output file")
 
 
 def read_rows(source: str) -> Iterator[SourceRow]:
-    """Every row of a source that `check_source` accepts. Raises ConfigError for a file that can't
-    be read on."""
+    """Every row of a source that `check_source` accepts. Raises ConfigError if reading a file can't
+    continue."""
     path = Path(source).expanduser()
     if path.is_dir() and not _is_saved_dataset(path):
         for file in _files(path):
@@ -103,8 +103,8 @@ def read_rows(source: str) -> Iterator[SourceRow]:
 
 
 def read_json_lines(path: Path) -> Iterator[SourceRow]:
-    """Every line of a file of JSON lines except empty ones, whatever the file's name. Raises
-    ConfigError for a file that can't be read, and for a line that is no JSON."""
+    """Every line of a file of JSON lines except empty ones; the file can have any name. Raises
+    ConfigError for a file that can't be read, and for a line that is not JSON."""
     check_file(path)
     for row in _read(path, _read_lines):
         if not isinstance(row.value, RowError):
@@ -163,7 +163,7 @@ def _parsed_line(line: bytes) -> Any:
 
 
 def _in_line(error: ParseError, text: str) -> str:
-    """What is wrong, and where in the line: the place of the line in the file is reported
+    """The problem and its place in the line; the line's place in the file is reported
     separately."""
     cause = error.__cause__
     if not isinstance(cause, json.JSONDecodeError):
@@ -193,8 +193,8 @@ def _read_array(path: Path) -> Iterator[SourceRow]:
 
     if not text.startswith("[", place):
         raise ConfigError(
-            f"{path}: is no JSON array: write [{{...}}, ...], or one object a line into a file "
-            "named .jsonl"
+            f"{path}: is not a JSON array: write [{{...}}, ...], or one object per line into a "
+            "file named .jsonl"
         )
 
     place = skip_blank(text, place + 1)
@@ -215,13 +215,13 @@ def _read_array(path: Path) -> Iterator[SourceRow]:
 
 
 def json_value(text: str, place: int, where: str, remedy: str) -> tuple[Any, int]:
-    """The JSON value that begins at a place, and the place of what follows it. Raises ConfigError,
-    which says `where` it is and what else can be done than to mend it."""
+    """The JSON value that begins at a place, and the place after it. Raises ConfigError with the
+    place `where`, and with `remedy` as an alternative to a correction."""
     try:
         value, end = _DECODER.raw_decode(text, place)
         check_depth(value)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: is not JSON ({error}): mend it, or {remedy}") from error
+        raise ConfigError(f"{where}: is not JSON ({error}): correct it, or {remedy}") from error
     return value, skip_blank(text, end)
 
 
@@ -233,14 +233,14 @@ def skip_blank(text: str, place: int) -> int:
 
 
 def _read_csv(path: Path) -> Iterator[SourceRow]:
-    """A byte that is not UTF-8 costs its row."""
+    """The rows of a CSV file. A byte that is not UTF-8 makes its row a bad row."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
         reader = csv.reader(cast(Iterable[str], text), strict=True)
         try:
             names = next(reader, [])
         except csv.Error as error:
-            raise ConfigError(f"{path}:1: is no header of CSV ({error}): mend it") from error
+            raise ConfigError(f"{path}:1: is not a CSV header ({error}): correct it") from error
 
         _check_header(names, path)
         while True:
@@ -250,7 +250,7 @@ def _read_csv(path: Path) -> Iterator[SourceRow]:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield SourceRow(where, RowError("not_csv", f"{error}: mend it, or write JSONL"))
+                yield SourceRow(where, RowError("not_csv", f"{error}: correct it, or write JSONL"))
                 continue
 
             yield SourceRow(where, _parsed_cells(names, cells))
@@ -259,13 +259,11 @@ def _read_csv(path: Path) -> Iterator[SourceRow]:
 def _check_header(names: Sequence[str], path: Path) -> None:
     other_separators = [name for name in (";", "\t") if len(names) == 1 and name in names[0]]
     if other_separators:
-        raise ConfigError(
-            f"{path}:1: cells are apart by {other_separators[0]!r}: write them with commas"
-        )
+        raise ConfigError(f"{path}:1: cells are separated by {other_separators[0]!r}: use commas")
     if not names or not all(names) or len(set(names)) < len(names):
         raise ConfigError(
-            f"{path}:1: the columns are {', '.join(names) or 'missing'}: the first line gives each "
-            "a name of its own"
+            f"{path}:1: the columns are {', '.join(names) or 'missing'}: the first line must give "
+            "each column a different name"
         )
 
 
@@ -332,7 +330,7 @@ def _read_dataset(source: str, path: Path) -> Iterator[SourceRow]:
     if isinstance(data, dict):
         if "train" not in data:
             raise ConfigError(
-                f"{source} holds the splits {', '.join(data)}: give the folder of one of them, "
+                f"{source} has the splits {', '.join(data)}: give the folder of one of them, "
                 f"such as {path / next(iter(data))}"
             )
         data = data["train"]
@@ -342,8 +340,8 @@ def _read_dataset(source: str, path: Path) -> Iterator[SourceRow]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The row without its null values: a table gives every row all keys that any row has, and null
-    marks those that a row lacks."""
+    """The row without its null values: in a table every row has all keys, and null marks those that
+    a row lacks."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

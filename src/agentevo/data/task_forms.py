@@ -1,4 +1,4 @@
-"""Rows of tasks as other systems write them, and tasks as rows for them.
+"""Reads rows of tasks in the forms of other systems, and writes tasks as such rows.
 
     verl      {"data_source", "prompt": [message, ...], "ability",
                "reward_model": {"style", "ground_truth"}, "extra_info", "agent_name"}
@@ -6,9 +6,9 @@
     art       {"task", "difficulty"}
     agentevo  {"id", "query", "answer", "scorer", ...}, a query being a text or chat messages
 
-A value without a column in a form is written next to the form's columns under its own name, so that
-a task that is written in any form and read again is the same task. A task that the form can't
-express is a RowError.
+A value without a column in a form gets an additional column under its own name, so that a task that
+is written in any form and read again is the same task. A task that the form can't express is a
+RowError.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ ANSWER_KEYS = ("answer", "solution", "target", "ground_truth")
 OWN_KEYS = ("query", "id", "answer", "scorer")
 """The columns that we write."""
 AGENT_NAME = "agent_name"
-"""Key of a task's metadata for the agent that is to play it, as verl calls it."""
+"""Key of a task's metadata for its agent, with verl's name."""
 AGENTRL_SCORER = "agentcpm"
-"""The scorer that AgentRL takes where a row does not say."""
+"""AgentRL's default scorer."""
 AGENTRL_SCHEMA = "answer"
-"""The schema that AgentRL takes where a row does not say."""
+"""AgentRL's default answer schema."""
 
 
 class PlainRow(NamedTuple):
-    """A row's columns, and those of them that may hold the query and the answer; the first one
+    """A row's columns, and the possible columns of the query and of the answer; the first one
     present counts."""
 
     columns: dict[str, Any]
@@ -45,8 +45,8 @@ class PlainRow(NamedTuple):
 
 
 def plain_row(row: Mapping[str, Any], form: str = "auto") -> PlainRow:
-    """`auto` follows the row's columns, and adds nothing to them. Raises RowError for a row without
-    the columns of its form."""
+    """The row in plain columns. `auto` detects the form by the columns, and adds none. Raises
+    RowError for a row without the columns of its form."""
     columns = dict(row)
     if form == "auto":
         form = _form_of(columns)
@@ -80,7 +80,7 @@ def _of_verl(columns: dict[str, Any]) -> PlainRow:
     judged = columns.get("reward_model")
     if not isinstance(judged, Mapping):
         raise RowError(
-            "unknown_form", "no reward_model with a ground_truth, as verl's rows have it"
+            "unknown_form", "no reward_model with a ground_truth, which verl's rows have"
         )
 
     rest = dict(judged)
@@ -110,7 +110,7 @@ def row_of(task: Task, form: str) -> dict[str, Any]:
     if taken:
         raise RowError(
             "unknown_form",
-            f"the task {task.id!r} has another {taken[0]} in its metadata, where the form {form} "
+            f"the task {task.id!r} has the key {taken[0]} in its metadata, and the form {form} "
             "has a column of that name: rename it in the source",
         )
 

@@ -1,4 +1,4 @@
-"""Seeded text environments: the contract (`environment`), our own environments, and adapters to
+"""Seeded text environments: the contract (`environment`), our own environments, and adapters for
 those of other projects.
 
 Importing this package registers our own environments; it imports neither torch nor an optional
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agentevo.environments import (  # noqa: F401 (importing one registers it)
+from agentevo.environments import (  # noqa: F401 (the imports register the environments)
     bandit,
     coins,
     countdown,
@@ -27,16 +27,16 @@ __all__ = ["EnvironmentConfig", "TextEnvironment", "environments", "make", "mean
 
 
 def make(config: EnvironmentConfig) -> TextEnvironment:
-    """The environment that `config` describes. Raises `UnknownNameError`, or `MissingExtraError`
-    where an optional package is needed."""
+    """The environment that `config` describes. Raises `UnknownNameError`, and `MissingExtraError`
+    if an optional package is missing."""
     return environments.get(config.type)(config)
 
 
 def mean_baselines(
     config: EnvironmentConfig, seeds: Iterable[int], max_actions: int | None = None
 ) -> Baselines:
-    """Mean success rates of the two reference players over the environments of `seeds`; None where
-    one environment's is unknown. Needs a seed."""
+    """Mean success rates of the two reference players over the environments of `seeds`; None if one
+    of them is unknown. Needs at least one seed."""
     environment = make(config)
     rates: list[Baselines] = []
     for seed in seeds:

@@ -1,8 +1,8 @@
-"""Arithmetic over given numbers: a safe evaluator of expressions, a search for one with a given
-value, and the random player's chances.
+"""Arithmetic over given numbers: a safe evaluator of expressions, a search for an expression with a
+given value, and the random player's success rate.
 
-Values are exact fractions. Every expression that uses each number once is made by one kind of move:
-take two of the remaining terms in order and join them by an operation, until one term is left.
+Values are exact fractions. One kind of move makes every expression that uses each number once: take
+two of the remaining terms in order and join them with an operation, until one term is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 }
 NODES: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 MAX_CHARACTERS = 200
-"""Longer expressions are not parsed, so neither depth nor size can do harm."""
+"""Longer expressions are not parsed, which bounds their depth and size."""
 PLAIN = re.compile(r"[0-9+\-*/() ]+")
 
 Term = tuple[Fraction, str]
@@ -34,8 +34,7 @@ def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None
     """(value, numbers used) of an expression of whole numbers, parentheses and `operations` (`-`
     also as a sign).
 
-    The value is None where it divides by zero. Returns None for any other text. Nothing is
-    executed.
+    The value is None for a division by zero. Returns None for any other text. Nothing is executed.
     """
     if len(expression) > MAX_CHARACTERS or not PLAIN.fullmatch(expression):
         return None
@@ -94,8 +93,7 @@ def join(left: Term, right: Term, sign: str) -> Term:
 
 
 def bare(expression: str) -> str:
-    """The expression without the parentheses around the whole of it (every joined term has
-    them)."""
+    """The expression without its outer parentheses (every joined term has them)."""
     return expression[1:-1] if expression.startswith("(") else expression
 
 
@@ -123,8 +121,7 @@ def solve(numbers: list[int], target: int, operations: str = "+-*/") -> str | No
 
 
 def random_expression(numbers: list[int], operations: str, rng: random.Random) -> str:
-    """An expression over all the numbers, by uniformly random moves; one that divides by zero is
-    possible and written out all the same."""
+    """An expression over all the numbers, by uniformly random moves; it can divide by zero."""
     terms = [str(number) for number in numbers]
     while len(terms) > 1:
         first, second = rng.sample(range(len(terms)), 2)

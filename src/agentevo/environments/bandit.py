@@ -1,8 +1,8 @@
 """RAGEN's two-armed bandit: one dull arm that always pays a little, one lively arm that pays more
 on average but seldom.
 
-The names carry the rule (a Phoenix is dull, a Dragon is lively, or the other way round), so a
-policy that learned "take the lively one" can be tested on other names. Reward: low arm 0.1; high
+The names hint at the rule (a Phoenix is dull, a Dragon is lively, or the reverse), so a policy that
+learned "take the lively one" can be tested on other names. Reward: low arm 0.1; high
 arm 1.0 with probability 0.25, else 0. Success: the high arm was chosen.
 """
 
@@ -30,11 +30,11 @@ class BanditConfig(EnvironmentConfig):
     high_arm: str = pydantic.Field(default="Dragon", min_length=1)
     """Name of the arm that pays `high_reward` with probability `high_probability`."""
     low_reward: float = 0.1
-    """What the low arm pays every time."""
+    """The reward of the low arm."""
     high_reward: float = 1.0
-    """What the high arm pays when it pays."""
+    """The reward of the high arm when it pays."""
     high_probability: float = pydantic.Field(default=0.25, ge=0, le=1)
-    """How often the high arm pays (0..1)."""
+    """The probability that the high arm pays (0..1)."""
 
     @pydantic.model_validator(mode="after")
     def _arms_differ(self) -> BanditConfig:

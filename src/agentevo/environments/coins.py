@@ -1,7 +1,7 @@
-"""Coins: look, then name the one coin that is best. One turn, one word; the smallest task that
+"""Coins: read the observation and name the best coin. One turn, one word: the smallest task that
 still needs reading.
 
-`rule` decides which coin is best, in rising order of what the policy must be able to do:
+`rule` decides which coin is best, in order of difficulty:
 
     match    each coin has a colour, the lamp has one of them: take that coin
              (copy one word of the observation)
@@ -10,9 +10,9 @@ still needs reading.
     table    the lamp's colour decides, by a mapping shown each time   (look up)
     value    each coin's value is shown: take the highest              (compare)
 
-Success takes the coin's exact name and nothing else (case is ignored). An instruction-tuned model
-starts near 0%, since it says more than the name; `mention_credit` pays it a little for saying
-little else, so that learning has a slope to climb.
+Success needs exactly the coin's name (case is ignored). An instruction-tuned model starts near 0%,
+since it writes more than the name; `mention_credit` gives a small reward that grows as the rest
+gets shorter, so that the policy can learn from it.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ ASKS = {
 
 
 class CoinsConfig(EnvironmentConfig):
-    """What is shown, what counts as best, and what second best earns."""
+    """The observation, the rule for the best coin, and the reward for other coins."""
 
     type: Literal["coins"] = "coins"
     max_actions: int = pydantic.Field(default=1, ge=1)
-    """Actions after which an unfinished episode is truncated; more than 1 lets a player that named
-    no coin try again."""
+    """The number of actions after which an unfinished episode is truncated. With more than 1, a
+    player that named no coin can try again."""
     rule: Literal["match", "hidden", "table", "value"] = "value"
-    """What makes a coin the best one: see the module."""
+    """The rule for the best coin: see the module."""
     num_coins: int = pydantic.Field(default=3, ge=2, le=8)
-    """Coins to choose from."""
+    """The number of coins."""
     max_value: int = pydantic.Field(default=9, ge=2)
-    """Rule `value`: values are different whole numbers from 1 to this."""
+    """Rule `value`: the largest value; values are different whole numbers from 1."""
     min_gap: int = pydantic.Field(default=1, ge=1)
-    """Rule `value`: the best coin's lead over the second best, at least."""
+    """Rule `value`: the smallest difference between the best and the second best value."""
     names: Literal["metals", "colours"] = "metals"
-    """What coins are called, except under the rule `match`, where it is always colours."""
+    """The kind of the coins' names. The rule `match` always uses colours."""
     wording: Literal["terse", "plain", "story"] = "terse"
-    """How the task is put."""
+    """The wording of the task."""
     other_credit: float = pydantic.Field(default=0.2, ge=0, lt=1)
-    """Reward for naming another coin than the best; under the rule `value` times its share of the
-    best value."""
+    """The reward for another coin than the best; with the rule `value`, times its share of the best
+    value."""
     mention_credit: float = pydantic.Field(default=0.5, ge=0, lt=1)
-    """An answer that isn't a coin's name but mentions exactly one coin earns this, times what that
-    coin earns, times the share of the answer's letters that are the name. 0 pays exact names
-    only."""
+    """The factor of the reward for an answer that is not a coin's name but mentions exactly one
+    coin: this, times that coin's reward, times the name's share of the answer's letters. With 0,
+    only exact names get a reward."""
 
     @pydantic.model_validator(mode="after")
     def _values_fit(self) -> CoinsConfig:

@@ -1,8 +1,8 @@
 """Countdown: write an arithmetic expression that uses each given number once and equals the target.
 
 Reward: 1 for the target; 0.1 for an expression that uses the numbers exactly once but has another
-value; else 0, and the action is invalid. Instances are made by evaluating a random expression, so
-all are solvable.
+value; else 0, and the action is invalid. The target is the value of a random expression, so all
+instances are solvable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ WRONG_VALUE_REWARD = 0.1
 MAX_TRIES = 20_000
 SIGN_ORDER = "+-*/"
 EXACT_NUMBERS = 4
-"""Up to this many numbers the random player's rate is computed, beyond it is sampled."""
+"""Up to this many numbers the random player's rate is computed exactly; beyond it is estimated by
+play."""
 SAMPLED_EXPRESSIONS = 4000
 
 
@@ -36,18 +37,18 @@ class CountdownConfig(EnvironmentConfig):
 
     type: Literal["countdown"] = "countdown"
     max_actions: int = pydantic.Field(default=1, ge=1)
-    """Actions after which an unfinished episode is truncated; more than 1 forgives malformed
-    expressions."""
+    """The number of actions after which an unfinished episode is truncated. With more than 1, a
+    player can try again after a malformed expression."""
     num_numbers: int = pydantic.Field(default=3, ge=2, le=5)
-    """Numbers given, all to be used."""
+    """The number of given numbers, all of which must be used."""
     max_number: int = pydantic.Field(default=20, ge=1)
-    """Numbers are drawn from 1 to this."""
+    """The largest number; numbers are random from 1."""
     min_target: int = 1
     """Lowest target."""
     max_target: int = 100
     """Highest target."""
     operations: str = pydantic.Field(default="+-*", pattern=r"^[-+*/]+$")
-    """Allowed operations, some of `+-*/`."""
+    """The allowed operations, a subset of `+-*/`."""
 
     @pydantic.model_validator(mode="after")
     def _targets_exist(self) -> CountdownConfig:
@@ -99,8 +100,8 @@ class CountdownEnvironment(EpisodicEnvironment):
         raise EnvironmentFailure(
             f"countdown: none of {MAX_TRIES} expressions over {config.num_numbers} numbers up to "
             f"{config.max_number} "
-            f"with {config.operations} lies in {config.min_target}..{config.max_target}: widen "
-            "the target's range"
+            f"with {config.operations} is within {config.min_target}..{config.max_target}: "
+            "widen the target's range"
         )
 
     def observe(self) -> str:

@@ -1,7 +1,7 @@
-"""One episode's bookkeeping, shared by every environment of this package.
+"""The base class of this package's environments, which keeps the state of one episode.
 
-A subclass says how an environment starts (`start`), looks (`observe`) and answers an action
-(`act`); this class counts the actions, truncates at `config.max_actions`, fills `info`, and refuses
+A subclass implements the start (`start`), the observation (`observe`) and the effect of an action
+(`act`). This class counts the actions, truncates at `config.max_actions`, fills `info`, and rejects
 a step after the end. Lifecycle:
 
     reset(seed) -> start -> observe
@@ -84,17 +84,17 @@ class EpisodicEnvironment(TextEnvironment):
 
 
 def stream(config: EnvironmentConfig, seed: int, name: str) -> random.Random:
-    """The random stream called `name` of one seed's environment: streams of other names, seeds and
-    environment types are unrelated."""
+    """The random stream `name` of an environment's seed. Streams of other names, seeds and
+    environment types are independent."""
     return random.Random(f"{config.type}/{name}/{seed}")
 
 
 INVALID = ActionResult(valid=False, effective=False)
-"""The outcome of an action that was not understood: nothing happens and nothing is paid."""
+"""The result of an action that was not understood: no effect and no reward."""
 
 
 def choose(action: str, names: tuple[str, ...] | list[str]) -> int | None:
-    """Index of the name that `action` is, ignoring case; None if it is none of them."""
+    """The index of the name that equals `action`, ignoring case; None if there is none."""
     folded_action = action.casefold()
     return next(
         (index for index, name in enumerate(names) if name.casefold() == folded_action), None

@@ -35,14 +35,15 @@ class FrozenLakeConfig(EnvironmentConfig):
     size: int = pydantic.Field(default=4, ge=2, le=16)
     """Rows and columns of the map."""
     frozen_probability: float = pydantic.Field(default=0.8, gt=0, le=1)
-    """Chance that a tile is frozen rather than a hole, before maps without a path are redrawn."""
+    """The probability that a tile is frozen and not a hole, before maps without a path are
+    rejected."""
     slippery: bool = True
-    """Moves go astray two times in three."""
+    """Slippery ice: two of three moves go in a perpendicular direction."""
     view: Literal["grid", "words"] = "grid"
-    """`grid`: RAGEN's drawn map; `words`: where goal and holes are and what lies on the four sides,
-    as the player sees them."""
+    """`grid`: RAGEN's map as a grid of symbols; `words`: the positions of goal and holes and the
+    four neighbours, relative to the player."""
     alphabet: Literal["ragen", "ascii"] = "ragen"
-    """Symbols of the map: RAGEN's `P_OGX√`, or `P_OGXV` for tokenizers that split `√`."""
+    """The symbols of the map: RAGEN's `P_OGX√`, or `P_OGXV` for tokenizers that split `√`."""
 
 
 class LakeMap(NamedTuple):
@@ -78,8 +79,8 @@ class LakeMap(NamedTuple):
 
 
 def random_map(size: int, frozen_probability: float, rng: random.Random) -> LakeMap:
-    """A map with start != goal and a path between them, drawn by rejection. With very few frozen
-    tiles start and goal end up adjacent."""
+    """A random map with start != goal and a path between them, by rejection sampling. With very few
+    frozen tiles, start and goal are adjacent."""
     num_tiles = size * size
     while True:
         holes = {tile for tile in range(num_tiles) if rng.random() >= frozen_probability}
@@ -112,7 +113,7 @@ def success_tables(lake: LakeMap, slippery: bool) -> SuccessTables:
 
 @environments.register("frozen_lake")
 class FrozenLakeEnvironment(EpisodicEnvironment):
-    """Walk to the goal. A seed fixes the map and, action by action, which way the ice slips."""
+    """Walk to the goal. A seed fixes the map and, action by action, the direction of each slip."""
 
     Config: ClassVar[type[EnvironmentConfig]] = FrozenLakeConfig
     config: FrozenLakeConfig

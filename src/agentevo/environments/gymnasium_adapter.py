@@ -3,14 +3,14 @@
 Observations: strings pass through; an environment that renders as `ansi` shows that picture (a
 highlighted cell becomes `[cell]`); other spaces are written as text. Actions: a Discrete space
 takes the action's name (`action_names`, default its number), a Text space takes any text that it
-contains, Box, Dict and the other structured spaces take JSON (json_actions.py), and the player is
-shown why a text is no action of theirs. The action limit is `max_actions`; Gymnasium's own time
-limit is switched off. A world of the old API of gym is read as well (step_results.py).
+contains, and Box, Dict and the other structured spaces take JSON (json_actions.py). For a text that
+is not such an action, the player sees the reason. The action limit is `max_actions`; Gymnasium's
+own time limit is off. The old API of gym works too (step_results.py).
 
-Success is what the environment says in `info["success"]` or `info["is_success"]`, else what
-`success_on` says. Where the environment publishes its transitions (`env.unwrapped.P`, as
-Gymnasium's toy texts do) both reference players are computed exactly and there is a solver;
-elsewhere the random player is sampled and the optimal one unknown.
+Success is `info["success"]` or `info["is_success"]` of the environment, else `success_on` decides.
+If the environment publishes its transitions (`env.unwrapped.P`, as Gymnasium's toy texts do), both
+reference players are computed exactly and there is a solver; otherwise the random player's rate is
+estimated by play and the optimal one is unknown.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from agentevo.types import Baselines
 HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 MAX_TABLE_STATES = 2000
-"""Transition tables of more states are not made dense."""
+"""The maximum number of states of a dense transition table."""
 SAMPLED_PLAYS = 100
 MAX_SHOWN_NUMBERS = 4096
 """An observation with a longer list of numbers, such as a picture's, is not written as text."""
 
 
 class GymnasiumConfig(EnvironmentConfig):
-    """Which environment, and how its actions are called."""
+    """The environment, and the names of its actions."""
 
     type: Literal["gymnasium"] = "gymnasium"
     id: str = pydantic.Field(min_length=1)
     """Gymnasium's id, such as `FrozenLake-v1`, or `module:Id-v0` to import a module that registers
     it."""
     kwargs: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
-    """Options handed to `gymnasium.make`."""
+    """The options of `gymnasium.make`."""
     action_names: tuple[str, ...] = ()
-    """Names of a Discrete space's actions, in order; empty: their numbers."""
+    """The names of a Discrete space's actions, in order. Empty: their numbers."""
     instructions: str = ""
-    """Rules told to the player; empty: the id and the actions."""
+    """The rules for the player. Empty: the id and the actions."""
     observation: Literal["auto", "text", "ansi"] = "auto"
-    """`text`: the observation written out; `ansi`: the rendered picture; `auto`: the picture if
-    there is one and no text."""
+    """`text`: the observation as text; `ansi`: the rendered picture; `auto`: the picture if there
+    is one and the observation is not a text."""
     success_on: Literal["reward", "termination"] = "reward"
     """An ended episode succeeded if its last reward was positive (`reward`), or in any case
     (`termination`)."""
@@ -90,13 +90,13 @@ def as_text(observation: object) -> str:
 
 
 def picture_as_text(picture: str) -> str:
-    """A rendering without terminal colours; what was coloured is put in brackets."""
+    """A rendering without terminal colours; coloured cells are in brackets."""
     return ESCAPE.sub("", HIGHLIGHT.sub(r"[\1]", picture)).rstrip("\n")
 
 
 Transitions = dict[int, dict[int, list[tuple[float, int, float, bool]]]]
-"""state -> action -> [(chance, next state, reward, ended), ...], as Gymnasium's toy texts publish
-them."""
+"""state -> action -> [(probability, next state, reward, ended), ...], as in Gymnasium's toy
+texts."""
 
 
 def transition_tables(published: Transitions, num_actions: int, success_on: str) -> SuccessTables:
@@ -115,7 +115,7 @@ def transition_tables(published: Transitions, num_actions: int, success_on: str)
 
 
 def _longest_list(space: spaces.Space[Any] | None) -> int:
-    """Numbers of the largest array in an observation of this space."""
+    """The size of the largest array in an observation of this space."""
     if isinstance(space, spaces.Dict):
         return max(map(_longest_list, space.spaces.values()), default=0)
     if isinstance(space, spaces.Tuple):
@@ -124,7 +124,7 @@ def _longest_list(space: spaces.Space[Any] | None) -> int:
 
 
 def _reset_names(world: gymnasium.Env[Any, Any]) -> set[str]:
-    """The arguments that a world's own `reset` takes; a `**kwargs` takes both of Gymnasium's."""
+    """The parameters of a world's own `reset`; a `**kwargs` takes both of Gymnasium's."""
     takes = inspect.signature(world.unwrapped.reset).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes)
     return {"seed", "options"} if takes_all else {parameter.name for parameter in takes}
@@ -147,15 +147,15 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         if not can_be_said(space):
             raise ConfigError(
                 f"gymnasium: {config.id} takes {space}; only actions of Discrete, Text, Box, "
-                "MultiDiscrete, MultiBinary, Dict and Tuple can be said in words"
+                "MultiDiscrete, MultiBinary, Dict and Tuple can be written as text"
             )
 
         longest = _longest_list(self._world.observation_space)
         if longest > MAX_SHOWN_NUMBERS and not self._drawn:
             raise ConfigError(
                 f"gymnasium: an observation of {config.id} has {longest} numbers in one list, "
-                f"such as a picture has, and at most {MAX_SHOWN_NUMBERS} are written as text: wrap "
-                "the environment so that it says what it shows"
+                f"as a picture has, and at most {MAX_SHOWN_NUMBERS} can be written as text: wrap "
+                "the environment so that its observation is a text"
             )
 
         if config.action_names and not isinstance(space, spaces.Discrete):
@@ -164,7 +164,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             )
 
         self._problem = ""
-        """Why the last text was no action of a structured space."""
+        """Why the last text was not an action of a structured space."""
         self._names: list[str] = []
         if isinstance(space, spaces.Discrete):
             self._names = list(config.action_names) or [
@@ -237,8 +237,8 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         self._shown = self._show(observation)
 
     def _reset(self, seed: int) -> Any:
-        """What `reset` returns. Where it takes no seed, as in the oldest API, `seed(seed)` comes
-        first."""
+        """Returns the result of `reset`. If it takes no seed, as in the oldest API, calls
+        `seed(seed)` first."""
         if "seed" in _reset_names(self._world):
             return self._world.reset(seed=seed)
 
@@ -258,7 +258,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         picture = self._world.render()
         if not isinstance(picture, str):
             raise EnvironmentFailure(
-                f"gymnasium: {self.config.id} drew {type(picture).__name__}, not text: set "
+                f"gymnasium: {self.config.id} rendered {type(picture).__name__}, not text: set "
                 "observation: text"
             )
 

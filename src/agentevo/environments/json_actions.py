@@ -7,8 +7,8 @@
 | Text | a text |
 | Dict, Tuple | an object with all the keys, a list with all the entries |
 
-A player sees `describe_space`; the message of an ActionError says what is wrong, where, and which
-values the space has.
+A player sees `describe_space`; the message of an ActionError gives the problem, its place, and the
+values of the space.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from agentevo.errors import storable
 from agentevo.parsing import ParseError, parse_json
 
 MAX_BOUNDS = 8
-"""Bounds that differ are listed up to this many; of more, the lowest and the highest are named."""
+"""The maximum number of different bounds to list; of more, only the lowest and the highest are
+named."""
 
 
 class ActionError(ValueError):
-    """A text is no action of a space."""
+    """A text is not an action of a space."""
 
 
 def can_be_said(space: spaces.Space[Any]) -> bool:
@@ -43,11 +44,11 @@ def can_be_said(space: spaces.Space[Any]) -> bool:
 
 
 def read_action(text: str, space: spaces.Space[Any]) -> Any:
-    """The action that a JSON text says. Raises ActionError."""
+    """The action in a JSON text. Raises ActionError."""
     try:
         value = parse_json(text)
     except ParseError as error:
-        raise ActionError(f"it is no JSON ({error}): give {describe_space(space)}") from error
+        raise ActionError(f"it is not JSON ({error}): give {describe_space(space)}") from error
 
     return _read(value, space, "the action")
 
@@ -99,7 +100,7 @@ def _interval(low: Any, high: Any) -> str:
 
 
 def _bounds(space: spaces.Space[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Lowest and highest values of a space of numbers, in its shape and dtype."""
+    """The lowest and highest values of a space of numbers, in its shape and dtype."""
     if isinstance(space, spaces.MultiDiscrete):
         return space.start, space.start + space.nvec - 1
     if isinstance(space, spaces.MultiBinary):
@@ -112,7 +113,7 @@ def _bounds(space: spaces.Space[Any]) -> tuple[np.ndarray, np.ndarray]:
 def _read(value: Any, space: spaces.Space[Any], place: str) -> Any:
     if isinstance(space, spaces.Dict):
         if not isinstance(value, Mapping):
-            raise ActionError(f"{place} is no object: give {describe_space(space)}")
+            raise ActionError(f"{place} is not an object: give {describe_space(space)}")
 
         missing = [key for key in space.spaces if key not in value]
         unknown = [key for key in value if key not in space.spaces]
@@ -123,7 +124,7 @@ def _read(value: Any, space: spaces.Space[Any], place: str) -> Any:
 
     if isinstance(space, spaces.Tuple):
         if not isinstance(value, list) or len(value) != len(space.spaces):
-            raise ActionError(f"{place} is no such list: give {describe_space(space)}")
+            raise ActionError(f"{place} is not such a list: give {describe_space(space)}")
         parts = zip(value, space.spaces, strict=True)
         return tuple(
             _read(item, part, f"entry {number} of {place}")
@@ -132,7 +133,7 @@ def _read(value: Any, space: spaces.Space[Any], place: str) -> Any:
 
     if isinstance(space, spaces.Text):
         if not isinstance(value, str) or not space.contains(value):
-            raise ActionError(f"{place} is no such text: give {describe_space(space)}")
+            raise ActionError(f"{place} is not such a text: give {describe_space(space)}")
         return value
 
     if isinstance(space, spaces.Discrete):
@@ -180,8 +181,8 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _convert_number(value: Any, dtype: np.dtype[Any]) -> float | None:
-    """A number as a space of this dtype keeps it, so that 0.7 is within a limit of float32's 0.7;
-    None for what is no such number."""
+    """A number in a space's dtype, so that 0.7 is within a limit of float32's 0.7; None for any
+    other value."""
     if dtype.kind != "f":
         return value if _is_whole(value) else None
     if isinstance(value, bool) or not isinstance(value, int | float):

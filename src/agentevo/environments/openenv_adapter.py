@@ -1,13 +1,13 @@
-"""Any OpenEnv server as a text environment, by its URL: reset and step over its WebSocket, one
-connection for each episode.
+"""Any OpenEnv server as a text environment, by its URL: reset and step over its WebSocket, with one
+connection per episode.
 
-The server's schema decides how the player's text becomes an action: where an action has one field,
-the text is that field, else the text is the action as a JSON object. A text that does not fit is an
+The server's schema decides how the player's text becomes an action: if an action has one field, the
+text is that field, else the text is the action as a JSON object. A text that does not fit is an
 invalid action. An observation is shown as its only field, or as `name: value` lines. The reward is
-the server's; an episode that ends without any reward has none, which fails the attempt.
+the server's; an episode that ends without any reward fails the attempt.
 
-No package of OpenEnv is needed. Every wait has a deadline, and messages have a limit: a server that
-hangs, dies, or sends something else costs the attempt.
+No package of OpenEnv is needed. Every wait has a deadline, and messages have a size limit: a server
+that hangs, dies, or sends anything else fails the attempt.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from agentevo.trace_header import trace_headers
 NO_SESSION_LEFT = "CAPACITY_REACHED"
 BAD_ACTION = "VALIDATION_ERROR"
 AGAIN_S = 0.2
-"""Pause before a server without a free session is asked again."""
+"""The pause before the next request to a server without a free session."""
 CLOSE_S = 1.0
 LARGEST_SEED = 2**31
 """Seeds are taken modulo this: numpy's generators take no larger ones."""
 
 
 class OpenEnvConfig(EnvironmentConfig):
-    """Which server, and how its actions and observations are said in words."""
+    """The server, and the text form of its actions and observations."""
 
     type: Literal["openenv"] = "openenv"
     url: str = pydantic.Field(pattern=r"^(https?|wss?)://[^/\s]+")
-    """Where the server listens, such as http://127.0.0.1:8000."""
+    """The server's URL, such as http://127.0.0.1:8000."""
     reset: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
-    """Options of every reset, besides the seed."""
+    """The options of every reset, in addition to the seed."""
     action: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
-    """Fields that every action has, besides what the player says."""
+    """Constant fields of every action, in addition to those from the player."""
     action_field: str | None = None
-    """The field of an action that the player's text becomes. Default: the only one, or the only one
-    that is required; where there are several, the player says a JSON object."""
+    """The field of an action that gets the player's text. Default: the only field, or the only
+    required one; with several, the player writes a JSON object."""
     observation_field: str | None = None
-    """The field of an observation that is shown. Default: all."""
+    """The field of an observation to show. Default: all."""
     instructions: str = ""
-    """Rules told to the player; empty: the server's description and the form of an action."""
+    """The rules for the player. Empty: the server's description and the form of an action."""
     success_on: Literal["reward", "termination"] = "reward"
-    """An ended episode succeeded if its last reward was positive (`reward`), or in any case
-    (`termination`); the observation's own `success` counts before."""
+    """An ended episode is a success if its last reward was positive (`reward`), or in any case
+    (`termination`). The observation's own `success` overrides it."""
     call_timeout_s: float = pydantic.Field(default=60.0, gt=0)
-    """Longest wait for one answer."""
+    """The time limit of one answer."""
     session_timeout_s: float = pydantic.Field(default=120.0, gt=0)
-    """Longest wait for a free session, where the server has only so many."""
+    """The longest wait for a free session, if the server limits their number."""
     max_message_mb: float = pydantic.Field(default=4.0, gt=0)
-    """Largest message that is taken from the server."""
+    """The largest message that is accepted from the server."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class OpenEnvForm:
 
     description: str
     fields: Mapping[str, Any]
-    """Name -> JSON schema of the fields of an action."""
+    """Name -> JSON schema of each field of an action."""
     required: frozenset[str]
 
     def only_field(self, fixed: Mapping[str, Any]) -> str | None:
-        """The field that a text becomes, if there is no choice."""
+        """The field that gets the text, if only one is possible."""
         names = [name for name in self.fields if name not in fixed]
         needed = [name for name in names if name in self.required]
         chosen = needed if len(needed) == 1 else names
@@ -87,7 +87,7 @@ class OpenEnvForm:
 
 
 _forms: dict[str, OpenEnvForm] = {}
-"""The forms by URL: each server is asked once in a process."""
+"""The forms by URL: each server is queried once in a process."""
 _asking = threading.Lock()
 
 
@@ -99,7 +99,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
     config: OpenEnvConfig
 
     def __init__(self, config: OpenEnvConfig) -> None:
-        """Raises ConfigError where no OpenEnv server answers, or an option does not fit it."""
+        """Raises ConfigError if no OpenEnv server answers, or if an option does not fit it."""
         super().__init__(config)
         self._form = form_of(config)
         self._field = config.action_field or self._form.only_field(config.action)
@@ -141,8 +141,8 @@ class OpenEnvEnvironment(EpisodicEnvironment):
             if time.monotonic() > ends_at:
                 raise EnvironmentFailure(
                     f"openenv: {self.config.url} has no free session "
-                    f"({storable(str(answer.get('message')), 200)}): let it have more "
-                    "(max_concurrent_envs), or play fewer attempts at once"
+                    f"({storable(str(answer.get('message')), 200)}): raise its limit "
+                    "(max_concurrent_envs), or run fewer attempts at once"
                 )
 
             time.sleep(AGAIN_S)
@@ -188,7 +188,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         self._open.close()
 
     def _fields(self, text: str) -> dict[str, Any] | None:
-        """The action that a text represents; None for a text that represents none."""
+        """The action of a text; None for a text that is not an action."""
         if self._field is not None:
             schema = self._form.fields.get(self._field, {})
             value = _value(text, schema)
@@ -202,22 +202,22 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         return {**fields, **self.config.action} if isinstance(fields, dict) else None
 
     def _take(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
-        """(reward, whether the episode is over) of an answer; its observation is shown from now on.
-        Raises EnvironmentFailure for an answer of another form."""
+        """(reward, whether the episode is over) of an answer; its observation becomes the current
+        one. Raises EnvironmentFailure for an answer of another form."""
         observation = answer.get("observation")
         reward = answer.get("reward")
         done = answer.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
             raise EnvironmentFailure(
-                f"openenv: {self.config.url} answered {storable(str(answer), 200)}: an answer has "
-                "an `observation` and says whether it is `done`"
+                f"openenv: {self.config.url} answered {storable(str(answer), 200)}: an answer "
+                "needs the keys `observation` and `done`"
             )
 
         if reward is not None:
             if not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise EnvironmentFailure(
                     f"openenv: the reward of {self.config.url} is {storable(repr(reward), 200)}, "
-                    "which is no number"
+                    "which is not a number"
                 )
             self._is_paid = True
 
@@ -245,13 +245,13 @@ class OpenEnvEnvironment(EpisodicEnvironment):
             ) from error
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of the server's answer; of an error message with its `code`. Raises
-        EnvironmentFailure where none comes."""
+        """The data of the server's answer; for an error message, with its `code`. Raises
+        EnvironmentFailure if no answer comes."""
         assert self._connection is not None
 
         where = f"openenv: {self.config.url} did not answer a {kind}"
         try:
-            with suppress(ConnectionClosed):  # a refusal is sent before the end, and read below
+            with suppress(ConnectionClosed):  # a refusal comes before the end, and is read below
                 self._connection.send(json.dumps({"type": kind, "data": data}))
             text = self._connection.recv(timeout=self.config.call_timeout_s)
         except TimeoutError:
@@ -284,7 +284,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
 
 
 def form_of(config: OpenEnvConfig) -> OpenEnvForm:
-    """What the server says of its actions. Raises ConfigError where no OpenEnv server answers."""
+    """The server's description of its actions. Raises ConfigError if no OpenEnv server answers."""
     url = config.url.rstrip("/")
     with _asking:
         if url not in _forms:
@@ -320,8 +320,8 @@ def _read_form(base: str, config: OpenEnvConfig) -> OpenEnvForm:
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"environment.url: what answers at {config.url} is no OpenEnv server: its /schema has "
-            "no schema of an action"
+            f"environment.url: the server at {config.url} is not an OpenEnv server: its /schema "
+            "has no schema of an action"
         ) from error
 
 
@@ -350,7 +350,7 @@ def _plain(value: Any) -> str:
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """A text as the value that a schema requires; None if it is none."""
+    """A text as the value that a schema requires; None if it does not fit."""
     schema = next((option for option in schema.get("anyOf", ()) if "type" in option), schema)
     if "enum" in schema:
         names = [str(value) for value in schema["enum"]]

@@ -1,9 +1,9 @@
-"""The success rates of reference players in an environment: exact, for a small Markov decision
+"""The success rates of reference players in an environment: exact for a small Markov decision
 process, and by seeded play for any environment.
 
-With `win[a, s]` the chance that action `a` in state `s` succeeds at once, `move[a, s, t]` the
-chance that it leads to state `t` (rows may sum to less than 1: the rest ended, won or lost), and
-V_0 = 0, the success rate with k actions left is
+`win[a, s]` is the probability that action `a` in state `s` succeeds at once, `move[a, s, t]` the
+probability that it leads to state `t` (rows can sum to less than 1: the rest ended, won or lost),
+and V_0 = 0. The success rate with k actions left is
 
     Q_k[a, s] = win[a, s] + sum_t move[a, s, t] V_{k-1}[t]
     V_k       = max_a Q_k (optimal)  or  mean_a Q_k (uniform random)
@@ -21,12 +21,12 @@ from agentevo.environments.environment import TextEnvironment
 
 Table = NDArray[np.float64]
 PATIENCE = 0.95
-"""Discount per action that breaks ties between optimal actions, so that the player neither dawdles
-nor gives up when time is short."""
+"""The discount per action that breaks ties between optimal actions, so that the player takes the
+shortest way."""
 
 
 class SuccessTables:
-    """Success rates by state and actions left; grown on demand and kept.
+    """Success rates by state and actions left; computed on demand and cached.
 
     Args: `win` float64 [A, S] and `move` float64 [A, S, S], as in the module's docstring.
     """
@@ -80,8 +80,8 @@ class SuccessTables:
 
 
 def random_play_success(make: Callable[[], TextEnvironment], seed: int, num_plays: int) -> float:
-    """Share of `num_plays` episodes of the environment `seed` that a random player solves; its
-    choices come from `seed` too."""
+    """The share of `num_plays` episodes of the environment `seed` that a random player solves; its
+    choices are also from `seed`."""
     environment = make()
     rng = random.Random(f"random player/{seed}")
     wins = 0

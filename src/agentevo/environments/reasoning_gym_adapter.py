@@ -1,5 +1,5 @@
 """reasoning-gym's procedural datasets as one-turn environments: the question is the observation,
-the action is the whole answer.
+and the action is the whole answer.
 
 The episode's seed is the dataset's seed, and its question is the dataset's first item. Reward is
 the dataset's own score of the answer (0..1), success a score of 1. Answers are free text, so a
@@ -29,15 +29,15 @@ class ReasoningGymConfig(EnvironmentConfig):
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     max_actions: int = pydantic.Field(default=1, ge=1)
-    """Actions after which an unfinished episode is truncated; more than 1 forgives empty
-    answers."""
+    """The number of actions after which an unfinished episode is truncated. With more than 1, a
+    player can try again after an empty answer."""
     dataset: str = pydantic.Field(min_length=1)
     """Name of the dataset, such as `chain_sum`."""
     options: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
     """Options of the dataset, such as `{min_terms: 2, max_terms: 3}`; its `seed` and `size` are set
     here."""
     instructions: str = "Answer the question. Your action is the answer alone."
-    """Told to the player before the question."""
+    """The text for the player before the question."""
 
 
 def _package(module: str) -> ModuleType:
@@ -70,8 +70,8 @@ class ReasoningGymEnvironment(EpisodicEnvironment):
         taken = {"seed", "size"} & set(self.config.options)
         if taken:
             raise ConfigError(
-                f"reasoning_gym: options must not set {' or '.join(sorted(taken))}: the "
-                "episode's seed does"
+                f"reasoning_gym: options must not set {' or '.join(sorted(taken))}: they come "
+                "from the episode's seed"
             )
 
         try:
@@ -105,8 +105,8 @@ class ReasoningGymEnvironment(EpisodicEnvironment):
         return ActionResult(reward=score, terminated=True, success=score >= FULL_SCORE)
 
     def random_action(self, rng: random.Random) -> str:
-        """The reference answer to another question of the same kind: the right form, the content by
-        chance."""
+        """The reference answer to another question of the same kind: the right form with random
+        content."""
         answer = self._dataset(rng.randrange(2**31))[0]["answer"]
         return "" if answer is None else str(answer)
 

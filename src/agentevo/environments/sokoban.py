@@ -2,7 +2,7 @@
 
 Symbols and rewards are RAGEN's: -0.1 for every action, +1 when the number of boxes on targets
 rises, -1 when it falls, +10 when all are there (so one box solved in n actions earns 11 - 0.1 n).
-The default rooms are about as hard as RAGEN's 6x6 ones with one box: a random player solves 19%
+The default rooms are about as hard as RAGEN's 6x6 rooms with one box: a random player solves 19%
 within 10 actions, and the shortest solution has at most 5 actions in 71% of the rooms and at most 7
 in all. `dim: [8, 8], num_boxes: 2, min_solution: 3, max_solution: 8` comes close to its larger
 rooms.
@@ -37,7 +37,8 @@ ACTION_REWARD = -0.1
 BOX_REWARD = 1.0
 SOLVED_REWARD = 10.0
 EXACT_STATES = 20_000
-"""Up to this many states at a time the random player's rate is computed, beyond it is sampled."""
+"""Up to this many simultaneous states the random player's rate is computed exactly; beyond it is
+estimated by play."""
 SAMPLED_PLAYS = 400
 
 
@@ -46,19 +47,20 @@ class SokobanConfig(EnvironmentConfig):
 
     type: Literal["sokoban"] = "sokoban"
     dim: tuple[int, int] = (6, 6)
-    """Rows and columns of the room, its outer wall included."""
+    """The rows and columns of the room, including its outer wall."""
     num_boxes: int = pydantic.Field(default=1, ge=1, le=4)
-    """Boxes, and as many targets."""
+    """The number of boxes, and of targets."""
     min_solution: int = pydantic.Field(default=1, ge=1)
-    """Fewest actions that the shortest solution may have."""
+    """The minimum length of the shortest solution, in actions."""
     max_solution: int = pydantic.Field(default=7, ge=1)
-    """Most actions that the shortest solution may have; lengths in between are equally frequent."""
+    """The maximum length of the shortest solution, in actions. All lengths in the range are equally
+    frequent."""
     view: Literal["grid", "words"] = "grid"
-    """`grid`: the drawn room; `words`: for each box where it is, what lies around it and where the
-    targets are, as seen from the player."""
+    """`grid`: the room as a grid of symbols; `words`: for each box its position relative to the
+    player, its neighbours, and the positions of the targets."""
     alphabet: Literal["ragen", "ascii", "letters"] = "ragen"
-    """Symbols of the room: RAGEN's `#_O√XPS`, `#_OVXPS` for tokenizers that split `√`, or RAGEN's
-    test of other symbols, `W.GCBA@`."""
+    """The symbols of the room: RAGEN's `#_O√XPS`, `#_OVXPS` for tokenizers that split `√`, or the
+    symbols of RAGEN's generalization test, `W.GCBA@`."""
 
     @pydantic.model_validator(mode="after")
     def _room_is_possible(self) -> SokobanConfig:
@@ -92,7 +94,7 @@ class SokobanConfig(EnvironmentConfig):
 
 @environments.register("sokoban")
 class SokobanEnvironment(EpisodicEnvironment):
-    """Walk and push; a box can't be pulled, so a wrong push may be final."""
+    """Walk and push; a box can't be pulled, so a wrong push can be irreversible."""
 
     Config: ClassVar[type[EnvironmentConfig]] = SokobanConfig
     config: SokobanConfig
@@ -206,8 +208,8 @@ class SokobanEnvironment(EpisodicEnvironment):
         )
 
     def solution_length(self) -> int | None:
-        """Fewest actions from the current state to the solved room; None if it can't be solved any
-        more."""
+        """The fewest actions from the current state to the solved room; None if it can no longer be
+        solved."""
         if self._distances is None:
             self._distances = distances(self.room)
         return self._distances.get(self._state)

@@ -18,9 +18,9 @@ STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))
 PLAYER_BITS = 8
 PLAYER_MASK = (1 << PLAYER_BITS) - 1
 MAX_STATES = 300_000
-"""Distances are not searched beyond this many states (about 60 MB)."""
+"""The maximum number of states in a search of distances (about 60 MB)."""
 KEEP_DIRECTION = 0.6
-"""Chance that the carving walk goes straight on."""
+"""The probability that the carving walk keeps its direction."""
 
 
 class SokobanRoom(NamedTuple):
@@ -63,8 +63,8 @@ class SokobanRoom(NamedTuple):
         return state >> PLAYER_BITS == self.targets
 
     def step(self, state: int, action: int) -> int:
-        """The state after the action: the player walks, or pushes one box onto free floor; blocked,
-        nothing changes."""
+        """The state after the action: the player walks, or pushes one box onto free floor. A
+        blocked move changes nothing."""
         boxes = state >> PLAYER_BITS
         ahead = self.neighbours[state & PLAYER_MASK][action]
         if ahead < 0:
@@ -153,7 +153,7 @@ MAX_TRIES = 500
 
 
 def generate(settings: RoomSettings, rng: random.Random) -> tuple[SokobanRoom, int] | None:
-    """A room and a start state whose shortest solution has the drawn number of actions; None if
+    """A room and a start state whose shortest solution has a random number of actions; None if
     `MAX_TRIES` rooms had none.
 
     The length is uniform over `min_solution..max_solution`; targets are random floor cells; the

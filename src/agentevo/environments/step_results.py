@@ -1,10 +1,10 @@
 """The results of an environment's `reset` and `step`, in the form of Gymnasium: (observation, info)
 and (observation, reward, terminated, truncated, info).
 
-The old API of gym, whose reset gives the observation alone and whose step gives (observation,
-reward, done, info), is read as well: an end that `info["TimeLimit.truncated"]` marks is a limit.
+The old API of gym also works: its reset returns only the observation, and its step returns
+(observation, reward, done, info). `info["TimeLimit.truncated"]` marks an end by a limit.
 
-A text may repeat what a model wrote, such as half of a surrogate pair, which no tokenizer takes: it
+A text can repeat a model's output, such as half of a surrogate pair, which no tokenizer accepts: it
 becomes a question mark.
 """
 
@@ -18,7 +18,7 @@ TRUNCATED = "TimeLimit.truncated"
 
 
 class StepResult(NamedTuple):
-    """One step, as Gymnasium gives it."""
+    """One step, in Gymnasium's form."""
 
     observation: Any
     reward: Any

@@ -1,15 +1,15 @@
 """TextArena's games as text environments for one seat; a seeded random player plays the other
 seats.
 
-An observation is what the game has sent to this seat since its last action, with only the newest
-board. The reward is paid at the end and is the game's own for this seat; success is a reward of at
-least `success_reward` (a win, or a fully solved puzzle, is 1 in TextArena). An invalid action never
-ends the game here (TextArena's error allowance is lifted): it costs an action and the game repeats
-its board.
+An observation has the game's messages to this seat since its last action, with only the newest
+board. The reward is the game's reward of this seat, at the end; success is a reward of at least
+`success_reward` (a win, or a fully solved puzzle, is 1 in TextArena). An invalid action never ends
+the game here (TextArena's error allowance is lifted): it costs an action and the game repeats its
+board.
 
-TextArena draws from Python's and numpy's global generators. Each episode has its own pair of
-states, put in place under a lock for the duration of a call and taken out again, so that episodes
-disturb neither each other nor the random numbers of other code.
+TextArena uses Python's and numpy's global generators. Each episode has its own pair of generator
+states, which are installed under a lock during each call, so that episodes affect neither each
+other nor the random numbers of other code.
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ class TextArenaConfig(EnvironmentConfig):
     game: str = pydantic.Field(min_length=1)
     """TextArena's id, such as `TowerOfHanoi-v0`."""
     kwargs: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
-    """Options handed to `textarena.make`."""
+    """The options of `textarena.make`."""
     num_players: int = pydantic.Field(default=1, ge=1)
-    """Seats at the table."""
+    """The number of players."""
     seat: int = pydantic.Field(default=0, ge=0)
     """The agent's seat, from 0."""
     actions: tuple[str, ...] = ()
-    """Every action of the game, for the random player and random opponents; empty: those that the
-    game lists in its messages."""
+    """Every action of the game, for the random player and random opponents. Empty: the actions that
+    the game lists in its messages."""
     success_reward: float = 1.0
-    """Reward at the end from which the game counts as won."""
+    """The lowest final reward that counts as a win."""
     instructions: str = ""
-    """Rules told to the player; empty: the game's own, which come with the first observation."""
+    """The rules for the player. Empty: the game's own rules, which come with the first
+    observation."""
 
     @pydantic.model_validator(mode="after")
     def _seat_exists(self) -> TextArenaConfig:
@@ -132,7 +133,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
         self._check_opponents()
 
     def _check_opponents(self) -> None:
-        """Refuses a game whose other seats can't be played, before any episode."""
+        """Raises an error before any episode for a game whose other seats can't be played."""
         try:
             self.start(0)
         except EnvironmentFailure as error:
@@ -179,7 +180,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
                 self._game.reset(num_players=config.num_players, seed=seed)
         except (AssertionError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"textarena: {config.game} can't be played by num_players={config.num_players}: "
+                f"textarena: {config.game} does not support num_players={config.num_players}: "
                 f"{error}"
             ) from error
 
@@ -190,7 +191,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
         self._play_others()
 
     def _read(self, seat: int) -> None:
-        """Takes the seat's new messages off the table."""
+        """Reads the seat's new messages."""
         kinds = self._package.ObservationType
         state = self._table.state
         lines: list[str] = []
@@ -218,7 +219,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
         return list(self.config.actions) or self._listed.get(seat, [])
 
     def _move(self, action: str) -> bool:
-        """Plays for the seat whose turn it is; False if the game refused the action."""
+        """Plays for the current seat; False if the game refused the action."""
         state = self._table.state
         errors = getattr(state, "error_count", 0)
         with self._own_randomness():
@@ -236,8 +237,8 @@ class TextArenaEnvironment(EpisodicEnvironment):
             actions = self._known_actions(seat)
             if not actions or tries > MAX_OPPONENT_TRIES:
                 raise EnvironmentFailure(
-                    f"textarena: {self.config.game} shows seat {seat} no legal action: set "
-                    "`actions` to all it has"
+                    f"textarena: {self.config.game} lists no legal action for seat {seat}: set "
+                    "`actions` to all of its actions"
                 )
 
             tries = 0 if self._move(self._opponent.choice(actions)) else tries + 1
@@ -263,7 +264,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
         actions = self._known_actions(self.config.seat)
         if not actions:
             raise EnvironmentFailure(
-                f"textarena: {self.config.game} doesn't list its actions, so none can be drawn: "
+                f"textarena: {self.config.game} doesn't list its actions, so none can be chosen: "
                 "set `actions`"
             )
         return rng.choice(actions)

@@ -1,8 +1,8 @@
-"""Grid worlds in words, as seen from the player: an observation for policies that can't read a
-drawn grid yet.
+"""Grid worlds in words, relative to the player: an observation for policies that can't read a grid
+yet.
 
-A small model learns to use "goal two up, one right" from hundreds of episodes and a drawn grid only
-from many thousands.
+A small model learns to use "goal two up, one right" from hundreds of episodes, but a grid of
+symbols only from many thousands.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ NUMBERS = (
 
 
 def offset(rows: int, columns: int) -> str:
-    """Where something is, `rows` down and `columns` to the right (negative: up, left): "two up, one
-    right"."""
+    """The position `rows` down and `columns` to the right (negative: up, left) in words: "two up,
+    one right"."""
     vertical = f"{_number(rows)} {'down' if rows > 0 else 'up'}" if rows else "same row"
     horizontal = (
         f"{_number(columns)} {'right' if columns > 0 else 'left'}" if columns else "same column"

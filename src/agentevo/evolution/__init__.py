@@ -1,2 +1,2 @@
-"""From a server of tools to a better agent: tasks are made, and a pipeline of stages trains on them
-round by round. `evolve.py` has the whole."""
+"""Improves an agent for a tool server: makes tasks, and trains on them in rounds with a pipeline of
+stages. The entry point is `evolve.py`."""

@@ -1,14 +1,14 @@
-"""`agentevo evolve`: one folder in which a server of tools, or documents, become tasks, and these a
-better agent.
+"""`agentevo evolve`: makes tasks from a tool server or documents, and trains an agent on them, in
+one folder.
 
     FOLDER/tasks/                 the first tasks, held-out ones among them (task_making/files.py),
                                   and the agent's texts
-    FOLDER/recipe.yaml            what every stage trains
-    FOLDER/evolve.pipeline.yaml   the stages (stages.py); `agentevo pipeline` runs it as well
+    FOLDER/recipe.yaml            the recipe of every stage
+    FOLDER/evolve.pipeline.yaml   the stages (stages.py); `agentevo pipeline` also runs it
     FOLDER/run/                   the pipeline's folder: stages, report, table
 
-Everything that can be refused is, before the server is called: the same pipeline is read with one
-made-up task. The files appear in the order above; with the last of them the folder can be resumed.
+All checks run before the server is called: the same pipeline is read with one made-up task. The
+files are written in the order above; once the last one exists, the folder can be resumed.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _MADE_UP = {"id": "none", "query": "none", "answer": "none", "scorer": "contains
 
 
 class Evolution:
-    """What is to be done, read and checked; nothing is created or called by that."""
+    """A plan of an evolution, read and checked; creates and calls nothing."""
 
     def __init__(self, tree: Mapping[str, Any], section: EvolveSection, home: Path):
-        """`tree`: the recipe without its section `evolve`; `home`: the folder that its paths are
-        relative to. Raises ConfigError."""
+        """`tree`: the recipe without its section `evolve`; `home`: the base folder of its paths.
+        Raises ConfigError."""
         run = tree.get("run")
         run = run if isinstance(run, Mapping) else {}
         self.tree = tree
@@ -76,7 +76,7 @@ class Evolution:
         return (self.folder / PIPELINE).is_file()
 
     def check(self, note: Callable[[str], None] = lambda line: None) -> Pipeline:
-        """Reads all that will be run, with one made-up task. Raises ConfigError."""
+        """Reads all stages, with one made-up task. Raises ConfigError."""
         with tempfile.TemporaryDirectory(prefix="agentevo-evolve-") as scratch:
             tasks = Path(scratch) / TASKS
             tasks.mkdir()
@@ -100,8 +100,8 @@ class Evolution:
             return read
 
     def _check_searches(self, pipeline: Pipeline) -> None:
-        """Refuses a search for texts whose attempts the comparison on the held-out tasks uses up:
-        it would fail hours later."""
+        """Raises ConfigError for a search for texts that spends all its attempts on the comparison
+        on held-out tasks: it would fail hours later."""
         searches = [instance for instance in pipeline.plan.instances if instance.kind.makes_texts]
         if not searches:
             return
@@ -118,8 +118,7 @@ class Evolution:
             ) from error
 
     def prepare(self, note: Callable[[str], None]) -> None:
-        """Makes the tasks and writes the folder. Raises what making tasks raises, with nothing
-        written."""
+        """Makes the tasks and writes the folder. If making tasks raises, nothing is written."""
         check_new_folder(self.folder, "run.dir")
         with tempfile.TemporaryDirectory(prefix="agentevo-evolve-") as scratch:
             first_tasks = self.source.make(note, Path(scratch))
@@ -141,7 +140,7 @@ class Evolution:
 
     @property
     def _texts(self) -> Mapping[str, Any]:
-        """The agent's texts as they are given."""
+        """The agent's given texts."""
         agent = self.tree.get("agent")
         texts = agent.get("texts") if isinstance(agent, Mapping) else None
         return texts if isinstance(texts, Mapping) else {}
@@ -158,9 +157,9 @@ class Evolution:
 def read_evolution(
     target: str, overrides: Sequence[str], *, documents: Sequence[str] = (), **section_keys: Any
 ) -> Evolution:
-    """`target`: a URL, a command, documents, or a YAML file whose section `evolve` says the rest.
-    `documents`: further ones. `section_keys`: keys of that section that count before all others.
-    Raises ConfigError."""
+    """`target`: a URL, a command, documents, or a YAML file with a section `evolve`. `documents`:
+    further documents. `section_keys`: keys that override those of the section. Raises
+    ConfigError."""
     is_file = target.endswith((".yaml", ".yml"))
     path = sources.find_recipe(target) if is_file else None
     tree: dict[str, Any] = {} if path is None else sources.read_yaml(path)
@@ -168,14 +167,14 @@ def read_evolution(
     tree = sources.overlay(tree, _nest_keys(changes))
     section = tree.pop("evolve", None) or {}
     if not isinstance(section, Mapping):
-        raise ConfigError("evolve: it is a section, such as {rounds: 3}")
+        raise ConfigError("evolve must be a section, such as {rounds: 3}")
 
     if path is None and is_document(target):
         section = {**section, "documents": [target, *documents]}
     elif documents:
         raise ConfigError(
-            f"{documents[0]!r} is no KEY=VALUE: write one such as trainer.steps=10; several "
-            "documents are given one after the other, the first of them too"
+            f"{documents[0]!r} is not KEY=VALUE: write one such as trainer.steps=10. To give "
+            "several documents, make the first argument a document too"
         )
     elif path is None:
         section = {**section, "server": target}
@@ -191,8 +190,8 @@ def read_evolution(
     model = tree.get("model")
     if not (isinstance(model, Mapping) and model.get("name")) and not isinstance(model, str):
         raise ConfigError(
-            "model.name: which model is to learn? Give model.name=PATH_OR_NAME, one with a chat "
-            "template that knows tools"
+            "model.name is missing: give model.name=PATH_OR_NAME, a model with a chat template "
+            "that supports tools"
         )
 
     return Evolution(tree, read, home)
@@ -204,7 +203,8 @@ def evolve(evolution: Evolution, *, resume: bool, note: Callable[[str], None]) -
     folder = evolution.folder
     if evolution.is_begun and not resume:
         raise ConfigError(
-            f"{short(folder)} is an evolution already: go on with --resume, or give another run.dir"
+            f"{short(folder)} already has an evolution: continue with --resume, or give another "
+            "run.dir"
         )
 
     if evolution.is_begun:
@@ -220,7 +220,7 @@ def evolve(evolution: Evolution, *, resume: bool, note: Callable[[str], None]) -
 
 
 def last_run(folder: Path) -> Path | None:
-    """The folder of the last stage that has trained, for `agentevo serve --openai`."""
+    """The folder of the last completed training stage, for `agentevo serve --openai`."""
     try:
         state = read_state(folder / RUN)
     except AgentEvoError:
@@ -248,7 +248,7 @@ def _source_of(
 
 
 def _models_of(tree: Mapping[str, Any]) -> dict[str, RemoteModelSection]:
-    """The readable ones of the recipe's models; the check of the recipe reports the others."""
+    """The valid remote models of the recipe; the check of the recipe reports the others."""
     sections = tree.get("remote_models")
     models = dict[str, RemoteModelSection]()
     for name, section in sections.items() if isinstance(sections, Mapping) else ():
@@ -288,8 +288,8 @@ def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSecti
 
 
 def _at_home(tree: dict[str, Any], home: Path) -> dict[str, Any]:
-    """The tree with absolute paths of the files of `import`, and with the agent's texts themselves:
-    the recipe is written into another folder. Raises ConfigError."""
+    """The tree with absolute paths in `import`, and with the agent's texts inlined, since the
+    recipe is written into another folder. Raises ConfigError."""
     if isinstance(agent := tree.get("agent"), Mapping):
         agent, problem = with_texts_of_file(agent, home)
         if problem:
@@ -310,7 +310,7 @@ def _at_home(tree: dict[str, Any], home: Path) -> dict[str, Any]:
 
 
 def _in_folder(section: Any, home: Path) -> Any:
-    """A tool's section whose files are found from there, too; a command runs there."""
+    """A tool's section with files relative to `home` and commands that run there."""
     changes: dict[str, Any] = {}
     file = getattr(section, "file", None)
     if file is not None:

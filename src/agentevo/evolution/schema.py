@@ -18,60 +18,60 @@ OF_SERVERS_TASKS = (
     "personas",
     "values",
 )
-"""Keys that mean nothing for documents."""
+"""Keys that have no effect for documents."""
 
 
 class TasksToMake(Section):
     """The tasks of the first round (docs/evolve.md)."""
 
     train: int = Field(default=200, ge=1, le=100_000)
-    """Tasks to train on."""
+    """The number of tasks to train on."""
     held_out: int = Field(default=64, ge=1, le=100_000)
-    """Held-out tasks, the same in every stage and round."""
+    """The number of held-out tasks, which are the same in every stage and round."""
     worlds: int = Field(default=1, ge=1, le=1_000_000)
-    """For a server that makes its state from `world` of the task: how many worlds there are."""
+    """The number of worlds, for a server that makes its state from the task's `world`."""
     per_passage: int = Field(default=2, ge=1, le=100)
-    """Of documents: tasks of a passage at most."""
+    """For documents: the maximum number of tasks of a passage."""
     writer: str | None = None
-    """A model that says the tasks of a server in its own words, and that asks questions about
-    documents: a name of remote_models, URL#MODEL, or as in model.name a model that is computed
-    here. Default: a grammar's words."""
+    """A model that rewords the tasks of a server, and writes the questions about documents: a name
+    of remote_models, URL#MODEL, or a local model as in model.name. Default: a grammar writes
+    them."""
     max_calls: int = Field(default=4, ge=1, le=12)
-    """Calls that a task needs at most."""
+    """The maximum number of calls that a task needs."""
     min_difficulty: int = Field(default=1, ge=1, le=5)
-    """The easiest tasks."""
+    """The lowest difficulty."""
     max_difficulty: int = Field(default=5, ge=1, le=5)
-    """The hardest tasks of the first round; later ones may be harder."""
+    """The highest difficulty in the first round; later rounds can have harder tasks."""
     kinds: tuple[Literal["state", "answer", "open"], ...] = ("state", "answer")
-    """What decides: the state that calls leave, what is said, or (`open`, for what varies) the
+    """What decides the reward: the final state, the answer, or (`open`, for results that vary) the
     recipe's `rewards`, such as a judge of groups."""
     languages: tuple[str, ...] = ("en",)
-    """Languages of the tasks: en, de, zh."""
+    """The languages of the tasks: en, de, zh."""
     personas: tuple[str, ...] = ("",)
-    """Who asks: hurried, polite, newcomer, or "" for nobody in particular."""
+    """The personas of the user: hurried, polite, newcomer, or "" for none."""
     values: dict[str, list[Any]] = Field(default_factory=dict)
-    """Values of parameters, by name, beside those that the server shows."""
+    """Values of parameters, by name, in addition to those that the server shows."""
     seed: int = Field(default=0, ge=0)
-    """Of all draws."""
+    """The seed of all random choices."""
 
 
 class DemonstrationsSection(Section):
-    """What the policy reads before it learns from reward."""
+    """The demonstrations that the policy is fine-tuned on before it learns from reward."""
 
     source: Literal["calls", "attempts", "teacher", "none"] = "calls"
-    """`calls`: the calls by which tasks were made, which solve them. `attempts`: the policy's own
-    attempts that succeeded (rejection sampling), for one that solves some. `teacher`: those of
-    another model, which plays the same tasks. `none`: no fine-tuning."""
+    """`calls`: the calls that the tasks were made from, which solve them. `attempts`: the policy's
+    own successful attempts (rejection sampling), for a policy that solves some tasks. `teacher`:
+    the successful attempts of another model at the same tasks. `none`: no fine-tuning."""
     teacher: str | None = None
-    """Who plays for `teacher`: a name of remote_models, or URL#MODEL."""
+    """The model of `teacher`: a name of remote_models, or URL#MODEL."""
     tries: int = Field(default=1, ge=1, le=256)
-    """Attempts of the teacher at each task; of those that succeeded one is shown."""
+    """The number of the teacher's attempts at each task. One of the successful ones is used."""
     count: int = Field(default=200, ge=1, le=100_000)
-    """Conversations of `calls`."""
+    """The number of conversations of `calls`."""
     steps: int = Field(default=4, ge=1)
-    """Steps of `attempts` that are sampled, of trainer.groups_per_step groups."""
+    """The number of sampled steps of `attempts`, each of trainer.groups_per_step groups."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """What the fine-tuning changes in the recipe, such as {sft: {learning_rate: 1e-4}}."""
+    """Changes to the recipe for the fine-tuning, such as {sft: {learning_rate: 1e-4}}."""
 
 
 class PromptsSection(Section):
@@ -79,52 +79,52 @@ class PromptsSection(Section):
     prompt, the instruction, examples, and descriptions of tools (docs/prompts.md)."""
 
     attempts: int = Field(default=0, ge=0, le=1_000_000)
-    """Most attempts of a round's search. 0: texts stay as they are."""
+    """The maximum number of attempts of a round's search. 0: no search."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """What the search changes in the recipe, such as {optimize: {method: gepa, writer: big}}."""
+    """Changes to the recipe for the search, such as {optimize: {method: gepa, writer: big}}."""
 
 
 class EvolveSection(Section):
-    """Discover, make tasks, demonstrate, fine-tune, learn from reward, make tasks at the edge of
-    what is solved, and again, until rounds bring nothing or a budget is used."""
+    """Explores the tools, makes tasks, fine-tunes on demonstrations, learns from reward, makes
+    harder tasks, and repeats, until rounds bring no gain or a budget is used up."""
 
     server: str | None = None
-    """URL of an MCP server, or a command that starts one. Default: the recipe's agent.tools."""
+    """The URL of an MCP server, or a command that starts one. Default: the recipe's agent.tools."""
     api_key: str | None = None
-    """`${env:NAME}`, the environment variable that holds the key for a `server` at a URL."""
+    """`${env:NAME}`: the environment variable with the key of a `server` at a URL."""
     documents: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], ONE_OR_MANY] = ()
-    """Texts, corpora (.jsonl) or folders of them, in place of a server: the tasks are questions
-    that they answer, and the agent gets the tool `search` over them."""
+    """Texts, corpora (.jsonl) or folders of them, in place of a server. The tasks are questions
+    about them, and the agent gets the tool `search` over them."""
     include: tuple[str, ...] = ()
-    """Names or patterns of the tools that are used. Default: all."""
+    """Names or patterns of the tools to use. Default: all."""
     exclude: tuple[str, ...] = ()
-    """Names or patterns of those that are not: neither called nor trained with."""
+    """Names or patterns of tools to leave out; they are neither called nor trained with."""
     outcome: str | None = None
-    """A tool of the server that says what an attempt is worth by its state, beside the tasks' own
-    checks; the policy does not see it."""
+    """A tool of the server that scores the final state of an attempt, in addition to the tasks' own
+    checks. The policy does not see it."""
     tasks: TasksToMake = TasksToMake()
-    """The tasks that are made."""
+    """The tasks to make."""
     demonstrations: DemonstrationsSection = DemonstrationsSection()
-    """What is read before learning from reward."""
+    """The demonstrations before learning from reward."""
     rounds: int = Field(default=3, ge=1, le=1000)
-    """Rounds of learning from reward, each with tasks of its own."""
+    """The number of rounds of learning from reward, each with its own tasks."""
     new_tasks: int = Field(default=100, ge=0, le=100_000)
-    """Tasks that each further round gets: harder variants of those that were solved, or where none
-    were new ones. 0: the tasks stay."""
+    """The number of tasks of each further round: harder variants of solved tasks, or new tasks if
+    none was solved. 0: keep the tasks."""
     prompts: PromptsSection = PromptsSection()
-    """Texts that are searched for in each round, by turns with the weights."""
+    """The search for better texts in each round, in turn with the training of the weights."""
     patience: int = Field(default=2, ge=1)
-    """Rounds in a row without a gain on the held-out tasks that end it."""
+    """The evolution ends after this many rounds in a row without a gain on the held-out tasks."""
     min_gain: float = Field(default=0.0, ge=0, lt=1)
-    """What counts as a gain: more than this, as a share of the held-out tasks."""
+    """The smallest gain that counts, as a share of the held-out tasks; it must be exceeded."""
     budget: dict[str, float] = Field(default_factory=dict)
-    """`hours`, `tokens` or `cost` after which no stage begins."""
+    """The limits in `hours`, `tokens` or `cost`. Beyond one, no further stage begins."""
     seeds: tuple[int, ...] = ()
-    """Runs the stages once with each of these, on the same tasks. Default: run.seed."""
+    """Run the stages once with each of these seeds, on the same tasks. Default: run.seed."""
     merge: bool | None = None
-    """Whether adapters are merged into one plain model at the end. Default: with model.lora."""
+    """Merge adapters into one plain model at the end. Default: true with model.lora."""
     skip: tuple[str, ...] = ()
-    """Stages that are left out: try, choose, show, prompts, improve, merge."""
+    """Stages to skip: try, choose, show, prompts, improve, merge."""
 
     @model_validator(mode="after")
     def _a_teacher_where_there_is_one(self) -> Self:
@@ -148,10 +148,10 @@ class EvolveSection(Section):
         ]
         if server_keys:
             raise ValueError(
-                f"{server_keys[0]} is for a server, and documents are given: leave one out"
+                f"{server_keys[0]} needs a server, but documents are given: leave one out"
             )
         if len(self.tasks.languages) > 1:
-            raise ValueError("tasks.languages: questions about documents are asked in one language")
+            raise ValueError("tasks.languages: give one language for questions about documents")
 
         return self
 
@@ -160,5 +160,5 @@ class EvolveSection(Section):
     def _known_budgets(cls, value: dict[str, float]) -> dict[str, float]:
         unknown = sorted(set(value) - {"hours", "tokens", "cost"})
         if unknown:
-            raise ValueError(f"there is no {unknown[0]}: give hours, tokens or cost")
+            raise ValueError(f"{unknown[0]} is not known: give hours, tokens or cost")
         return value

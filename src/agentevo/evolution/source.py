@@ -1,7 +1,7 @@
-"""What an evolution learns from: a server of tools, or documents.
+"""The source of an evolution's tasks: a tool server, or documents.
 
-A source says which tools the policy gets, makes the first tasks, and names the command that makes
-those of later rounds. Nothing is called or read before `check` or `make`.
+A source gives the policy's tools, makes the first tasks, and gives the command that makes the tasks
+of later rounds. It calls and reads nothing before `check` or `make`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Note = Callable[[str], None]
 
 @dataclass
 class FirstTasks:
-    """What a source makes."""
+    """The first tasks of a source."""
 
     train: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
@@ -48,32 +48,34 @@ class FirstTasks:
     demonstrations: list[dict[str, Any]] = field(default_factory=list)
     corpus: list[dict[str, Any]] = field(default_factory=list)
     documents: list[dict[str, Any]] = field(default_factory=list)
-    """Paths and sha256 of the documents that were read."""
+    """Paths and sha256 of the documents."""
 
 
 class TaskOrigin(Protocol):
-    """See the module. `tasks` is the folder that the first tasks are, or will be, in."""
+    """See the module. `tasks` is the folder of the first tasks, which may not exist yet."""
 
     def check(self, tasks: Path) -> str:
-        """Raises ConfigError for what can be found out before a task is made; writes into the
-        folder, which is thrown away, what the tools need to be inspected. Returns a description of
-        the source, or an empty text."""
+        """Raises ConfigError for problems that can be found before a task is made. Writes the files
+        that an inspection of the tools needs into the folder, which is deleted later. Returns a
+        description of the source, or an empty text."""
         ...
 
     def sections(self, tasks: Path) -> list[Any]:
-        """The tools as the policy gets them."""
+        """The sections of the policy's tools."""
         ...
 
     def make(self, note: Note, scratch: Path) -> FirstTasks:
-        """Blocks. Raises ConfigError, AgentEvoError. `scratch`: a folder that is thrown away."""
+        """Makes the tasks. Blocks. Raises ConfigError, AgentEvoError. `scratch`: a temporary
+        folder."""
         ...
 
     def words(self, recipe: Path, tasks: Path) -> list[str]:
-        """Of `agentevo tasks` for a later round's tasks, which lack --seed, --after and --out."""
+        """The command line of `agentevo tasks` for a later round, without --seed, --after and
+        --out."""
         ...
 
     def changes(self, tasks: Path) -> str:
-        """The changes since the first tasks were made, in words; empty where there are none."""
+        """A description of the changes since the first tasks were made; empty if there are none."""
         ...
 
 
@@ -169,8 +171,8 @@ class DocumentsSource:
         system: str,
         models: Mapping[str, RemoteModelSection],
     ) -> None:
-        """`tool_sections`: the recipe's own tools; one of the name `search` says how it looks.
-        Raises ConfigError."""
+        """`tool_sections`: the recipe's own tools; one with the name `search` configures the
+        search. Raises ConfigError."""
         self._section = section
         self._paths = paths
         self._given = tool_sections
@@ -180,7 +182,7 @@ class DocumentsSource:
 
     @cached_property
     def documents(self) -> Documents:
-        """Read once. Raises ConfigError."""
+        """The documents, read once. Raises ConfigError."""
         return read_documents(self._paths)
 
     def check(self, tasks: Path) -> str:
@@ -255,9 +257,9 @@ class DocumentsSource:
 
         missing = tasks.train + tasks.held_out - len(tasks_made.train) - len(tasks_made.held_out)
         if missing > 0:
-            note(f"{missing} fewer tasks than asked for: the documents have no more")
+            note(f"{missing} tasks are missing: the documents give no more")
         if num_unfound:
-            note(f"{num_unfound} tasks are not shown: a search for their words does not find them")
+            note(f"{num_unfound} tasks have no demonstration: search does not find their passages")
 
         account = {
             "train": len(tasks_made.train),
@@ -292,8 +294,8 @@ class DocumentsSource:
 
         rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         return (
-            f"{changed[0]}{rest} changed since the tasks were made: what is made of the documents "
-            "as they were goes on; a new run.dir begins with what they are now"
+            f"{changed[0]}{rest} changed since the tasks were made: this run continues with the "
+            "old content; use a new run.dir for the new content"
         )
 
 
@@ -327,7 +329,7 @@ def _writer_words(section: EvolveSection) -> list[str]:
 
 
 def _chosen(section: Any, evolve_section: EvolveSection) -> Any:
-    """A tool's section with what the evolution says of it."""
+    """A tool's section with the settings of the evolution."""
     changes: dict[str, Any] = {}
     if evolve_section.include:
         changes["include"] = evolve_section.include

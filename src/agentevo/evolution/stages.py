@@ -1,5 +1,4 @@
-"""The pipeline of an evolution, as a mapping (docs/pipelines.md): its stages, and what each
-begins with.
+"""The pipeline of an evolution, as a mapping (docs/pipelines.md): its stages and their inputs.
 
     try -> choose -> show          attempts that succeed, fine-tuned on (demonstrations: attempts,
                                    or those of a teacher)
@@ -24,15 +23,14 @@ from agentevo.rollout.task_files import HELD_OUT, TRAIN
 from agentevo.task_making.files import DEMONSTRATIONS
 
 TEXTS = "texts.yaml"
-"""The agent's texts before any were searched for."""
+"""The agent's texts before any search."""
 
 
 def stages_of(
     section: EvolveSection, recipe: Mapping[str, Any], folder: Path, words: Sequence[str]
 ) -> dict[str, Any]:
-    """The stages. `recipe`: the recipe to train; `folder`: that of the first tasks; `words`: the
-    words of `agentevo tasks` for further ones, the command's name first, without --seed, --after
-    and --out."""
+    """The stages. `recipe`: the recipe to train; `folder`: the folder of the first tasks; `words`:
+    the command line of `agentevo tasks` for further tasks, without --seed, --after and --out."""
     model = recipe.get("model")
     first = str(model.get("name", "tiny")) if isinstance(model, Mapping) else "tiny"
 
@@ -69,7 +67,7 @@ def stages_of(
     last = last_model(stages)
     if is_merged and last is not None and "merge" not in section.skip:
         stages["merge"] = {"kind": "merge", "options": {"source": f"${{{last}}}"}}
-        if "prompts" in inner:  # a merge knows of no texts, with which its model was trained
+        if "prompts" in inner:  # a merge drops the texts that its model was trained with
             stages["merge"]["measure"] = False
 
     return stages
@@ -78,7 +76,7 @@ def stages_of(
 def _round(
     section: EvolveSection, folder: Path, model: str, words: Sequence[str]
 ) -> dict[str, Any]:
-    """The stages of a round, whose weights begin as `model`."""
+    """The stages of a round, which starts from the weights of `model`."""
     train = str(folder / TRAIN)
     more_tasks = section.new_tasks > 0 and section.rounds > 1
     own_tasks = f"${{previous.more.file|{train}}}" if more_tasks else train
@@ -121,7 +119,7 @@ def _round(
 
 
 def last_model(stages: Mapping[str, Any]) -> str | None:
-    """The reference to what the last stage that trains has made."""
+    """The reference to the output of the last stage that trains."""
     if "improve" in stages:
         return "stages.improve.rl.checkpoint"
     return "stages.show.checkpoint" if "show" in stages else None
@@ -136,7 +134,7 @@ def pipeline_of(
     name: str,
     seed: int,
 ) -> dict[str, Any]:
-    """The file of the pipeline, as a mapping; its recipe is in the same folder."""
+    """The pipeline file as a mapping; its recipe is in the same folder."""
     return {
         "name": name,
         "description": "Made by `agentevo evolve` (docs/evolve.md).",

@@ -1,10 +1,10 @@
-"""Scorers: what an attempt at a task is worth, decided after it has ended.
+"""Scorers: they compute the reward of an attempt after it has ended.
 
 Importing this package registers the built-in rewards; it imports neither torch nor an optional
 package.
 """
 
-from agentevo.rewards import (  # noqa: F401 (importing them registers them)
+from agentevo.rewards import (  # noqa: F401 (the imports register the rewards)
     builtin,
     code_tests,
     llm_judge,

@@ -1,20 +1,20 @@
-"""Answers in texts: where a reply states its final answer, and whether two texts say the same.
+"""Answers in texts: finds the final answer in a reply, and normalises texts for comparison.
 
 A place is written as one of
 
     auto        the first of answer, boxed and hashes that the reply has, else the whole reply; a
-                box that is begun last and not closed is no answer
+                last box that is not closed is not an answer
     whole       the whole reply
     boxed       inside the last \\boxed{...}, else the last \\fbox{...}; braces may be nested
     hashes      after the last ####, on its line
     number      the last number
     json:KEY    the value of a key in the last JSON of the reply; json:KEY.0.KEY goes deeper,
                 json is all of it
-    regex:...   the first group of the last match of a regular expression, else all that matched
+    regex:...   the first group of the last match of a regular expression, else the whole match
     TAG         any other name: inside the last <TAG>...</TAG>
 
-Every search takes time that grows with the text alone, as the model that wrote the text is trained
-to get a reward: a reply of a megabyte of open braces costs no more than another one.
+Every search takes time linear in the text, since the model that wrote the text is trained to get a
+reward: a reply of a megabyte of open braces costs no more than any other.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from agentevo.types import Task
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
 ANSWER_SCHEMA = "answer_schema"
-"""Key of a task's metadata for the place where a reply states its answer, in place of what the
-recipe's rewards say."""
+"""Key of a task's metadata for the place where a reply states its answer. It overrides the recipe's
+rewards."""
 _INDEX = re.compile(r"[0-9]{1,9}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s{0,9}\{")
 _FRAME = re.compile(r"\\fbox\s{0,9}\{")
 _JSON = json.JSONDecoder()
 _JSON_START = re.compile(r"""\{(?=\s{0,99}["}])|\[(?=\s{0,99}[]\[{"0-9tfn-])""")
-"""Where an object or array may begin, unlike most braces of TeX."""
+"""The start of an object or array, unlike most braces of TeX."""
 MAX_JSON_TRIES = 2000
-"""Places of a text at which a JSON value is tried in vain."""
+"""The maximum number of failed attempts to parse a JSON value in a text."""
 MAX_JSON_READINGS = 20
-"""How many times the length of the text these tries may read."""
+"""The limit on the characters that these attempts read, as a multiple of the text's length."""
 
 
 def check_place(place: str) -> str:
-    """The place itself. Raises ValueError for what is none."""
+    """Returns the place. Raises ValueError for an unknown one."""
     _finder(place)
     return place
 
@@ -60,13 +60,14 @@ Place = Annotated[str, pydantic.AfterValidator(check_place)]
 
 
 def place_of(task: Task, default: str) -> str:
-    """Where the replies to a task state their answer: its own `answer_schema`, else the default."""
+    """The place of the answer in replies to a task: the task's `answer_schema`, else the
+    default."""
     return str(task.metadata.get(ANSWER_SCHEMA) or default)
 
 
 def find_answer(text: str, place: str) -> str | None:
-    """The stated answer; None if it is not where it should be. Raises TimeoutError for a regular
-    expression that does not end."""
+    """The stated answer; None if the place has none. Raises TimeoutError for a regular expression
+    that does not end."""
     return _finder(place)(text)
 
 
@@ -85,7 +86,7 @@ def _finder(place: str) -> Callable[[str], str | None]:
 
     if not _WORD.fullmatch(place):
         raise ValueError(
-            f"{place[:200]!r} is no place of an answer: give {', '.join(_FIXED)}, json:KEY, "
+            f"{place[:200]!r} is not a place of an answer: give {', '.join(_FIXED)}, json:KEY, "
             "regex:PATTERN, or the name of an XML tag such as answer"
         )
 
@@ -96,7 +97,7 @@ def _finder(place: str) -> Callable[[str], str | None]:
 
 
 def _in_tag(text: str, tag: str) -> str | None:
-    """Inside the last pair of tags; of nested ones the innermost."""
+    """The text in the last pair of tags; of nested pairs, the innermost."""
     name = re.escape(tag)
     ends = [match.start() for match in re.finditer(f"</{name}>", text, re.IGNORECASE)]
     if not ends:
@@ -109,7 +110,8 @@ def _in_tag(text: str, tag: str) -> str | None:
 
 
 def _in_box(text: str) -> str | None:
-    """None for a box that is not closed. Braces that TeX prints (\\{) are none."""
+    """The text in the last box; None for a box that is not closed. Printed braces (\\{) don't
+    count."""
     boxes = list(_BOX.finditer(text)) or list(_FRAME.finditer(text))
     if not boxes:
         return None
@@ -134,7 +136,7 @@ def _in_auto(text: str) -> str | None:
     if answer is not None:
         return answer
     if _BOX.search(text) or _FRAME.search(text):
-        return _in_box(text)  # none for one that was cut off: an earlier box was not the last word
+        return _in_box(text)  # None for a box that was cut off: an earlier one does not count
 
     answer = _after_hashes(text)
     return text.strip() if answer is None else answer
@@ -146,7 +148,7 @@ def _as_number(text: str) -> str | None:
 
 
 def _in_json(text: str, keys: list[str]) -> str | None:
-    """As it would be written: a text as it is, anything else as JSON."""
+    """The value under the keys: a text unchanged, anything else as JSON."""
     value = _last_json(text)
     for key in keys:
         if isinstance(value, dict) and key in value:
@@ -163,14 +165,14 @@ def _in_json(text: str, keys: list[str]) -> str | None:
 
 
 def _last_json(text: str) -> Any:
-    """The last object or array that stands in a text; None without one."""
+    """The last JSON object or array in a text; None without one."""
     last = deque(jsons_in(text), maxlen=1)
     return last[0] if last else None
 
 
 def jsons_in(text: str) -> Iterator[Any]:
-    """The objects and arrays that stand in a text, in order; of nested ones only the outermost. A
-    text with very many beginnings of some is not read to its end."""
+    """The JSON objects and arrays in a text, in order; of nested ones only the outermost. A text
+    with too many failed starts is not read to its end."""
     place = 0
     tries = 0
     budget = MAX_JSON_READINGS * len(text)
@@ -186,7 +188,7 @@ def jsons_in(text: str) -> Iterator[Any]:
 
 
 def _end_of_try(error: Exception, length: int) -> int:
-    """How far a try has read a text, at most."""
+    """An upper bound of how far a failed parse has read a text."""
     if not isinstance(error, json.JSONDecodeError) or error.msg.startswith("Unterminated"):
         return length
     return error.pos
@@ -210,11 +212,11 @@ _FIXED: dict[str, Callable[[str], str | None]] = {
 
 
 def normalise_text(text: str, ignore_case: bool) -> str:
-    """White space counts as one blank, and a full stop at the end does not count."""
+    """The text with white space as one blank, and without a full stop at the end."""
     text = " ".join(text.split()).rstrip(".").rstrip()
     return text.casefold() if ignore_case else text
 
 
 def references(answer: Any) -> list[Any]:
-    """The answers that count as right: several may be given as a list."""
+    """The right answers: a list has several."""
     return list(answer) if isinstance(answer, (list, tuple)) else [answer]

@@ -1,8 +1,8 @@
-"""Log-probs that a run computes once, with the policy that it begins with, and keeps in a file of
-its folder, for all of its processes and whenever it is resumed.
+"""Log-probs that a run computes once, with its initial policy, and stores in a file of its folder
+for all its processes and for resumed runs.
 
-An entry that is there stays: a later process, with newer weights, reads it. Two processes that
-compute one at the same time keep that of the first.
+An existing entry is never replaced: a later process, with newer weights, reads it. If two processes
+compute an entry at the same time, the first one is kept.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ LOCK_S = 30.0
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """What a policy thought of some tokens."""
+    """A policy's log-probs of some tokens."""
 
     task: str
-    """Id of the task, for people."""
+    """The task's id, for readers of the file."""
     version: int
-    """Of the policy's weights."""
+    """The version of the policy's weights."""
     logprobs: list[float]
 
 
 def baseline_key(agent: str, context_ids: Sequence[int], ids: Sequence[int]) -> str:
-    """The same for the same tokens behind the same context, for one agent."""
+    """The key of an agent's tokens after a context."""
     return hashlib.sha256(json.dumps([agent, list(context_ids), list(ids)]).encode()).hexdigest()[
         :32
     ]
 
 
 class BaselineScorers:
-    """See the module. Without a path they live as long as the process."""
+    """See the module. Without a path the entries last as long as the process."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._known: dict[str, Baseline] | None = {} if path is None else None
 
     async def known(self) -> Mapping[str, Baseline]:
-        """Those that there are, by key. Raises ConfigError for a file that can't be read."""
+        """The existing entries, by key. Raises ConfigError for a file that can't be read."""
         if self._known is None:
             self._known = await in_thread(self._read)
         return self._known
 
     async def add(self, new: Mapping[str, Baseline]) -> None:
-        """Keeps them. Raises DiskError."""
+        """Stores new entries. Raises DiskError."""
         before = await self.known()
         self._known = {**new, **before}
         if self._path is not None:
             stored = await in_thread(self._write, dict(self._known))
-            self._known = {**self._known, **stored}  # other processes have added theirs since then
+            self._known = {**self._known, **stored}  # includes entries of other processes
 
     def _read(self) -> dict[str, Baseline]:
         assert self._path is not None
@@ -68,8 +68,8 @@ class BaselineScorers:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(
-                f"{self._path} can't be read ({error}): delete it, and the baselines are computed "
-                "again with the weights of now"
+                f"{self._path} can't be read ({error}): delete it, and the run computes the "
+                "baselines again with the current weights"
             ) from error
 
     def _write(self, entries: dict[str, Baseline]) -> dict[str, Baseline]:

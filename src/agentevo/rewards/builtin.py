@@ -1,4 +1,4 @@
-"""The plain built-in rewards. Each is 1 for right and 0 for wrong, decided by a rule."""
+"""The simple built-in rewards. Each is 1 for right and 0 for wrong, by a rule."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ class TextConfig(AnswerConfig):
     """A reward that compares texts."""
 
     ignore_case: bool = True
-    """Upper and lower case are alike."""
+    """Ignore upper and lower case."""
 
 
 class NumberConfig(AnswerConfig):
     """A reward that compares numbers."""
 
     tolerance: float = Field(default=1e-6, ge=0)
-    """Largest difference that counts as equal, as a share of the right number (of 1 for 0)."""
+    """The largest difference that counts as equal, as a share of the right number (of 1 if it is
+    0)."""
     absolute_tolerance: float = Field(default=0.0, ge=0)
-    """Largest difference that counts as equal whatever the number is; either tolerance is
-    enough."""
+    """The largest absolute difference that counts as equal. It is enough to be within one of the
+    two tolerances."""
 
 
 class FormatConfig(RewardConfig):
     """A reward for the form of a reply."""
 
     pattern: str
-    """A regular expression that the whole reply must match; `.` matches new lines too."""
+    """A regular expression that the whole reply must match; `.` also matches line breaks."""
 
     @field_validator("pattern")
     @classmethod
@@ -83,7 +84,7 @@ class Contains:
         answers = [answer for answer in right if normalise_text(answer, self.config.ignore_case)]
         if not answers:
             raise ValueError(
-                f"the answer of the task {task.id!r} has no words to look for: {task.answer!r}"
+                f"the answer of the task {task.id!r} has no words to search for: {task.answer!r}"
             )
 
         stated = await stated_answer(trajectory, task, self.config.place) or ""
@@ -110,7 +111,7 @@ class Numeric:
         self.config = config
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score. Raises ValueError for a task whose answer holds no number."""
+        """See Scorer.score. Raises ValueError for a task whose answer has no number."""
         right = [number for answer in right_answers(task) for number in _numbers_of(answer, task)]
         stated = readings(await stated_answer(trajectory, task, self.config.place) or "")
         return Score(
@@ -129,7 +130,7 @@ def _numbers_of(answer: object, task: Task) -> tuple[float, ...]:
         return (float(answer),)
     numbers = readings(find_answer(str(answer), "auto") or "")
     if not numbers:
-        raise ValueError(f"the answer of the task {task.id!r} holds no number: {answer!r}")
+        raise ValueError(f"the answer of the task {task.id!r} has no number: {answer!r}")
     return numbers
 
 
@@ -143,7 +144,8 @@ class Format:
         self._pattern = Pattern(config.pattern)
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score. A form is no success: the other rewards of the list say that."""
+        """See Scorer.score. The form alone is never a success: the list's other rewards decide
+        that."""
         reply = completion_of(trajectory).strip()
         return Score(float(await in_thread(self._pattern.matches_whole, reply)))
 

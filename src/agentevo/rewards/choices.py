@@ -12,7 +12,7 @@ from agentevo.types import Task
 
 OPTION_KEYS = ("options", "choices")
 Options = dict[str, str]
-"""Label, in upper case -> what the option says; empty where the row has no texts."""
+"""Label, in upper case -> the option's text; empty if the row has no texts."""
 WITHOUT_TEXTS = dict.fromkeys(ascii_uppercase[:10], "")
 _MARKS = " \t\r\n()[]{}*_`'\"$.:,;!?\u3002\uff1a"
 _LEADING = re.compile(r"[\s(\[*_`]{0,9}([A-Za-z0-9]{1,2})[*_`]{0,3}(?:[)\]\s]{0,2}[).:\]]|\s-\s)")
@@ -20,7 +20,7 @@ _STATED = re.compile(
     r"(?:(?i:answer)|\u7b54\u6848)\s{0,3}(?:is|are|:|=|\u662f|\u4e3a|\uff1a){1,2}"
     r"[\s:(\[*_`]{0,9}(?:(?i:option|choice)[\s(\[*_`]{1,9})?([A-Z])(?![A-Za-z0-9])",
 )
-"""As an answer, unlike options that a reply goes through."""
+"""A letter that is stated as the answer, unlike options that a reply discusses."""
 _SAID = re.compile(
     r"(?:(?i:answer|option|choice)|\u7b54\u6848)\s{0,3}(?:is|are|:|=|\u662f|\u4e3a|\uff1a){0,2}"
     r"[\s:(\[*_`]{0,9}([A-Z])(?![A-Za-z0-9])",
@@ -28,14 +28,14 @@ _SAID = re.compile(
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9])([B-HJ-Z]|[AI](?![ \t]{1,3}(?!or\b|and\b|is\b)[a-z]))(?![A-Za-z0-9'])"
 )
-"""A lone letter. `A` and `I` before a word are words themselves, other than in `A or B`."""
+"""A single letter. `A` and `I` before a word count as words, except in `A or B`."""
 _TEX = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit)\s{0,3}\{([^{}]*)\}")
 
 
 def options_of(task: Task, key: str | None) -> Options:
-    """The options that the task's row has: a list of texts, a mapping from labels to texts, or
-    ARC's {"label": [...], "text": [...]}. Without any, the letters A to J. Raises ValueError for
-    what is no options."""
+    """The options in the task's row: a list of texts, a mapping from labels to texts, or ARC's
+    {"label": [...], "text": [...]}. Without any, the letters A to J. Raises ValueError for any
+    other form."""
     names = [key] if key is not None else [name for name in OPTION_KEYS if name in task.metadata]
     if not names:
         return WITHOUT_TEXTS
@@ -52,16 +52,16 @@ def options_of(task: Task, key: str | None) -> Options:
 
     if not isinstance(raw_options, Mapping) or not raw_options:
         raise ValueError(
-            f"the options of the task {task.id!r} (key {names[0]}) are no list of texts or mapping "
-            "from letters to texts: set options_key"
+            f"the options of the task {task.id!r} (key {names[0]}) are not a list of texts or a "
+            "mapping from letters to texts: set options_key"
         )
 
     return {str(label).strip().upper(): str(text) for label, text in raw_options.items()}
 
 
 def check_right(answer: Any, options: Options, name: str) -> str:
-    """The label of a task's right answer: given as label, as text, or as a number counted from 0.
-    Raises ValueError for one that is no option."""
+    """The label of a task's right answer, which is a label, a text, or an index from 0. Raises
+    ValueError for an answer that is not an option."""
     if isinstance(answer, int) and not isinstance(answer, bool) and str(answer) not in options:
         labels = list(options)
         label = labels[answer] if 0 <= answer < len(labels) else None
@@ -78,7 +78,7 @@ def check_right(answer: Any, options: Options, name: str) -> str:
 
 
 def choice_of(text: str, options: Options) -> str | None:
-    """The label of the option that a text chooses; None where it chooses none or several."""
+    """The label of the option that a text chooses; None if it chooses none or several."""
     text = _TEX.sub(r"\1", text).strip()
     bare = text.strip(_MARKS).upper()
     if bare in options:
@@ -109,8 +109,8 @@ def choice_of(text: str, options: Options) -> str | None:
 
 
 def _by_text(normalised: str, options: Options) -> str | None:
-    """The one option whose text stands in the answer; one that is a part of another option that
-    stands there does not count."""
+    """The single option whose text is in the answer. An option whose text is part of another option
+    in the answer does not count."""
     contained = {
         label: words
         for label, option in options.items()

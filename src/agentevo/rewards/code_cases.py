@@ -1,4 +1,4 @@
-"""Tests of code as rows have them.
+"""The forms of code tests in the rows of tasks.
 
     asserts             a program, or a list of statements (MBPP's `test_list`, HumanEval's `test`
                         with its `entry_point`, `{assert_case: [...]}`), with a `test_setup_code`
@@ -22,7 +22,7 @@ from agentevo.parsing import ParseError, parse_json
 from agentevo.types import Task
 
 KEYS = ("tests", "test_list", "test_cases", "input_output", "public_test_cases", "test")
-"""Columns that hold tests, in the order in which they are looked for; the answer comes last."""
+"""The columns for tests, in the order of the search; the answer comes last."""
 TOLERANCE = 1e-6
 
 
@@ -44,8 +44,8 @@ class CodeTests:
 
 
 def cases_of(task: Task, key: str | None, most: int) -> CodeTests:
-    """The first `most` tests of a task. Raises ValueError for a task without, and for what is in
-    none of the module's forms."""
+    """The first `most` tests of a task. Raises ValueError for a task without tests, and for tests
+    in none of the module's forms."""
     metadata = task.metadata
     names = (key,) if key is not None else KEYS
     from_metadata = next((metadata[name] for name in names if metadata.get(name)), None)
@@ -64,7 +64,7 @@ def cases_of(task: Task, key: str | None, most: int) -> CodeTests:
 
 
 def _parse(raw: Any) -> Any:
-    """What a text holds, if that is JSON."""
+    """The value of a JSON text; any other value unchanged."""
     if isinstance(raw, str) and raw.lstrip()[:1] in ("{", "["):
         try:
             return parse_json(raw)
@@ -102,7 +102,7 @@ def _read(raw_tests: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
 
 def _asserts(asserts: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
     if not isinstance(asserts, Sequence) or not all(isinstance(test, str) for test in asserts):
-        raise ValueError("the asserts are no list of texts")
+        raise ValueError("the asserts are not a list of texts")
 
     tests = tuple(asserts[:most])
     name = metadata.get("entry_point")
@@ -134,12 +134,12 @@ def _pairs(columns: Mapping[str, Any], function: str, most: int) -> CodeTests:
 
 
 def _text(value: Any) -> str:
-    """A list is its lines."""
+    """The value as text; a list becomes lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _arguments(raw: Any) -> list[Any]:
-    """A list as it is; a text is a JSON value for each argument, a line each."""
+    """The arguments: a list unchanged, or a text with one JSON value per line."""
     if isinstance(raw, str):
         return [_value(line) for line in raw.split("\n") if line.strip()]
     return raw if isinstance(raw, list) else [raw]
@@ -155,14 +155,14 @@ def _value(raw: Any) -> Any:
 
 
 def is_right_value(value: Any, right: Any) -> bool:
-    """Whether a function gave what it should; TACO writes that as a list of one."""
+    """Whether a function returned the right value, which TACO writes as a list of one."""
     if same_value(value, right):
         return True
     return isinstance(right, list) and len(right) == 1 and same_value(value, right[0])
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Whether two JSON values are alike; numbers may differ by TOLERANCE, and true is no 1."""
+    """Whether two JSON values are equal; numbers can differ by TOLERANCE, and true is not 1."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, (int, float)) and isinstance(second, (int, float)):
@@ -177,8 +177,8 @@ def same_value(first: Any, second: Any) -> bool:
 
 
 def is_right_output(output: str, right: str) -> bool:
-    """Whether a program printed what it should: the same words line by line, blanks and empty lines
-    at the end aside; numbers with a point may differ by TOLERANCE."""
+    """Whether a program printed the right output: the same words line by line, except for blanks
+    and empty lines at the end. Numbers with a decimal point can differ by TOLERANCE."""
     lines = [[line.split() for line in text.strip().split("\n")] for text in (output, right)]
     if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
         return False

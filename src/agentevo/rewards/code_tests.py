@@ -1,9 +1,9 @@
-"""The reward `code_tests`: the reply's code, run against the task's tests in a sandbox.
+"""The reward `code_tests`: runs the reply's code against the task's tests in a sandbox.
 
-A program with inputs and outputs is started again for each test; a function is called, and what it
-gives is compared outside of the sandbox, so the code never sees the right answer. Assertions run
-in the process of the code, and code that looks for what judges it can forge their outcome:
-inputs and outputs, or calls, are the safer tests to train on.
+For inputs and outputs, the program is started again for each test. For calls, the function's value
+is compared outside of the sandbox, so the code never sees the right answer. Assertions run in the
+process of the code, and code that searches for them can forge their outcome: inputs and outputs, or
+calls, are safer tests for training.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ SANDBOX: dict[str, JsonValue] = {
     "disk_mib": 128,
     "max_sandboxes": 8,
 }
-"""What differs from a sandbox's defaults: whole outputs are compared."""
+"""The changes to a sandbox's defaults: whole outputs are compared."""
 _PYTHON = ("python", "py", "python3")
 
 
 class OpensSandboxes(Protocol):
-    """Where a scorer gets a sandbox."""
+    """Gives a scorer its sandboxes."""
 
     def open(self) -> AbstractAsyncContextManager[Sandbox]:
-        """A new one, closed at the end of the block."""
+        """Opens a sandbox, which is closed at the end of the block."""
         ...
 
 
 def check_ran(ran: ProgramRun) -> None:
-    """Raises SandboxError where a server was lost: that is no fault of the attempt."""
+    """Raises SandboxError if the sandbox's server was lost, which is not the attempt's fault."""
     if ran.server_lost:
         raise SandboxError(f"the sandbox was lost: {ran.error and ran.error.message}")
 
@@ -54,22 +54,24 @@ class CodeTestsConfig(RewardConfig):
     """A reward for code that passes tests."""
 
     timeout_s: float = Field(default=900.0, gt=0)
-    """Longest time for one score, in seconds, with the wait for a sandbox; then the attempt is
-    recorded as failed."""
+    """The time limit of one score, in seconds, including the wait for a sandbox. Beyond it, the
+    attempt is recorded as failed."""
     tests_key: str | None = None
-    """Column of the row that holds the tests. Default: tests, test_list, test_cases, input_output,
-    public_test_cases or test, whichever it has, else the answer."""
+    """The column of the row with the tests. Default: the first of tests, test_list, test_cases,
+    input_output, public_test_cases and test that the row has, else the answer."""
     partial: bool = False
-    """The share of tests that pass; otherwise 1 where all do and 0 where not, and testing ends with
-    the first that fails."""
+    """If true, the score is the share of tests that pass. Otherwise it is 1 if all pass, else 0,
+    and testing ends with the first failure."""
     test_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """Longest time for one test, in seconds; it has failed then."""
+    """The time limit of one test, in seconds. Beyond it, the test fails."""
     tests_timeout_s: float = Field(default=120.0, gt=0, le=86_400)
-    """Longest time for all tests of an attempt, in seconds; what is left then has failed."""
+    """The time limit of all tests of an attempt, in seconds. Beyond it, the remaining tests
+    fail."""
     max_tests: int = Field(default=100, ge=1)
-    """The first so many tests of a task are run."""
+    """The maximum number of tests of a task to run; only the first ones are used."""
     sandbox: dict[str, JsonValue] = Field(default_factory=dict)
-    """Where the code runs: the keys of agent.sandbox, such as {memory_mib: 512, packages: true}."""
+    """The sandbox of the code: the keys of agent.sandbox, such as {memory_mib: 512, packages:
+    true}."""
 
 
 def code_of(reply: str) -> str:
@@ -97,8 +99,8 @@ class CodeTestsReward:
         self.sandbox = SANDBOX | config.sandbox
 
     async def score(self, trajectory: Trajectory, task: Task, sandboxes: OpensSandboxes) -> Score:
-        """See Scorer.score. Raises ValueError for a task without tests, SandboxError where none can
-        be opened."""
+        """See Scorer.score. Raises ValueError for a task without tests, and SandboxError if no
+        sandbox can be opened."""
         config = self.config
         tests = cases_of(task, config.tests_key, config.max_tests)
 
@@ -117,7 +119,7 @@ class CodeTestsReward:
 
 
 class _Testing:
-    """Tests of one code in one sandbox."""
+    """Runs the tests of one reply's code in one sandbox."""
 
     def __init__(self, sandbox: Sandbox, code: str, config: CodeTestsConfig) -> None:
         self._sandbox = sandbox
@@ -129,7 +131,7 @@ class _Testing:
         return min(most, self._ends - time.monotonic())
 
     async def programs(self, tests: CodeTests) -> int:
-        """How many inputs lead to the right output."""
+        """The number of inputs with the right output."""
         num_passed = 0
         is_written = False
         for stdin_text, right in tests.pairs:
@@ -155,7 +157,7 @@ class _Testing:
         return num_passed
 
     async def functions(self, tests: CodeTests) -> int:
-        """How many calls give the right value, or assertions hold."""
+        """The number of calls with the right value, or of assertions that hold."""
         mark = secrets.token_hex(16)
         spec: dict[str, Any] = {
             "code": self._code.decode(),
@@ -185,7 +187,7 @@ class _Testing:
 
 
 def _values(stdout: str, mark: str) -> dict[int, Any]:
-    """What the runner wrote of each test."""
+    """Index of each test -> the value that the runner wrote."""
     values: dict[int, Any] = {}
     for line in stdout.split("\n"):
         if line.startswith(f"{mark} "):

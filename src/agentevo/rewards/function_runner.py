@@ -1,10 +1,10 @@
-"""A program for a sandbox: defines what a reply's code defines, then calls its function or runs
-assertions on it, and writes what became of each.
+"""A program for a sandbox: runs a reply's code, then calls its function or runs assertions on it,
+and writes the result of each.
 
 It reads {"code", "setup", "function", "calls", "asserts", "limit_s", "mark"} as JSON on stdin, and
-writes a line for each call or assertion on what was its stdout, `MARK {"index", "value"}`; the code
-itself writes to nothing. What is right is not decided here: a value is compared outside, where the
-code can't be.
+writes a line for each call or assertion to its original stdout, `MARK {"index", "value"}`; the
+output of the code itself is discarded. The values are compared outside, where the code has no
+access.
 """
 
 import json
@@ -44,7 +44,7 @@ def main() -> None:
                 exec(compile(test, "test", "exec"), dict(names))
                 value = True
             line = json.dumps({"index": index, "value": value})
-        except BaseException:  # noqa: BLE001 (whatever it is, the test has failed)
+        except BaseException:  # noqa: BLE001 (any exception fails the test)
             continue
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

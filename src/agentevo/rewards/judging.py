@@ -1,5 +1,5 @@
-"""What all judges have in common: models that are asked in order until one gives a usable answer,
-and one chance for each to mend what can't be used."""
+"""The common part of all judges: models are tried in order until one gives a usable answer, and
+each gets one chance to correct an unusable one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from agentevo.rewards.verdicts import UnusableError, final_words
 
 T = TypeVar("T")
 ROLE = "judge"
-"""What a price log calls the calls of judges."""
+"""The role of judges' calls in the price log."""
 MAX_ECHO = 20_000
-"""Characters of an unusable answer that a judge is shown again."""
+"""The number of characters of an unusable answer that the judge sees again."""
 
 
 BARS = {
@@ -28,34 +28,34 @@ BARS = {
     "max_position_bias": ("its position bias", False),
     "max_injected": ("the share of injections that raise a score", False),
 }
-"""Names of the keys -> what was measured, and whether it is to be at least that."""
+"""Names of the keys -> the measured value, and whether the key is its lower bound."""
 
 
 class JudgeOptions(RewardConfig):
     """A reward that remote models give."""
 
     models: tuple[str, ...] = Field(default=("judge",), min_length=1)
-    """Names in `remote_models`, asked in this order until one gives a usable answer. One with `api:
-    engine` is computed on this machine."""
+    """Names in `remote_models`, tried in this order until one gives a usable answer. A model with
+    `api: engine` runs on this machine."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Longest time for one score, in seconds, all models together; then the attempt is recorded as
-    failed."""
+    """The time limit of one score, in seconds, for all models together. Beyond it, the attempt is
+    recorded as failed."""
 
     calibration: str | None = None
-    """The file that `agentevo judge calibrate` has written of this judge. Training is refused where
-    it is of another judge, or below a bar."""
+    """The file that `agentevo judge calibrate` wrote for this judge. Training is refused if it is
+    of another judge, or if a value misses its limit."""
     min_rank_correlation: float = Field(default=0.5, ge=-1, le=1)
-    """Least rank correlation (Spearman's) with the truth."""
+    """The lowest rank correlation (Spearman's) with the truth."""
     max_position_bias: float = Field(default=0.25, ge=0, le=1)
-    """Most that a score may change from the first place to the last."""
+    """The largest change of a score between the first place and the last."""
     max_injected: float = Field(default=0.1, ge=0, le=1)
-    """Largest share of injections that may raise the score of a bad attempt."""
+    """The largest share of injections that raise the score of a bad attempt."""
     uncalibrated: bool = False
-    """Train by this judge though nothing says how far it agrees with the truth."""
+    """Train with this judge although its agreement with the truth was not measured."""
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether training by it is refused where it was not measured."""
+        """Whether training with it is refused if it was not calibrated."""
         return not self.uncalibrated
 
     @field_validator("models", mode="before")
@@ -89,16 +89,16 @@ async def ask_in_order(
     seed: int | None = None,
     schema: Mapping[str, Any] | None = None,
 ) -> JudgeAnswer[T]:
-    """The first usable answer. Each model has its share of what is left until the monotonic time
-    `until`. `schema` is that of the answer, to which servers hold it that can. `read` is given what
-    a model said behind its thought, and raises UnusableError; then the model is asked once more,
-    with the `correction` of what is wrong. Raises NoScoreError with what each model said or did."""
+    """The first usable answer. Each model gets its share of the time until the monotonic time
+    `until`. `schema` is that of the answer; servers that support schemas enforce it. `read` gets a
+    model's text after its reasoning, and raises UnusableError; then the model is asked once more,
+    with the `correction`. Raises NoScoreError with the problem of each model."""
     chosen: dict[str, Any] = {"seed": seed, "schema": schema}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     problems = []
     for index, name in enumerate(names):
         if name not in models:
-            problems.append(f"{name}: there is no remote model of that name")
+            problems.append(f"{name}: no remote model has that name")
             continue
 
         num_left = len(names) - index
@@ -118,14 +118,14 @@ async def ask_in_order(
             problems.append(f"{name}: {error}")
 
     raise NoScoreError(
-        f"no judge gave a score: {'; '.join(problems)}: see that it answers so, or name another "
-        "one in the reward's `models`"
+        f"no judge gave a score: {'; '.join(problems)}: check the model's answers, or name "
+        "another model in the reward's `models`"
     )
 
 
 async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them give. One that fails ends no other, since its price is paid and its answer
-    is kept; then the first failure is raised."""
+    """The results of all. A failure cancels none of the others, since their price is paid and their
+    answers are kept; the first failure is raised at the end."""
     outcomes = await asyncio.gather(*works, return_exceptions=True)
     values: list[T] = []
     for outcome in outcomes:

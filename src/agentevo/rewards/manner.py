@@ -1,7 +1,7 @@
-"""Rewards for the manner of an attempt, whatever its answer is: how long it is, whether it repeats
-itself, in which language it is, and how its tools were called.
+"""Rewards for the manner of an attempt, independent of its answer: its length, its repetitions, its
+language, and its tool calls.
 
-None of them says that a task is solved, but each may be listed with one that does.
+None of them decides whether a task is solved; list them together with a reward that does.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ class LengthConfig(RewardConfig):
     """A penalty for attempts that are too long or too short."""
 
     max_length: int = Field(ge=1)
-    """The longest that costs nothing."""
+    """The largest length without a penalty."""
     min_length: int = Field(default=0, ge=0)
-    """The shortest that costs nothing."""
+    """The smallest length without a penalty."""
     margin: int = Field(default=0, ge=0)
-    """How far beyond, the penalty grows evenly from 0 to -1; 0 takes all of it at once."""
+    """The distance beyond a limit over which the penalty grows linearly from 0 to -1. With 0, the
+    full penalty applies at once."""
     unit: Literal["tokens", "words", "characters"] = "tokens"
-    """What is counted: the tokens that the policy sampled in the whole attempt, or the words or
-    characters of its last reply."""
+    """The unit of the length: the tokens that the policy sampled in the whole attempt, or the words
+    or characters of its last reply."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> LengthConfig:
         if self.min_length > self.max_length:
             raise ValueError(
-                f"min_length={self.min_length} is above max_length={self.max_length}: exchange them"
+                f"min_length={self.min_length} is above max_length={self.max_length}: swap them"
             )
         return self
 
@@ -43,15 +44,15 @@ class RepetitionConfig(RewardConfig):
     """A penalty for what an attempt says again."""
 
     ngram: int = Field(default=3, ge=1, le=100)
-    """Words that are compared together."""
+    """The number of words of an n-gram."""
 
 
 class LanguageConfig(RewardConfig):
     """A reward for one language."""
 
     language: str
-    """Language that the reply should be in: en, zh, ja, ko, ru, el, ar, he, hi or th. It is told by
-    its script, so that `en` stands for any language in Latin letters."""
+    """The language that the reply should be in: en, zh, ja, ko, ru, el, ar, he, hi or th. It is
+    detected by its script, so `en` accepts any language in Latin letters."""
 
     @field_validator("language")
     @classmethod
@@ -134,7 +135,7 @@ class ToolUse:
         and so does one whose result begins with `Error`; one that the attempt ended with has no
         result and counts by its form."""
         good: list[bool] = []
-        under_way: dict[str, int] = {}  # of the last reply: id -> its place in `good`
+        under_way: dict[str, int] = {}  # calls of the last reply: id -> index in `good`
         for turn in trajectory.turns:
             for message in turn.messages:
                 place = (
@@ -152,12 +153,12 @@ class ToolUse:
 
 
 def _num_tokens(trajectory: Trajectory) -> int:
-    """Those of a remote model in the policy's place are counted by its server."""
+    """The number of sampled tokens. If a remote model replaces the policy, its server's count."""
     return trajectory.num_completion_tokens() or int(trajectory.metrics.get("policy_tokens", 0))
 
 
 def _reply(turn: Turn) -> Message | None:
-    """What the policy wrote in a turn; None where that was not recorded as a message."""
+    """The policy's message of a turn; None if it was not recorded as a message."""
     return next((m for m in reversed(turn.messages) if m.role == "assistant"), None)
 
 

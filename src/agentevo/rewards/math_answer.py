@@ -1,7 +1,7 @@
-"""The reward `math`: answers compared as mathematics, in worker processes (math_worker.py).
+"""The reward `math`: compares answers as mathematics, in worker processes (math_worker.py).
 
-A comparison that takes longer than `deadline_s` ends its process, and the score has failed; the
-next one gets a fresh process. The processes end with the scorer, and with this process.
+A comparison that takes longer than `deadline_s` ends its process, and the score fails; the next
+comparison gets a new process. The processes end with the scorer, and with this process.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from agentevo.types import Task, Trajectory
 
 MAX_PROCESSES = 2
 MAX_CHARACTERS = 2000
-"""Of an answer: of a longer one, the last so many are read."""
+"""The maximum number of characters of an answer; of a longer one only the end is read."""
 
 
 class MathConfig(AnswerConfig):
     """A reward that compares answers as mathematics."""
 
     deadline_s: float = Field(default=5.0, gt=0, le=60)
-    """Longest time for one comparison, in seconds; then the score has failed."""
+    """The time limit of one comparison, in seconds. Beyond it, the score fails."""
 
 
 @reward("math")
@@ -47,7 +47,7 @@ class MathAnswer:
         self._workers = _MathWorkers()
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score. Raises TimeoutError, ValueError for a right answer that is no
+        """See Scorer.score. Raises TimeoutError, ValueError for a right answer that is not
         mathematics, and RuntimeError for a comparison that fails."""
         right = [str(answer)[-MAX_CHARACTERS:] for answer in right_answers(task)]
         stated = await stated_answer(trajectory, task, self.config.place)
@@ -63,14 +63,14 @@ class MathAnswer:
 
 
 class _MathWorkers:
-    """A bounded number of threads, each with a process of its own, begun as they are needed."""
+    """A bounded number of threads, each with its own process, started on demand."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="agentevo-math")
         self._of_thread = threading.local()
 
     async def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """What a process answers. Raises TimeoutError and RuntimeError."""
+        """The answer of a process. Raises TimeoutError and RuntimeError."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._ask, request, limit_s)
 

@@ -1,7 +1,7 @@
-"""The process that compares mathematical answers by the package math-verify, for math_answer.py.
+"""The process that compares mathematical answers with the package math-verify, for math_answer.py.
 
-What a policy writes may keep sympy busy forever or fill the memory, in code that no thread can
-break off: so it is computed in here (json_worker.py). A request is {"right": [...], "stated":
+A policy's text can keep sympy busy forever or fill the memory, in code that no thread can
+interrupt, so it runs in this process (json_worker.py). A request is {"right": [...], "stated":
 TEXT}, and the answer {"equal": true}, or {"problem": ...}.
 """
 
@@ -16,7 +16,7 @@ from agentevo.json_worker import serve_requests
 from agentevo.rewards.numerals import write_plainly
 
 MAX_MEMORY = 4 * 2**30
-"""Bytes of address space that comparisons may take."""
+"""The limit on the address space of comparisons, in bytes."""
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed|\\fbox|\\begin")
 _TEX_WORDS = re.compile(r"\\(?:text|mathrm|mathbf|operatorname)\s{0,3}\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
@@ -39,18 +39,18 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         for right in request["right"]:
             parsed = _parse(right)
             if not parsed:
-                return {"problem": f"the right answer is no mathematics: {right[:200]!r}"}
+                return {"problem": f"the right answer is not mathematics: {right[:200]!r}"}
             if stated and verify(parsed, stated, timeout_seconds=None, raise_on_error=True):
                 return {"equal": True}
-    except Exception as error:  # noqa: BLE001 (whatever sympy raises)
+    except Exception as error:  # noqa: BLE001 (sympy can raise anything)
         return {"problem": f"{type(error).__name__}: {str(error)[:300]}"}
 
     return {"equal": False}
 
 
 def _parse(text: str) -> list[Any]:
-    """What a text says: expressions; none where it holds no mathematics. LaTeX need not stand
-    between dollars where there is nothing else in the text."""
+    """The expressions in a text; empty if it has no mathematics. LaTeX needs no dollar signs if the
+    text has nothing else."""
     from math_verify import parse
 
     text = _MIXED.sub(r"(\1+\2)", write_plainly(text))

@@ -1,14 +1,13 @@
 r"""Numbers as people and TeX write them: `1,234.5`, `1.234,5`, `1 000 000`, `9{,}500`, `1'234`,
 `$3`, `-2e3`, `5 \times 10^3`, `2^{10}`, `3/4`, `\frac{3}{4}`, `1 1/2`, `50%`.
 
-A text is first written plainly (`write_plainly`): signs as a keyboard has them, groups of digits
-joined. A number that is a part of an expression (`2\sqrt{3}`, `\frac{x}{2}`, `3\pi`) is none, and
-nothing before it counts in its place; nor is an exponent or index one (`12 m^2` is 12).
+A text is first written plainly (`write_plainly`): with keyboard signs and joined groups of digits.
+A number that is part of an expression (`2\sqrt{3}`, `\frac{x}{2}`, `3\pi`) does not count, and no
+number before it counts instead. An exponent or index does not count either (`12 m^2` is 12).
 
-A dash and a blank at the beginning of a line are a list's, where the text has several lines: the
-number of `- 5` is 5 there, and -5 where it is all that the text says. A comma before three digits
-groups them, another one between digits is a decimal comma, but within brackets and lists; `1.000`
-is 1.
+In a text of several lines, a dash and a blank at the beginning of a line mark a list item: `- 5` is
+5 there, and -5 if it is the whole text. A comma before three digits groups them; any other comma
+between digits is a decimal comma, except within brackets and lists. `1.000` is 1.
 """
 
 from __future__ import annotations
@@ -95,9 +94,10 @@ _GOES_ON = re.compile(
     r"(?:\\pi(?![a-z])|\u03c0|\\sqrt|\u221a|sqrt\(|\\[dtc]?frac|\\log|\\ln))"
 )
 NEAR = 80
-"""Characters before a number in which it may turn out to be a part of an expression."""
+"""The number of characters before a number that are searched for an expression that it is part
+of."""
 LONGEST = 400
-"""Digits of a number: longer ones leave the range of a float."""
+"""The maximum digits of a number: longer ones exceed the range of a float."""
 
 
 def write_plainly(text: str) -> str:
@@ -115,29 +115,29 @@ class Numeral(NamedTuple):
     """A number in a text."""
 
     text: str
-    """As it is plainly written, with its sign."""
+    """The number as plainly written, with its sign."""
     value: float
     is_percent: bool
-    """Its value is then the share: 0.5 for 50%."""
+    """Whether it is a percentage; its value is then the share: 0.5 for 50%."""
     start: int
     end: int
-    """Its place in the plainly written text, without the sign."""
+    """Its position in the plainly written text, without the sign."""
 
     @property
     def readings(self) -> tuple[float, ...]:
-        """What it may mean: 50% is 0.5, and 50 where percents are asked for."""
+        """Its possible values: 50% is 0.5, and also 50, for a question about percents."""
         return (self.value, self.value * 100) if self.is_percent else (self.value,)
 
 
 def last_numeral(text: str) -> tuple[str, float] | None:
-    """The last number in a text, plainly written, and its value; `50%` is 0.5. None: there is none,
-    or it is a part of an expression."""
+    """The last number in a text, plainly written, and its value; `50%` is 0.5. None if there is no
+    number, or if it is part of an expression."""
     last = next(numerals_from_the_end(plain(text)), None)
     return None if last is None else (last.text, last.value)
 
 
 def readings(text: str) -> tuple[float, ...]:
-    """What the last number in a text may mean. Empty: there is none."""
+    """The possible values of the last number in a text; empty if there is none."""
     last = next(numerals_from_the_end(plain(text)), None)
     return () if last is None else last.readings
 
@@ -188,8 +188,8 @@ def _write_slash(fraction: re.Match[str]) -> str:
 
 
 def _has_minus(near: str, has_lines: bool) -> bool:
-    """Whether a sign ends what stands before a number, unlike a minus right behind a word or a
-    number, as in `5-3`, and a list's dash."""
+    """Whether a minus sign is right before a number. A minus after a word or a number, as in `5-3`,
+    and the dash of a list don't count."""
     minus = _MINUS.search(near, max(0, len(near) - 9))
     if minus is None or (minus.start() > 0 and _INSIDE.match(near, minus.start() - 1)):
         return False

@@ -1,8 +1,8 @@
-"""Where in a reply the text of its stated answer begins, so that another answer can be put there.
+"""Finds where the stated answer begins in a reply, so that another answer can replace it.
 
-Places are those of `answers.py` that have one such spot: a tag, `boxed` and `hashes`. A reply
-states an answer there once, or it has no opening: where it does so twice, there is no telling which
-of the two it means. Every search takes time that grows with the text alone.
+The places are those of `answers.py` with one such position: a tag, `boxed` and `hashes`. A reply
+that states no answer there, or two, has no opening: of two answers it is not clear which one
+counts. Every search takes time linear in the text.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _SPACE = re.compile(r"\s*")
 
 
 def check_opening(place: str) -> str:
-    """The place itself. Raises ValueError for one that has no opening."""
+    """Returns the place. Raises ValueError for one that has no opening."""
     if place in _OTHERS or not _WORD.fullmatch(place):
         raise ValueError(
-            f"{place[:200]!r} is no place where another answer can be put: give the name of an XML "
-            "tag such as answer, boxed, or hashes"
+            f"{place[:200]!r} is not a place where another answer can be put: give the name of an "
+            "XML tag such as answer, boxed, or hashes"
         )
     return place
 
 
 def opening_text(place: str) -> str:
-    """What stands before an answer at that place."""
+    """The text before an answer at that place."""
     return {"boxed": "\\boxed{", "hashes": "####"}.get(place, f"<{place}>")
 
 
 def find_opening(text: str, place: str) -> int | None:
-    """Where the answer's first character stands, behind white space that belongs to the opening;
+    """The index of the answer's first character, after white space that belongs to the opening;
     None for a reply that does not state exactly one answer there."""
     if place == "boxed":
         begin = _box(text)
@@ -50,7 +50,7 @@ def find_opening(text: str, place: str) -> int | None:
 
 
 def _is_empty(text: str, end: int, place: str) -> bool:
-    """Whether nothing but white space is stated: then that is what the answer is."""
+    """Whether the stated answer is only white space; the white space is then the answer."""
     if place == "boxed":
         return text.startswith("}", end)
     return end == len(text) or (place != "hashes" and text.startswith("</", end))

@@ -4,10 +4,10 @@ in both orders.
     score = mean over its comparisons of  1 (better both times), 0.5 (equal, or the two orders
             contradict each other), 0 (worse both times)
 
-It costs n (n - 1) questions for n different attempts, or 2 `opponents` for each, where `ruler`
-costs `votes` for all together; a judge that can't keep many attempts apart can still compare two.
-A pair on which the orders contradict each other says that the judge goes by places. An attempt with
-more of those than `max_contradicted` has no score.
+It costs n (n - 1) questions for n different attempts, or 2 `opponents` for each, while `ruler`
+costs `votes` for all together. A judge that can't distinguish many attempts can still compare two.
+If the two orders of a pair contradict each other, the judge decided by position. An attempt with a
+larger share of such pairs than `max_contradicted` has no score.
 """
 
 from __future__ import annotations
@@ -62,20 +62,21 @@ class PairwiseConfig(GroupJudgeOptions):
     """A reward by which a remote model compares attempts in pairs."""
 
     opponents: int | None = Field(default=None, ge=1)
-    """With how many others each attempt is compared, at least. Default: with all of its group."""
+    """The minimum number of other attempts that each attempt is compared with. Default: all of its
+    group."""
     max_contradicted: float = Field(default=0.5, ge=0, le=1)
-    """The largest share of an attempt's comparisons whose two orders may contradict each other. One
-    with more has no score: it is recorded as failed."""
+    """The largest share of an attempt's comparisons whose two orders contradict each other. An
+    attempt with a larger share has no score and is recorded as failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairwiseComparison:
-    """Two attempts, by their place in `ShownGroup.attempts`, in both orders."""
+    """Two attempts, by their index in `ShownGroup.attempts`, in both orders."""
 
     first: int
     second: int
     results: tuple[float, float]
-    """What the first has won in either order: 1, 0.5 or 0."""
+    """The result of the first attempt in each order: 1, 0.5 or 0."""
     words: str
 
     @property
@@ -84,18 +85,18 @@ class PairwiseComparison:
 
     @property
     def place_slope(self) -> float:
-        """How much more the attempt in the second place wins than the one in the first."""
+        """The advantage of the second position over the first."""
         return self.results[1] - self.results[0]
 
     def of(self, place: int) -> float:
-        """What an attempt has won."""
+        """The result of an attempt."""
         won = math.fsum(self.results) / 2
         return won if place == self.first else 1 - won
 
 
 def pairs_of(num: int, opponents: int | None, seed: int) -> list[tuple[int, int]]:
-    """The pairs that are compared: all, or those at a distance of up to half of `opponents` in a
-    ring, in which each attempt is compared with as many others."""
+    """The pairs to compare: all, or those at a distance of up to half of `opponents` in a ring, so
+    that every attempt is compared with the same number of others."""
     if opponents is None or opponents >= num - 1:
         return [(i, j) for i in range(num) for j in range(i + 1, num)]
 
@@ -124,7 +125,7 @@ class Pairwise:
     async def score_group(
         self, trajectories: Sequence[Trajectory], task: Task, models: Mapping[str, ScorerModel]
     ) -> list[Score | Unscored]:
-        """See GroupScorer.score_group. Raises ValueError with what each model said or did where a
+        """See GroupScorer.score_group. Raises ValueError with the problem of each model if a
         comparison is missing."""
         config = self.config
         shown = await shown_attempts(config, trajectories)
@@ -154,7 +155,8 @@ class Pairwise:
         until: float,
         attempt: str,
     ) -> PairwiseComparison:
-        """Two attempts, in both orders. Raises ValueError with what each model said or did."""
+        """Compares two attempts in both orders. Raises ValueError with the problem of each
+        model."""
         first, second = pair
         requests = [
             ask_in_order(
@@ -191,8 +193,8 @@ class Pairwise:
         contradicted = sum(comparison.is_contradicted for comparison in involved)
         if contradicted > self.config.max_contradicted * len(involved):
             return Unscored(
-                f"Disagreement: in {contradicted} of {len(involved)} comparisons the judge says "
-                "the opposite when the order is exchanged, more than "
+                f"Disagreement: in {contradicted} of {len(involved)} comparisons the judge "
+                "contradicts itself when the order is swapped, more than "
                 f"max_contradicted={self.config.max_contradicted:g}",
                 evidence=words,
             )
@@ -202,13 +204,13 @@ class Pairwise:
 
 
 def question(config: PairwiseConfig, shown: ShownGroup, task: Task, order: tuple[int, int]) -> str:
-    """What the judge is asked of two attempts."""
+    """The judge's prompt about two attempts."""
     rules, records = records_of(config, shown, task, order)
     return _QUESTION.format(rubric=config.rubric, rules=rules, records=records)
 
 
 def _better_in(text: str) -> tuple[float, str]:
-    """What the first attempt has won in a judge's answer, and why. Raises UnusableError."""
+    """The result of the first attempt in a judge's answer, and the reason. Raises UnusableError."""
     verdicts = objects_in(text)
     won = find_agreement(map(_won, verdicts), _NO_VERDICT)
     words = verdicts[0].get("explanation") or ""

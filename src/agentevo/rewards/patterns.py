@@ -1,7 +1,7 @@
-"""Regular expressions that a user gives, matched within a time limit.
+"""Matches a user's regular expressions within a time limit.
 
-Python's own `re` holds the interpreter's lock while it backtracks, so that one pattern such as
-`(a+)+$` stops a whole process. The package `regex` reads the same patterns and gives up in time.
+Python's own `re` holds the interpreter's lock while it backtracks, so one pattern such as `(a+)+$`
+stops a whole process. The package `regex` takes the same patterns and has a timeout.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from typing import Any
 import regex
 
 LIMIT_S = 2.0
-"""Longest time to match one pattern with one text; patterns that don't backtrack need
-microseconds."""
+"""The time limit of one match; patterns that don't backtrack need microseconds."""
 MAX_PATTERN = 10_000
-"""Characters of a pattern."""
+"""The maximum number of characters of a pattern."""
 
 
 class Pattern:
-    """A regular expression as `re` reads it, in which `.` matches new lines too."""
+    """A regular expression in the syntax of `re`; `.` also matches line breaks."""
 
     def __init__(self, pattern: str) -> None:
-        """Raises ValueError for what is no regular expression."""
+        """Raises ValueError for an invalid regular expression."""
         if len(pattern) > MAX_PATTERN:
             raise ValueError(f"the pattern has {len(pattern)} characters; give at most 10,000")
 
@@ -29,7 +28,7 @@ class Pattern:
             self._compiled = regex.compile(pattern, regex.DOTALL)
         except (regex.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"got {pattern[:200]!r}; it is no regular expression: {error}"
+                f"got {pattern[:200]!r}; it is not a regular expression: {error}"
             ) from error
 
         self._pattern = pattern
@@ -39,8 +38,8 @@ class Pattern:
         return bool(self._within_limit(self._compiled.fullmatch, text))
 
     def last(self, text: str) -> str | None:
-        """Its last match in the text: the first group, if it has groups and that one took part,
-        else all that matched. Raises TimeoutError."""
+        """Its last match in the text: the first group if it took part, else the whole match. Raises
+        TimeoutError."""
         matches = self._within_limit(self._all, text)
         if not matches:
             return None

@@ -1,15 +1,15 @@
-"""The reward `rlpr`: how likely the policy finds the right answer behind its own reasoning.
+"""The reward `rlpr`: the policy's probability of the right answer after its own reasoning.
 
     r = clip(PR - PR_base, 0, 1),   PR = (1/n) sum_j pi(y*_j | x, z, y*_<j)
 
-x is the prompt, z what the policy has written up to where it states its answer, y* the task's
-answer, which is put in the place of the stated one. PR_base is PR without z, the answer directly
-after the prompt, under the policy that the run begins with: what was known without any reasoning
-earns nothing. Source: https://arxiv.org/abs/2506.18254, sections 3.2 and 3.3.
+x is the prompt, z the policy's text up to its stated answer, y* the task's answer, which replaces
+the stated one. PR_base is PR without z, the answer directly after the prompt, under the run's
+initial policy: an answer that was known without any reasoning earns nothing. Source:
+https://arxiv.org/abs/2506.18254, sections 3.2 and 3.3.
 
-z is the ids that the policy drew, as many of them as end before the answer; only what follows is
-encoded. No rule and no other model judges. So a reasoning that names many answers, to make each of
-them likely, is not noticed: watch replies, or list `length` as well.
+z is the sampled ids that end before the answer; only the text after them is encoded. No rule and no
+other model judges. So reasoning that names many answers, to make each of them likely, is not
+detected: check the replies, or list `length` as well.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from agentevo.types import Task, Trajectory, context_of
 
 Measure = Literal["mean", "geometric_mean", "product", "mean_logprob"]
 MAX_REFERENCES = 64
-"""Right answers of one task that are tried."""
+"""The maximum number of right answers of one task that are scored."""
 LEADS = ("", " ")
-"""What may stand between an opening and an answer. Tokens of words have the blank before them,
-so one of the two is what the policy would write, and the other is unlikely whatever it knows."""
+"""The text between an opening and an answer. Word tokens include the blank before them, so the
+policy would write one of the two, and the other is unlikely even if it knows the answer."""
 SOLVED = 0.5
-"""From this probability on an answer counts as known."""
+"""The lowest probability at which an answer counts as known."""
 AT_ONCE = 64
-"""Baselines that are asked for at the same time, and kept together."""
+"""The number of baselines that are computed concurrently and stored together."""
 MAX_STEPS_BACK = 32
-"""Tokens in which a character can be spread, with room to spare."""
+"""An upper bound of the number of tokens that one character can span."""
 
 
 class ProbabilityConfig(RewardConfig):
     """A reward by the policy's own probability of the right answer."""
 
     place: Annotated[str, pydantic.AfterValidator(check_opening)] = "answer"
-    """Where a reply states its answer, which the right one takes the place of: the name of an XML
-    tag, `boxed` or `hashes`. A task's own `answer_schema` decides before this."""
+    """The place of a reply's stated answer, which the right answer replaces: the name of an XML
+    tag, `boxed` or `hashes`. A task's own `answer_schema` overrides it."""
     measure: Measure = "mean"
-    """What is made of the probabilities of the right answer's tokens: their `mean` (the paper's),
+    """How the probabilities of the right answer's tokens are combined: their `mean` (the paper's),
     their `geometric_mean`, their `product`, or `mean_logprob`, the mean of their logarithms."""
     debias: bool = True
-    """Subtracts what the policy that the run begins with finds of the answer directly after the
-    prompt, and keeps the difference within 0 and 1."""
+    """Subtract the initial policy's value for the answer directly after the prompt, and clip the
+    difference to 0 to 1."""
     format_weight: float = Field(default=0.1, ge=0, le=1)
-    """Share of the score that stating exactly one answer earns; the probability earns the rest."""
+    """The share of the score for stating exactly one answer; the rest is for the probability."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time for one score, in seconds, the engine's other work included; then the attempt is
-    recorded as failed."""
+    """The time limit of one score, in seconds, including waits for the engine's other work. Beyond
+    it, the attempt is recorded as failed."""
 
 
 def measure_logprobs(logprobs: Sequence[float], measure: Measure) -> float:
@@ -75,17 +75,17 @@ def measure_logprobs(logprobs: Sequence[float], measure: Measure) -> float:
 
 
 class Placed(NamedTuple):
-    """A right answer as tokens behind a context."""
+    """A right answer as tokens after a context."""
 
     context_ids: list[int]
     ids: list[int]
     skipped: int
-    """The first of `ids` that only end what stands before the answer."""
+    """The number of leading `ids` that belong to the text before the answer."""
 
 
 def place_answer(policy: ScoredPolicy, context_ids: list[int], before: str, answer: str) -> Placed:
-    """The answer behind a context and a text that has no ids of its own yet. The ids of that text
-    alone are no part of the answer."""
+    """The answer after a context and after the text `before`, which has no ids yet. Ids of `before`
+    alone are not part of the answer."""
     ids = policy.encode(before + answer)
     skipped = 0
     while before and skipped < len(ids) - 1:
@@ -112,7 +112,7 @@ def split(policy: ScoredPolicy, ids: list[int], text: str, end: int) -> tuple[li
         if text.startswith(prefix) and len(prefix) <= end:  # not in the middle of a character
             return ids[:count], text[len(prefix) : end]
 
-    raise ValueError("the texts of the reply's first tokens are no beginning of the reply's text")
+    raise ValueError("the texts of the reply's first tokens don't match the start of its text")
 
 
 @reward("rlpr")
@@ -126,8 +126,8 @@ class Rlpr:
         self.config = config
 
     async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
-        """Computes and keeps the baselines of these tasks that are not kept yet, with the policy as
-        it is now. What can't be computed is left out: the score of such a task says why."""
+        """Computes and stores the missing baselines of these tasks, with the current policy. A
+        baseline that can't be computed is left out, and the score of that task gives the reason."""
         if not self.config.debias:
             return
 
@@ -196,8 +196,8 @@ class Rlpr:
     def _reply(
         self, trajectory: Trajectory, task: Task, policy: ScoredPolicy
     ) -> tuple[list[int], str] | None:
-        """The ids up to the stated answer, and what they leave of its opening; None for a reply
-        that does not state exactly one."""
+        """The ids up to the stated answer, and the rest of its opening as text; None for a reply
+        that does not state exactly one answer."""
         place = self._place(task)
         if not trajectory.turns:
             return None
@@ -220,7 +220,7 @@ class Rlpr:
         before: str,
         answer: str,
     ) -> tuple[float, float]:
-        """What this answer is worth, and its measure."""
+        """The score of this answer, and its measure."""
         placed = place_answer(policy, context, before, answer)
         logprobs, _ = await policy.score(placed.context_ids, placed.ids)
         measured = measure_logprobs(logprobs[placed.skipped :], self.config.measure)
@@ -236,18 +236,18 @@ class Rlpr:
         return min(max(measured - max(without), 0.0), 1.0), measured
 
     async def _kept_baseline(self, policy: ScoredPolicy, task: Task, placed: Placed) -> Baseline:
-        """The kept baseline, or a new one where the prompt was not known before."""
+        """The stored baseline, or a new one if the prompt was not known before."""
         key = baseline_key(policy.agent, placed.context_ids, placed.ids)
         baseline = (await policy.baselines.known()).get(key)
         if baseline is None:
             await policy.baselines.add({key: await self._baseline(policy, task, placed)})
-            # The first counts, maybe that of another process.
+            # The first entry counts, which can be that of another process.
             return (await policy.baselines.known())[key]
         return baseline
 
     def _all_directly(self, policy: ScoredPolicy, task: Task) -> list[Placed]:
-        """Each right answer directly after the prompt; none where the prompt is not known before,
-        or a text can't be encoded."""
+        """Each right answer directly after the prompt; empty if the prompt is not known before, or
+        if a text can't be encoded."""
         with suppress(ValueError, ConfigError, ModelError):
             prompt = policy.first_prompt(task)
             if prompt is not None:
@@ -262,7 +262,7 @@ class Rlpr:
     def _directly(
         self, policy: ScoredPolicy, task: Task, prompt_ids: list[int], answer: str
     ) -> list[Placed]:
-        """The answer directly after the prompt, behind each of LEADS."""
+        """The answer directly after the prompt, with each of LEADS before it."""
         opening = opening_text(self._place(task))
         return [place_answer(policy, prompt_ids, opening + lead, answer) for lead in LEADS]
 

@@ -13,7 +13,7 @@ class ChoiceConfig(AnswerConfig):
     """A reward for the choice of one of several options."""
 
     options_key: str | None = None
-    """Column of the row that holds the options. Default: options or choices, whichever it has."""
+    """The column of the row with the options. Default: options or choices."""
 
 
 @reward("em")

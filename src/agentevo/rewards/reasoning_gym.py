@@ -1,4 +1,4 @@
-"""The reward `reasoning_gym`: the score that a task's own dataset of reasoning-gym gives."""
+"""The reward `reasoning_gym`: the score by the task's dataset of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ENTRY = "entry"
 
 @reward("reasoning_gym")
 def reasoning_gym(model_answer: str, task: Task) -> float:
-    """What the dataset says of the stated answer, from 0 to 1, for tasks of `agentevo data
-    prepare`. Raises ValueError for a task that is none of them."""
+    """The dataset's score of the stated answer, from 0 to 1, for tasks of `agentevo data prepare`.
+    Raises ValueError for any other task."""
     metadata = task.metadata.get(ENTRY)
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
         raise ValueError(
-            f"the task {task.id!r} is none of reasoning-gym's: make tasks by `agentevo data "
+            f"the task {task.id!r} is not from reasoning-gym: make its tasks with `agentevo data "
             "prepare reasoning_gym/NAME FOLDER`"
         )
 

@@ -1,5 +1,5 @@
-"""Values that a user's code returned (numbers, truth values, names), checked and made plain Python
-ones: numpy and torch scalars are welcome, and a text is never read as a number.
+"""Checks values that a user's code returned (numbers, booleans, names) and converts them to plain
+Python values. numpy and torch scalars are accepted, and a text is never read as a number.
 
 Each function raises TypeError or ValueError with a message that names the value.
 """
@@ -13,14 +13,15 @@ from typing import Any
 from agentevo.errors import shown
 
 LARGEST = 1e12
-"""Rewards beyond it are mistakes: in float32 the squares of such gradients, summed over a model,
-leave the range of floating point."""
+"""Larger rewards are mistakes: in float32 the squares of such gradients, summed over a model,
+overflow."""
 LARGEST_METRIC = 1e30
-"""Numbers that are only averaged may be larger: times in nanoseconds, say."""
+"""The limit of numbers that are only averaged, such as times in nanoseconds."""
 MAX_NAMES = 200
-"""Names of one attempt's metrics or reward parts: every one is a column of the metrics."""
+"""The maximum number of names of one attempt's metrics or reward parts: each is a column of the
+metrics."""
 MAX_NAME = 200
-"""Characters of such a name."""
+"""The maximum number of characters of such a name."""
 
 
 def plain_number(value: Any, what: str, largest: float = LARGEST) -> float:
@@ -31,7 +32,7 @@ def plain_number(value: Any, what: str, largest: float = LARGEST) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    except Exception:  # noqa: BLE001 (whatever `__float__` of a user's object raises)
+    except Exception:  # noqa: BLE001 (`__float__` of a user's object can raise anything)
         raise TypeError(f"{what} is {shown(value)}: give a number") from None
 
     if not math.isfinite(number):
@@ -43,7 +44,7 @@ def plain_number(value: Any, what: str, largest: float = LARGEST) -> float:
 
 
 def plain_bool(value: Any, what: str) -> bool:
-    """A truth value: a bool of Python, numpy or torch, or 0 or 1."""
+    """A bool of Python, numpy or torch, or 0 or 1, as a Python bool."""
     scalar = value.item() if getattr(value, "shape", None) == () else value
     if isinstance(scalar, int) and scalar in (0, 1):
         return bool(scalar)
@@ -78,8 +79,8 @@ def _name(name: Any, what: str) -> str:
             name.encode()
         except UnicodeEncodeError:
             raise ValueError(
-                f"{what} has the name {shown(name)}, which is no Unicode: it holds half of a "
-                "surrogate pair"
+                f"{what} has the name {shown(name)}, which is not valid Unicode: it has half of "
+                "a surrogate pair"
             ) from None
 
     return name

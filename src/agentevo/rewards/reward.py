@@ -45,10 +45,10 @@ PARAMETERS = (
     "data_source",
     "extra_info",
 )
-"""What a reward function may ask for: the policy's last reply, the task, the whole attempt, the
-task's own answer, query and metadata, and the run's remote models by name. The second line is what
-AgentRL and verl call the stated answer (where the task's `answer_schema` says, else `auto`), the
-last reply, the task's answer, and two columns of its row."""
+"""The parameters that a reward function can have: the policy's last reply, the task, the whole
+attempt, the task's own answer, query and metadata, and the run's remote models by name. The second
+line has AgentRL's and verl's names of the stated answer (at the task's `answer_schema`, else
+`auto`), the last reply, the task's answer, and two columns of its row."""
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -135,7 +135,7 @@ class Scorer(Protocol):
 
 
 class ScorerModel(Protocol):
-    """A remote model of the run, as a scorer may ask it."""
+    """A remote model of the run, for a scorer."""
 
     async def generate(
         self,
@@ -146,27 +146,26 @@ class ScorerModel(Protocol):
         seed: int | None = None,
         schema: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The reply, whose `text` is what the model wrote, and whose `finish_reason` is `length`
-        where it was cut off. `role` and `attempt` say in the price log what the call is for; `seed`
-        is the server's, where it takes one; `schema` is the JSON schema of the answer, to which the
-        server holds it where it can."""
+        """The reply: `text` is the model's text, and `finish_reason` is `length` if it was cut off.
+        `role` and `attempt` describe the call in the price log; `seed` is passed to servers that
+        take one; `schema` is the JSON schema of the answer, which the server enforces if it can."""
         ...
 
 
 class ScoredPolicy(Protocol):
-    """The policy that made an attempt, for a scorer that asks what it thinks of other answers."""
+    """The policy that made an attempt, for a scorer that needs its log-probs of other answers."""
 
     agent: str
-    """Whose policy it is, where an attempt has several agents; else empty."""
+    """The agent's name in an attempt of several agents; else empty."""
     baselines: BaselineScorers
-    """What the run computes once and keeps."""
+    """Log-probs that the run computes once and stores."""
 
     async def score(
         self, context_ids: Sequence[int], ids: Sequence[int]
     ) -> tuple[list[float], int]:
-        """The log-prob of each of `ids` behind the context and those before it, under the weights
-        of now, and their version. What goes wrong in the engine is raised, and is no failure of the
-        scorer."""
+        """The log-prob of each of `ids` after the context and the ids before it, under the current
+        weights, and the version of the weights. Raises the engine's errors, which don't count as
+        failures of the scorer."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -178,7 +177,7 @@ class ScoredPolicy(Protocol):
         ...
 
     def first_prompt(self, task: Task) -> list[int] | None:
-        """The prompt that an attempt at this task begins with, where that is known before."""
+        """The first prompt of an attempt at this task, if it is known in advance."""
         ...
 
 
@@ -212,9 +211,9 @@ def reward(name: str) -> Callable[[R], R]:
 
 
 def register_scorer(name: str, function: Callable[..., Any]) -> None:
-    """Registers a function of two or three positional parameters, plain or async, whatever they are
-    called: the stated answer (a text, empty where there is none), the task's own answer, and the
-    task. AgentRL's scorers are such functions.
+    """Registers a function of two or three positional parameters with any names, plain or async:
+    the stated answer (a text, empty if there is none), the task's own answer, and the task.
+    AgentRL's scorers are such functions.
 
     Raises ConfigError for any other.
     """
@@ -252,7 +251,7 @@ def register_scorer(name: str, function: Callable[..., Any]) -> None:
 
 
 def check_reward(name: str, item: Any) -> None:
-    """Raises ConfigError for what can't be a reward."""
+    """Raises ConfigError for an item that can't be a reward."""
     if not inspect.isclass(item):
         unknown = [name for name in _asked_for(item) if name not in PARAMETERS]
         if unknown:
@@ -280,7 +279,7 @@ def check_reward(name: str, item: Any) -> None:
 
 
 def reward_config(name: str) -> type[RewardConfig]:
-    """The options of a known reward. Raises ConfigError if what is registered is no reward."""
+    """The options of a known reward. Raises ConfigError if the registered item is not a reward."""
     item = rewards.get(name)
     check_reward(name, item)
     options: type[RewardConfig] = getattr(item, "Config", RewardConfig)
@@ -288,8 +287,8 @@ def reward_config(name: str) -> type[RewardConfig]:
 
 
 def make_reward(config: RewardConfig) -> Any:
-    """The function that a config names, or an object of its class. Raises ConfigError, also with
-    what a user's class raised."""
+    """The function that a config names, or an object of its class. Raises ConfigError, also for an
+    exception of a user's class."""
     item = rewards.get(config.name)
     check_reward(config.name, item)
     if not inspect.isclass(item):
@@ -305,7 +304,7 @@ def call_function(
     task: Task,
     models: Mapping[str, ScorerModel],
 ) -> Callable[[], Any]:
-    """The call of a reward function, with what it asks for."""
+    """The call of a reward function, with its parameters."""
     reply = completion_of(trajectory)
     available: dict[str, Callable[[], Any]] = {
         "completion": lambda: reply,
@@ -356,7 +355,7 @@ def _asked_of(method: Callable[..., Any], available: Mapping[str, Any]) -> dict[
 
 
 def completion_of(trajectory: Trajectory) -> str:
-    """The policy's last reply as text; empty if it never spoke."""
+    """The policy's last reply as text; empty if there is none."""
     for turn in reversed(trajectory.turns):
         for message in reversed(turn.messages):
             if message.role == "assistant":
@@ -365,15 +364,15 @@ def completion_of(trajectory: Trajectory) -> str:
 
 
 def text_of(content: Any) -> str:
-    """A message's text; of a list of parts, all that is text."""
+    """A message's text; of a list of parts, all text parts."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(getattr(part, "text", None) or "" for part in content)
 
 
 def score_of(returned: Any) -> Score:
-    """What a reward returned, as a record of plain values. Raises TypeError or ValueError for
-    anything else."""
+    """A reward's return value as a record of plain values. Raises TypeError or ValueError for any
+    other value."""
     if isinstance(returned, Score):
         success = returned.success
         return Score(

@@ -1,8 +1,8 @@
-"""The reward `reward_model`: what a sequence classifier says of the whole conversation.
+"""The reward `reward_model`: a sequence classifier scores the whole conversation.
 
 It is the reward model of RLHF (arXiv 2203.02155): `agentevo rm` trains one, and any folder or hub
-name that transformers reads by AutoModelForSequenceClassification is one too. It reads text, so its
-tokenizer may be another than the policy's. torch is imported when the first attempt is scored.
+name that AutoModelForSequenceClassification of transformers loads works too. It reads text, so its
+tokenizer can differ from the policy's. torch is imported when the first attempt is scored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MEAN = "reward_mean"
-"""Key of a model's config.json: the mean reward of the answers that it was tried on."""
+"""Key of a model's config.json: the mean reward of the answers that it was evaluated on."""
 STD = "reward_std"
 """Key of a model's config.json: the standard deviation of those rewards."""
 
@@ -39,31 +39,32 @@ class ModelRewardConfig(RewardConfig):
     model: str = Field(min_length=1)
     """Folder or Hugging Face name of a sequence classifier, such as RUN/model of `agentevo rm`."""
     output: int | None = Field(default=None, ge=0)
-    """Which output counts, of a model with several: its probability. One output counts as it is."""
+    """The output that counts, for a model with several: its probability. A single output is used
+    directly."""
     normalise: Literal["model", "none", "sigmoid"] = "model"
-    """What is made of a single output x: (x - mean) / std, by the mean and standard deviation that
-    the model's own config has (`agentevo rm` writes them), else x; x; or the sigmoid of x."""
+    """How a single output x is scaled: (x - mean) / std, with the mean and standard deviation in
+    the model's config (`agentevo rm` writes them), else x; x; or the sigmoid of x."""
     solved_from: float = 0.0
-    """From this value on an attempt counts as a success."""
+    """The lowest value that counts as a success."""
     batch: int = Field(default=16, ge=1)
-    """Most conversations in one pass. On a CPU each has a pass of its own, so that what an attempt
-    gets does not depend on what is judged beside it, to the last bit."""
+    """The maximum number of conversations in one forward pass. On a CPU each has its own pass, so
+    that an attempt's score is bitwise independent of the other conversations."""
     max_tokens: int | None = Field(default=None, ge=8)
-    """Longest conversation, in tokens: of a longer one the end counts. Default: the model's
-    context."""
+    """The maximum length of a conversation, in tokens. Of a longer one the end is used. Default:
+    the model's context."""
     device: DeviceName = "auto"
-    """Where it computes; `auto` takes a CUDA GPU where there is one."""
+    """The device; `auto` takes a CUDA GPU if there is one."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time for one score, in seconds, that of loading the model included; then the attempt
-    is recorded as failed."""
+    """The time limit of one score, in seconds, including the loading of the model. Beyond it, the
+    attempt is recorded as failed."""
 
 
 def conversation_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], max_tokens: int
 ) -> list[int]:
-    """A whole conversation as a classifier reads it: by the chat template, or, of a tokenizer that
-    has none, the last reply as the second text of a pair. Of a longer one the end is kept. Raises
-    ModelError for what the template does not take."""
+    """The ids of a whole conversation for a classifier: by the chat template, or, if the tokenizer
+    has none, with the last reply as the second text of a pair. Of a longer conversation the end is
+    kept. Raises ModelError if the template does not accept it."""
     if tokenizer.chat_template:
         markers = MessageMarkers(tokenizer, partial(_prompt_text, tokenizer))
         plain = [
@@ -72,7 +73,7 @@ def conversation_ids(
         ]
         try:
             text = tokenizer.apply_chat_template(plain, tokenize=False)
-        except Exception as error:  # what a template raises
+        except Exception as error:  # a template can raise anything
             raise ModelError(
                 f"the reward model's chat template does not take this conversation: {error}"
             ) from error
@@ -94,7 +95,7 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, An
 
 
 def longest_conversation(model: Any, tokenizer: Any, max_tokens: int | None) -> int:
-    """Tokens that the model reads, at most `max_tokens`."""
+    """The number of tokens that the model can read, at most `max_tokens`."""
     config = model.config.get_text_config()
     limits = [
         max_tokens,
@@ -121,7 +122,7 @@ def outputs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Any:
 
 
 def conversation_of(trajectory: Trajectory) -> list[Message]:
-    """The messages up to the last reply, as its turn saw them."""
+    """The messages up to the last reply, as in the prompt of its turn."""
     pieces = []
     turn = trajectory.turns[-1]
     while True:
@@ -132,7 +133,7 @@ def conversation_of(trajectory: Trajectory) -> list[Message]:
 
 
 class Classifier:
-    """The model and its tokenizer, loaded at the first use. Any thread may use it; one computes at
+    """The model and its tokenizer, loaded at the first use. Any thread can use it; one computes at
     a time."""
 
     def __init__(self, config: ModelRewardConfig) -> None:
@@ -141,7 +142,7 @@ class Classifier:
         self._loaded: tuple[Any, Any] | None = None
 
     def values(self, conversations: Sequence[Sequence[Message]]) -> list[float]:
-        """What each is worth. Raises ModelError for a model that can't be read."""
+        """The value of each conversation. Raises ModelError for a model that can't be loaded."""
         with self._lock:
             import torch
 
@@ -164,13 +165,13 @@ class Classifier:
             return scores
 
     def _values_of(self, logits: Any, shape: Any) -> Any:
-        """Of logits [n, labels], the values [n]."""
+        """The values [n] of logits [n, labels]."""
         config = self.config
         if logits.shape[-1] > 1:
             if config.output is None or config.output >= logits.shape[-1]:
                 raise ModelError(
-                    f"reward_model: {config.model} has {logits.shape[-1]} outputs: say which one "
-                    f"counts by output=0 to {logits.shape[-1] - 1} (its config.json names them)"
+                    f"reward_model: {config.model} has {logits.shape[-1]} outputs: choose one with "
+                    f"output=0 to {logits.shape[-1] - 1} (its config.json names them)"
                 )
             return logits.softmax(dim=-1)[:, config.output]
 
@@ -192,7 +193,7 @@ class Classifier:
         from agentevo.cpu_threads import check_threads
         from agentevo.devices import find
 
-        logging.disable_progress_bar()  # the terminal is the live view's
+        logging.disable_progress_bar()  # the live view uses the terminal
         name = self.config.model
 
         device = find(self.config.device, "device")
@@ -208,7 +209,7 @@ class Classifier:
                 )
             tokenizer = AutoTokenizer.from_pretrained(source)
             model.to(device).eval()
-        except Exception as error:  # of a damaged folder anything
+        except Exception as error:  # a damaged folder can raise anything
             raise ModelError(
                 f"reward_model: {name} can't be read as a sequence classifier "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): give a folder of "
@@ -217,8 +218,8 @@ class Classifier:
 
         if info["missing_keys"]:
             raise ModelError(
-                f"reward_model: {name} lacks {sorted(map(str, info['missing_keys']))[0]}: it is no "
-                "trained sequence classifier; `agentevo rm` makes one of it"
+                f"reward_model: {name} lacks {sorted(map(str, info['missing_keys']))[0]}: it is "
+                "not a trained sequence classifier; train one from it with `agentevo rm`"
             )
 
         if model.config.pad_token_id is None and tokenizer.pad_token_id is not None:
@@ -242,8 +243,7 @@ class ModelReward:
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score. Attempts that wait at the same time share a pass: the next one takes
-        along as many as there are."""
+        """See Scorer.score. Attempts that wait at the same time share a forward pass."""
         if not trajectory.turns:
             raise ValueError("the attempt has no reply to judge")
 
@@ -269,7 +269,8 @@ class ModelReward:
         return self._turns[1]
 
     async def _judge(self, own_request: tuple[list[Message], asyncio.Future[float]]) -> None:
-        """This one and those that wait with it. What is wrong with one is its own."""
+        """Scores this request and those that wait with it. An error of one request does not affect
+        the others."""
         self._waiting.remove(own_request)
         peers = [
             request
@@ -293,8 +294,8 @@ class ModelReward:
 
 
 def check_classifier(name: str) -> None:
-    """Raises ConfigError for a folder that holds no sequence classifier, and for a path that is
-    none. What a hub has is found out when it is read."""
+    """Raises ConfigError for a folder without a sequence classifier, and for a path that does not
+    exist. A hub name is checked when it is loaded."""
     path = Path(name).expanduser()
     if not path.exists():
         if name.count("/") == 1 and not name.startswith((".", "/", "~")):
@@ -314,6 +315,6 @@ def check_classifier(name: str) -> None:
 
     if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds or ()):
         raise ConfigError(
-            f"reward_model.model: {name} holds {', '.join(map(str, kinds or ('nothing',)))}, no "
-            "sequence classifier: train one from it by `agentevo rm`"
+            f"reward_model.model: {name} has {', '.join(map(str, kinds or ('nothing',)))}, not a "
+            "sequence classifier: train one from it with `agentevo rm`"
         )

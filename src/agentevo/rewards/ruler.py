@@ -1,17 +1,17 @@
-"""The reward `ruler`: a remote model ranks the attempts at a task by comparing them (RULER, as ART
-calls it). It needs no reference answer: an advantage compares the attempts of a group, so only
-their order and distances count.
+"""The reward `ruler`: a remote model ranks the attempts at a task by comparing them (ART's RULER).
+It needs no reference answer: an advantage compares the attempts of a group, so only their order and
+distances count.
 
-    question   what all attempts begin with and the tools, once; then each attempt in a fence of
-               its own (transcripts.py), under a number that says nothing
-    votes      k questions in k orders; every second order is the one before it, reversed, so that
-               a liking for early or late places that is linear in the place cancels out
-    score      the mean of the votes; each vote a number from 0 to 1
+    question   the common beginning of all attempts and the tools, once; then each attempt in its
+    own fence (transcripts.py), under an arbitrary number
+    votes      k questions in k orders; every second order is the reverse of the one before it, so
+    that a position bias that is linear in the position cancels out
+    score      the mean of the votes; each vote is a number from 0 to 1
 
 An answer that lacks an attempt, names one twice or leaves 0 to 1 is never repaired here: the judge
-is asked once more, with what is wrong, then the next model is asked. An attempt whose votes are
-further apart than `max_spread` has no score, and says why. Equal attempts are shown once and have
-one score; a group of nothing else is not asked about.
+is asked once more, with the problem, then the next model is asked. An attempt whose votes are
+further apart than `max_spread` has no score, and a reason. Equal attempts are shown once and have
+one score; no judge is asked about a group of equal attempts.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ class RulerConfig(GroupJudgeOptions):
     """A reward by which a remote model ranks a group."""
 
     votes: int = Field(default=2, ge=1, le=64)
-    """How often the judge is asked, each time with the attempts in another order."""
+    """The number of votes of the judge, each with the attempts in another order."""
     max_spread: float = Field(default=0.5, ge=0, le=1)
-    """The largest distance between two votes on one attempt. One whose votes are further apart has
-    no score: it is recorded as failed."""
+    """The largest distance between two votes on one attempt. An attempt whose votes are further
+    apart has no score and is recorded as failed."""
     skip_equal: bool = True
-    """Ask nothing about a group of two or more attempts that are all the same."""
+    """Do not ask the judge about a group of two or more attempts that are all the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What one vote says of one attempt."""
+    """One vote's score of one attempt."""
 
     score: float
     explanation: str
@@ -99,7 +99,7 @@ class Vote:
 
     model: str
     order: tuple[int, ...]
-    """The attempts as they were shown, by their place in `ShownGroup.attempts`."""
+    """The attempts in the order of the question, by their index in `ShownGroup.attempts`."""
     marks: tuple[Mark, ...]
     """For each attempt, in the order of `ShownGroup.attempts`."""
 
@@ -113,7 +113,8 @@ def order_of_vote(num: int, vote: int, *seeds: int | str) -> tuple[int, ...]:
 
 @reward("ruler")
 class Ruler:
-    """How good an attempt is beside the others of its group, as remote models say, from 0 to 1."""
+    """How good an attempt is compared with the others of its group, by remote models, from 0 to
+    1."""
 
     Config = RulerConfig
     keeps_own_reward = True
@@ -125,8 +126,8 @@ class Ruler:
     async def score_group(
         self, trajectories: Sequence[Trajectory], task: Task, models: Mapping[str, ScorerModel]
     ) -> list[Score | Unscored]:
-        """See GroupScorer.score_group. Raises ValueError with what each model said or did where a
-        vote is missing."""
+        """See GroupScorer.score_group. Raises ValueError with the problem of each model if a vote
+        is missing."""
         config = self.config
         shown = await shown_attempts(config, trajectories)
         num = len(shown.attempts)
@@ -162,8 +163,8 @@ class Ruler:
         attempt: str,
         seed: int,
     ) -> Vote:
-        """One answer, with the attempts in this order. Raises ValueError with what each model said
-        or did."""
+        """One answer, with the attempts in this order. Raises ValueError with the problem of each
+        model."""
         num = len(order)
         answered: JudgeAnswer[list[Mark]] = await ask_in_order(
             models,
@@ -200,7 +201,7 @@ class Ruler:
 
 
 def question(config: RulerConfig, shown: ShownGroup, task: Task, order: Sequence[int]) -> str:
-    """What the judge is asked."""
+    """The judge's prompt."""
     rules, records = records_of(config, shown, task, order)
     num = len(order)
     several = "one attempt" if num == 1 else f"{num} attempts"
@@ -211,7 +212,7 @@ def question(config: RulerConfig, shown: ShownGroup, task: Task, order: Sequence
 
 def marks_in(text: str, num: int) -> list[Mark]:
     """The scores of the attempts 1 to `num` in a judge's answer, in that order. Raises
-    UnusableError for an answer that has none, not all, others, or several that differ."""
+    UnusableError for an answer with missing, additional or contradictory scores."""
     verdicts = [_marks(value, num) for value in objects_in(text)]
     find_agreement(([mark.score for mark in marks] for marks in verdicts), _NO_SCORES)
     return verdicts[0]

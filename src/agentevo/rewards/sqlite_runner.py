@@ -1,7 +1,7 @@
-"""A program for a sandbox: runs queries on a SQLite database that it has not made.
+"""A program for a sandbox: runs queries on an untrusted SQLite database.
 
-It reads {"file", "queries", "most_rows"} as JSON on stdin, and writes a list as JSON on stdout: of
-each query its rows, or a text that says why it has none.
+It reads {"file", "queries", "most_rows"} as JSON on stdin, and writes a JSON list on stdout: for
+each query its rows, or a text with the reason why it has none.
 """
 
 import json
@@ -31,7 +31,7 @@ def _ask(file: str, query: str, most_rows: int) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: bytes in hexadecimal, infinity as a text."""
+    """The value for JSON: bytes in hexadecimal, infinity as a text."""
     if isinstance(value, bytes):
         return value.hex()
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)

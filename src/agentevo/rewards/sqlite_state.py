@@ -1,9 +1,9 @@
-"""The reward `sqlite_state`: the SQLite database that an attempt leaves behind, compared with what
-the task's row expects of it.
+"""The reward `sqlite_state`: compares the final SQLite database of an attempt with the expectations
+in the task's row.
 
 The database is one of the files that the trajectory keeps (agent.keep_files_kib of the code agent,
-`Policy.keep_files`); where it may be one of those that were left out, the score fails. It comes
-from the policy's code, so a sandbox opens it; what its queries give is compared outside.
+`Policy.keep_files`). If it may be one of the files that were left out, the score fails. It comes
+from the policy's code, so a sandbox opens it; the rows of the queries are compared outside.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ RUNNER = Path(__file__).with_name("sqlite_runner.py")
 SANDBOX: dict[str, JsonValue] = {"output_kib": 4096, "max_sandboxes": 8}
 ENDINGS = (".db", ".sqlite", ".sqlite3")
 MOST_ROWS = 10_000
-"""Rows that one query may give."""
+"""The maximum number of rows of one query."""
 LEFT_OUT = "num_files_left_out"
-"""The metric of attempts that says how many of their files were not kept."""
+"""The metric for the number of an attempt's files that were not kept."""
 WAL_MODE = 18, 2
-"""Where a database's header says that its newest rows may be in a -wal, and how."""
+"""The position and value in a database's header that mean that its newest rows can be in a -wal."""
 BESIDE = ("-wal", "-journal")
 """Files that SQLite keeps next to a database that was not closed."""
 _FORM = (
@@ -42,21 +42,22 @@ class SqliteStateConfig(RewardConfig):
     """A reward for the state of a database."""
 
     timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time for one score, in seconds, with the wait for a sandbox; then the attempt is
-    recorded as failed."""
+    """The time limit of one score, in seconds, including the wait for a sandbox. Beyond it, the
+    attempt is recorded as failed."""
     state_key: str = "expected_state"
-    """Column of the row that says what is expected."""
+    """The column of the row with the expectations."""
     partial: bool = False
-    """The share of what is expected that is so; otherwise 1 where all is and 0 where not."""
+    """If true, the score is the share of expectations that hold. Otherwise it is 1 if all hold,
+    else 0."""
     queries_timeout_s: float = Field(default=30.0, gt=0, le=3600)
-    """Longest time for all queries of an attempt, in seconds; a database that takes longer is not
-    as expected."""
+    """The time limit of all queries of an attempt, in seconds. A database that takes longer fails
+    the expectations."""
     sandbox: dict[str, JsonValue] = Field(default_factory=dict)
-    """Where the database is opened: the keys of agent.sandbox."""
+    """The sandbox that opens the database: the keys of agent.sandbox."""
 
 
 class Expected(NamedTuple):
-    """What one query should give."""
+    """The expected rows of one query."""
 
     sql: str
     rows: list[Any]
@@ -65,7 +66,7 @@ class Expected(NamedTuple):
 
 
 def expected_of(task: Task, key: str) -> tuple[str | None, list[Expected]]:
-    """The file, if it is named, and what is expected of it. Raises ValueError for another form."""
+    """The file, if the row names it, and the expectations. Raises ValueError for any other form."""
     expectation = task.metadata.get(key)
     if not isinstance(expectation, Mapping):
         raise ValueError(f"the task {task.id!r} has no {key}: {_FORM}")
@@ -105,7 +106,7 @@ class SqliteState:
         self.sandbox = SANDBOX | config.sandbox
 
     async def score(self, trajectory: Trajectory, task: Task, sandboxes: OpensSandboxes) -> Score:
-        """See Scorer.score. Raises ValueError for a task that expects nothing, SandboxError where
+        """See Scorer.score. Raises ValueError for a task without expectations, and SandboxError if
         no sandbox can be opened."""
         file, expected = expected_of(task, self.config.state_key)
         files = trajectory.files
@@ -141,8 +142,7 @@ class SqliteState:
 
 
 def _check_kept(trajectory: Trajectory, file: str | None) -> None:
-    """Raises ValueError where files were left out, and the database, or the newest of its rows, may
-    be among them."""
+    """Raises ValueError if files were left out that may include the database or its newest rows."""
     num_left_out = int(trajectory.metrics.get(LEFT_OUT, 0))
     content = trajectory.files.get(file or "")
     place, mode = WAL_MODE
@@ -155,8 +155,8 @@ def _check_kept(trajectory: Trajectory, file: str | None) -> None:
 
 
 def _read_results(stdout: str, number: int) -> list[Any]:
-    """The rows of each query; None for each where the database was too slow, too large or too
-    broken to answer."""
+    """The rows of each query; None for each if the database was too slow, too large or too
+    damaged."""
     try:
         results = msgspec.json.decode(stdout)
     except (msgspec.MsgspecError, RecursionError):
@@ -173,7 +173,7 @@ def _is_so(rows: Any, expected: Expected) -> bool:
 
 
 def _rank(row: Any) -> list[tuple[str, Any]]:
-    """An order of rows of any values: numbers among themselves, texts among themselves."""
+    """A sort key for rows of any values: numbers sort among numbers, texts among texts."""
     values = row if isinstance(row, list) else [row]
     return [
         ("number", value) if isinstance(value, (int, float)) else (type(value).__name__, str(value))

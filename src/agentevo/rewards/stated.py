@@ -1,5 +1,4 @@
-"""What the rewards that compare answers have in common: the answer that a reply states, and those
-that are right."""
+"""The common part of the rewards that compare answers: the stated answer and the right answers."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ class AnswerConfig(RewardConfig):
     """Where a reply states its answer: `boxed`, `hashes`, `number`, `whole`, `json:KEY`,
     `regex:PATTERN`, or the name of an XML tag such as `answer`; `auto` takes the first of <answer>,
     \\\\boxed{...} and #### that the reply has, else all of it. A task's own `answer_schema`
-    decides before this."""
+    overrides it."""
 
 
 async def stated_answer(trajectory: Trajectory, task: Task, place: str) -> str | None:
-    """The answer that the last reply states, where the task or else `place` says. None: it is not
-    there. Raises TimeoutError for a regular expression that does not end."""
+    """The stated answer of the last reply, at the task's place or else at `place`; None if there is
+    none. Raises TimeoutError for a regular expression that does not end."""
     where = place_of(task, place)
     reply = completion_of(trajectory)
     if where.startswith("regex:"):
@@ -32,7 +31,7 @@ async def stated_answer(trajectory: Trajectory, task: Task, place: str) -> str |
 
 
 def right_answers(task: Task) -> list[Any]:
-    """Raises ValueError for a task without any."""
+    """The task's right answers. Raises ValueError for a task without any."""
     if task.answer is None or task.answer == []:
         raise ValueError(
             f"the task {task.id!r} has no answer to compare with: give its row one "

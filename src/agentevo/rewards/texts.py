@@ -1,5 +1,5 @@
-"""Texts as words: SQuAD's comparison of answers, n-grams, and the scripts that words are
-written in. All of it takes time that grows with the text alone."""
+"""Texts as words: SQuAD's comparison of answers, n-grams, and the scripts of words. All functions
+take time linear in the text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections import Counter
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 EAST_ASIAN = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
-"""Letters of scripts that set no words apart, as the inside of a class of a regular expression."""
+"""Letters of scripts without spaces between words, as part of a character class of `re`."""
 _WORDS = re.compile(rf"[{EAST_ASIAN}]|[^\W{EAST_ASIAN}]+")
 SCRIPTS = {
     "en": ("LATIN",),
@@ -25,7 +25,7 @@ SCRIPTS = {
     "hi": ("DEVANAGARI",),
     "th": ("THAI",),
 }
-"""Language -> the scripts that it is written in, as Unicode names them."""
+"""Language -> its scripts, by their Unicode names."""
 _NO_LANGUAGE = re.compile(
     r"```.*?(?:```|\Z)"  # code
     r"|`[^`\n]*`"
@@ -38,16 +38,17 @@ _NO_LANGUAGE = re.compile(
 
 
 def squad_normalised(text: str) -> str:
-    """As SQuAD's evaluation does it: lower case, without punctuation of ASCII and English articles,
-    white space as one blank (Rajpurkar et al., 2016, https://arxiv.org/abs/1606.05250)."""
+    """The text normalised as in SQuAD's evaluation: lower case, without ASCII punctuation and
+    English articles, white space as one blank (Rajpurkar et al., 2016,
+    https://arxiv.org/abs/1606.05250)."""
     bare = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
 def f1(stated: str, right: str) -> float:
-    """Harmonic mean of precision and recall of the normalised words, as SQuAD's evaluation does it:
-    2 * shared / (words of the one + words of the other). Where either has no words, 1 if neither
-    has."""
+    """The harmonic mean of precision and recall of the normalised words, as in SQuAD's evaluation:
+    2 * shared / (words of the first + words of the second). If one text has no words: 1 if both
+    have none, else 0."""
     stated_words = squad_normalised(stated).split()
     right_words = squad_normalised(right).split()
     if not stated_words or not right_words:
@@ -57,13 +58,13 @@ def f1(stated: str, right: str) -> float:
 
 
 def words_of(text: str) -> list[str]:
-    """The words, in lower case; a Chinese or Japanese character is one."""
+    """The words, in lower case; a Chinese or Japanese character is one word."""
     return _WORDS.findall(text.lower())
 
 
 def repeated_share(text: str, size: int) -> float:
-    """The share of the n-grams of `size` words that stood in the text before: 1 - distinct / all.
-    0 for a text of fewer words."""
+    """The share of repeated n-grams of `size` words: 1 - distinct / all. 0 for a text of fewer
+    words."""
     words = words_of(text)
     number = len(words) - size + 1
     if number <= 0:

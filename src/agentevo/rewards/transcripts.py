@@ -1,18 +1,17 @@
-"""What a judge is shown of attempts: each message a line of JSON, inside a fence.
+"""The judge's view of attempts: each message is a line of JSON, inside a fence.
 
     --- MARK begin of attempt 2 ---
     {"role": "assistant", "content": "The answer is 4.\\nI am sure."}
     --- MARK end of attempt 2 ---
 
-A text of an attempt can't leave its line, since JSON writes line breaks as \\n, and it can't forge
-a fence: MARK is a digest of everything that the question shows, so a text that held it would have
-to hold the digest of a whole that it is a part of. Equal questions have equal marks, so answers
-that were kept are found again, and a judge that is computed here answers as it did before. What a
-server or a chat template may take for its own (`<|im_end|>`, `[INST]`), and what is not visible
-(controls, signs that turn the direction of text), is written as \\u003c and the like.
+A text of an attempt can't leave its line, since JSON writes line breaks as \\n. It can't forge a
+fence either: MARK is a digest of everything in the question, so the text would have to contain the
+digest of a whole that includes it. Equal questions have equal marks, so cached answers are found
+again, and a local judge repeats its answers. Markup of servers and chat templates (`<|im_end|>`,
+`[INST]`) and invisible characters (controls, direction marks) are written as \\u003c and the like.
 
-What all attempts begin with is shown once. An attempt may have several histories, each a path
-through its tree of turns; a later one that continues an earlier one says where.
+The common beginning of all attempts is shown once. An attempt can have several histories, each a
+path through its tree of turns; a history that continues an earlier one says where.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ MARK_BYTES = 16
 
 
 MAX_HISTORIES = 32
-"""Histories of an attempt that are shown."""
+"""The maximum number of histories of an attempt that are shown."""
 MAX_TOOLS = 20_000
-"""Characters of the tools that a judge is shown."""
+"""The maximum number of characters of the tools in the judge's view."""
 
 
 @dataclass(frozen=True, slots=True)
 class TranscriptLimits:
-    """Characters: of a longer text its head and its tail are shown."""
+    """Limits in characters; of a longer text the head and the tail are shown."""
 
     message: int
     attempt: int
@@ -50,20 +49,20 @@ class TranscriptLimits:
 
 @dataclass(frozen=True, slots=True)
 class ShownGroup:
-    """A group as a judge sees it."""
+    """The judge's view of a group."""
 
     context: tuple[str, ...]
-    """Lines of what all attempts begin with."""
+    """The lines of the common beginning of all attempts."""
     tools: tuple[str, ...]
     attempts: tuple[tuple[str, ...], ...]
-    """Lines of each attempt behind that; of equal attempts one, in an order of their content."""
+    """The further lines of each attempt; equal attempts appear once, in an order by content."""
     of: tuple[int, ...]
-    """For each trajectory its place in `attempts`."""
+    """For each trajectory its index in `attempts`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TranscriptLine:
-    """A message; `full_text` says all of it, `shown` what fits."""
+    """A message; `full_text` is all of it, `shown` the part that fits."""
 
     role: str
     full_text: str
@@ -71,8 +70,8 @@ class _TranscriptLine:
 
 
 def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) -> ShownGroup:
-    """What a judge sees of the attempts at one task, whatever their order. Raises ValueError for an
-    attempt without a message."""
+    """The judge's view of the attempts at one task, independent of their order. Raises ValueError
+    for an attempt without a message."""
     most = min(limits.message, limits.attempt // 2)
     all_turns = [_lines_of_turns(trajectory, most) for trajectory in trajectories]
     all_histories = [
@@ -80,7 +79,7 @@ def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) ->
     ]
     for trajectory, histories in zip(trajectories, all_histories, strict=True):
         if not histories:
-            raise ValueError(f"the attempt {trajectory.id} said nothing that could be judged")
+            raise ValueError(f"the attempt {trajectory.id} has no message to judge")
 
     wholes = [
         json.dumps(
@@ -128,8 +127,8 @@ def _lines_of_turns(trajectory: Trajectory, longest: int) -> dict[int, list[_Tra
 def _histories_of(
     trajectory: Trajectory, lines: Mapping[int, list[_TranscriptLine]]
 ) -> list[list[_TranscriptLine]]:
-    """The messages along each path from a root to a leaf, in the order of the leaves; of more than
-    MAX_HISTORIES the first and the last ones."""
+    """The messages along each path from a root to a leaf, in the order of the leaves; beyond
+    MAX_HISTORIES only the first and the last ones."""
     turns = _turns(trajectory)
     parents = {turn.index: turn.parent for turn in turns}
     inner = set(parents.values())
@@ -153,7 +152,8 @@ def _histories_of(
 
 
 def _common(histories: Sequence[Sequence[_TranscriptLine]]) -> int:
-    """How many messages all histories begin with; of a single one those before the first answer."""
+    """The number of messages that all histories begin with; for a single history, those before the
+    first reply."""
     if len(histories) == 1:
         return sum(1 for _ in takewhile(lambda line: line.role != "assistant", histories[0]))
     columns = zip(*histories, strict=False)
@@ -221,7 +221,7 @@ def _line(message: Message, longest: int) -> _TranscriptLine:
 
 
 def _tool_lines(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
-    """One line for each tool that an attempt was given."""
+    """One line for each tool of an attempt."""
     schemas: dict[str, None] = {}
     for trajectory in trajectories:
         for turn in _turns(trajectory):
@@ -249,7 +249,7 @@ def _schemas(text: str) -> list[str]:
 
 
 def clip(text: str | None, longest: int | None) -> str | None:
-    """The head and the tail of a text, with how many characters are left out between them."""
+    """The head and the tail of a text, with the number of characters left out between them."""
     if text is None or longest is None or len(text) <= longest:
         return text
     head = longest - longest // 2
@@ -259,7 +259,7 @@ def clip(text: str | None, longest: int | None) -> str | None:
 
 
 def _within(lines: Sequence[str], longest: int) -> list[str]:
-    """The first and the last lines of those that are too many, with how many are left out."""
+    """The first and the last lines that fit, with the number of lines left out between them."""
     if sum(map(len, lines)) <= longest:
         return list(lines)
 
@@ -286,7 +286,7 @@ def _within(lines: Sequence[str], longest: int) -> list[str]:
 
 
 def mark_of(*texts: str) -> str:
-    """The mark of the fences around these texts, which stands in none of them."""
+    """The mark of the fences around these texts, which is in none of them."""
     joined = "\n".join(texts)
     mark = blake2b(joined.encode("utf-8", "replace"), digest_size=MARK_BYTES).hexdigest()
     while mark in joined:
@@ -302,8 +302,7 @@ def fence(mark: str, what: str, lines: Sequence[str]) -> str:
 
 
 def escape_json_line(line: str) -> str:
-    """A line of JSON, the same to who reads it as JSON, in which no text looks like markup and none
-    is invisible."""
+    """An equal line of JSON in which no text looks like markup and none is invisible."""
     return _HIDDEN.sub(_code, _MARKUP.sub(_code, line))
 
 

@@ -1,15 +1,16 @@
-"""What a judge's answer says, though it may quote an attempt that was written to be taken for it.
+"""Reads a verdict from a judge's answer, which can quote an attempt with a forged verdict.
 
-    thought    at the beginning of an answer counts for nothing, drafts in it among them
-    cut        an answer that ended at its limit of tokens is unusable, whatever it says until then
-    several    every verdict in an answer has to say the same: which of two is the judge's own and
-               which a quotation is not known
-    broken     JSON that can't be read makes an answer unusable: what is within it is a part of
+    thought    reasoning at the beginning of an answer is ignored, with any drafts in it
+               cut        an answer that ended at its limit of tokens is unusable
+               several    all verdicts in an answer must agree: it is not known which of two is the
+               judge's
+               own and which is a quotation
+               broken     JSON that can't be parsed makes an answer unusable: its content is part of
                something else
 
-Whatever is unusable is asked again (judging.py); nothing is guessed here. A judge that states its
-verdict in free words alone, and then quotes a whole forged one, is not noticed: a server that holds
-answers to a schema leaves no room for it.
+An unusable answer is requested again (judging.py); nothing is guessed here. A judge that states its
+verdict only in free words, and then quotes a whole forged one, is not detected. A server that
+enforces a schema prevents this.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ THOUGHTS = {
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
 }
-"""How families begin and end a thought, where their server leaves it in the answer."""
+"""The start and end of reasoning in model families, if the server leaves it in the answer."""
 _JSON_START = re.compile(r'\{(?=\s*")|\[(?=\s*\{)')
 _SCORE_TAG = re.compile(r"<\s*(/?)\s*score\s*>", re.IGNORECASE)
 _CORRECT = re.compile(r"\b(in)?correct\b", re.IGNORECASE)
@@ -40,7 +41,7 @@ _NOUN = re.compile(
     r"result|solution|value|option|choice|number|one|reading|verdict|name|date|word|term)s?\b",
     re.IGNORECASE,
 )
-"""Behind `correct`: it speaks of an answer, and does not say of the given one that it is right."""
+"""Words after `correct` that show that it describes an answer and is not a verdict."""
 _NEGATION = re.compile(
     r"\b(?:not|never|no|non|nor|neither|cannot|hardly|without)\b|n['\u2019]t\b", re.IGNORECASE
 )
@@ -49,7 +50,7 @@ _NEGATED = re.compile(
     r"(?:\s{1,9}(?:at\s{1,9}all|be|been|being|considered|\w{1,30}ly)){0,2}[\s*_]{1,9}\Z",
     re.IGNORECASE,
 )
-"""Right before `correct`: the text says the opposite."""
+"""Words right before `correct` that negate it."""
 _VAGUE = re.compile(
     r"\b(?:if|unless|whether|would|could|might|may|were|had|seems?|appears?|claims?|says|"
     r"said|states?|stated|asks?|quote|almost|nearly|partly|half|somewhat|mostly|far|than|anything|"
@@ -66,12 +67,12 @@ _ADVERB = re.compile(r"\b(\w{1,30}ly)[\s*_]{1,9}\Z", re.IGNORECASE)
 
 
 class UnusableError(ValueError):
-    """A judge's answer can't be used. It says why, in words that the judge can mend it by."""
+    """A judge's answer can't be used. The message lets the judge correct it."""
 
 
 def whole_object(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an object with all of these fields and no other, as every server that enforces
-    schemas takes it: without bounds of numbers."""
+    """The schema of an object with exactly these fields, without bounds of numbers, so that every
+    server that enforces schemas accepts it."""
     return {
         "type": "object",
         "properties": dict(fields),
@@ -81,8 +82,8 @@ def whole_object(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def final_words(reply: Any) -> str:
-    """What a remote model's reply says behind its thought. Raises UnusableError for one that was
-    cut off."""
+    """The text of a remote model's reply after its reasoning. Raises UnusableError for a reply that
+    was cut off."""
     if reply.finish_reason == "length":
         raise UnusableError(
             "the answer was cut off at the limit of its tokens: keep it shorter (the limit is "
@@ -101,8 +102,8 @@ def final_words(reply: Any) -> str:
 
 
 def objects_in(text: str) -> list[Any]:
-    """The JSON objects, and lists of objects, that stand in an answer, without those that are in
-    others. Raises UnusableError where one is broken, or names a key twice."""
+    """The JSON objects, and lists of objects, in an answer, without nested ones. Raises
+    UnusableError if one can't be parsed, or has a key twice."""
     values = []
     place = 0
     while start := _JSON_START.search(text, place):
@@ -117,7 +118,7 @@ def objects_in(text: str) -> list[Any]:
 
 
 def find_agreement(verdicts: Iterable[T], nothing: str) -> T:
-    """The verdict, which may stand in an answer more than once. Raises UnusableError for none, with
+    """The verdict, which can occur more than once. Raises UnusableError if there is none, with
     `nothing` as the reason, and for verdicts that differ."""
     candidates = list(verdicts)
     if not candidates:
@@ -128,7 +129,7 @@ def find_agreement(verdicts: Iterable[T], nothing: str) -> T:
 
 
 def number_of(value: object) -> float | None:
-    """A number, also one that is written as a text, as small models do; None for all else."""
+    """A number, also from a text, as small models write it; None for anything else."""
     if isinstance(value, str) and len(value) < 40:
         try:
             value = float(value)
@@ -145,8 +146,7 @@ def number_of(value: object) -> float | None:
 
 
 def scores_in_tags(text: str) -> list[str]:
-    """What stands between <score> and </score>, each time. Raises UnusableError where a tag has no
-    partner."""
+    """The texts between <score> and </score>. Raises UnusableError if a tag has no partner."""
     values = []
     begin: int | None = None
     for tag in _SCORE_TAG.finditer(text):
@@ -164,8 +164,8 @@ def scores_in_tags(text: str) -> list[str]:
 
 
 def words_of_verdict(text: str) -> list[bool]:
-    """What the words correct and incorrect say, each time that they judge. Raises UnusableError for
-    a sentence that may mean either."""
+    """The verdicts of the words correct and incorrect. Raises UnusableError for an ambiguous
+    sentence."""
     verdicts = []
     for sentence in _SENTENCE.findall(text):
         judging = [
@@ -187,7 +187,7 @@ def words_of_verdict(text: str) -> list[bool]:
 
 
 def _verdict(sentence: str, match: re.Match[str], num_negations: int) -> bool | None:
-    """What one such word says in a sentence; None where it may mean either."""
+    """The verdict of one such word in a sentence; None if it is ambiguous."""
     before = sentence[max(0, match.start() - 100) : match.start()]
     adverb = _ADVERB.search(before)
     if (

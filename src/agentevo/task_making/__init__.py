@@ -1,1 +1,2 @@
-"""Tasks made from what a server of tools says of itself and answers; `making.py` has the whole."""
+"""Makes tasks from a tool server's schemas and answers, or from documents. Start with
+`making.py`."""

@@ -1,5 +1,5 @@
-"""The remaining tasks of a run with a curriculum: those that it retired, and those at the edge of
-what it solves. The next tasks begin there."""
+"""The remaining tasks of a run with a curriculum: the retired ones, and those that it solves
+sometimes. The next tasks are made from them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from agentevo.tools.state_checks import SOLVED_BY_CALLS
 
 
 class QuestionsLeft(NamedTuple):
-    """What a run has left of questions about documents."""
+    """The questions about documents that a run leaves."""
 
     solved: list[dict[str, Any]]
-    """Rows that it retired."""
+    """The retired rows."""
     unsolved: list[dict[str, Any]]
     asked_questions: set[str]
-    """All that it trained on or holds out."""
+    """All rows that it trained on or holds out."""
 
 
 def questions_left(run: Path) -> QuestionsLeft:
-    """Raises ConfigError as `left_by`."""
+    """The questions that a run leaves. Raises ConfigError like `left_by`."""
     solved, unsolved = left_by(run, (PASSAGE, CONTENT))
     held_out = made_rows(run_config(run).tasks.eval, (PASSAGE, CONTENT))
     asked_questions = {str(row["query"]) for row in [*solved, *unsolved, *held_out]}
@@ -38,12 +38,12 @@ def questions_left(run: Path) -> QuestionsLeft:
 def left_by(
     run: Path, keys: Iterable[str] = (SOLVED_BY_CALLS, CONTENT)
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of the tasks that the run retired, and of the others, which no longer wait for a retired
-    parent. `keys`: what each generated row has. Raises ConfigError for a run without a curriculum,
-    and for tasks that were not generated."""
+    """The rows of the run's retired tasks, and of its other tasks, which no longer wait for a
+    retired parent. `keys`: the keys of every generated row. Raises ConfigError for a run without a
+    curriculum, and for tasks that were not generated."""
     config = run_config(check_run_folder(run))
     if config.tasks.curriculum is None:
-        raise ConfigError(f"{run}: was trained without tasks.curriculum: nothing is known of tasks")
+        raise ConfigError(f"{run} was trained without tasks.curriculum, so it has no retired tasks")
 
     rows = {str(row["id"]): row for row in made_rows(config.tasks.train, keys)}
     curriculum = TaskSource(config, None).curriculum
@@ -62,11 +62,11 @@ def left_by(
 
 
 def retired_ids(curriculum: TaskCurriculum) -> set[str]:
-    """Of the tasks that are retired when all is known that was committed."""
+    """The ids of the tasks that are retired after all committed results."""
     state = curriculum.standing()
     return {task.id for task, is_retired in zip(curriculum.tasks, state, strict=True) if is_retired}
 
 
 def free(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A variant of a task that is not played any more, which waits for nothing."""
+    """The row without its reference to a parent, so that it waits for none."""
     return {key: value for key, value in row.items() if key != PARENT}

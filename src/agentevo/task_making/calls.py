@@ -1,4 +1,4 @@
-"""Real calls of a server that tasks are made for, in sessions as attempts have them."""
+"""Real calls of the server that tasks are made for, in the same kind of session as an attempt's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentevo.types import Task
 
 REFUSED = ("num_wrong_arguments",)
 _SAYS_ERROR = re.compile(r"\s*(?:[a-z]+ )?error\b\s*:", re.IGNORECASE)
-"""How servers begin that call an error a result."""
+"""The start of results by which some servers report an error."""
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,24 +33,24 @@ class CallResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolWorld:
-    """Sessions at the server that is to be learnt."""
+    """Opens sessions at the server."""
 
     def __init__(self, sections: Sequence[ToolSection]) -> None:
         """Raises ConfigError for tools that can't be made."""
         self._toolbox = Toolbox(sections)
 
     def open(self, world: int, seed: int = 0) -> AbstractAsyncContextManager[AttemptTools]:
-        """A session, as an attempt at a task of that world has it, with its own seed."""
+        """A session like that of an attempt at a task of that world, with its own seed."""
         task = Task(id=f"making-{world}", metadata={"world": world})
         return self._toolbox.open(task, seed=seed)
 
     async def close(self) -> None:
-        """Ends what the sessions shared."""
+        """Ends everything that the sessions share."""
         await self._toolbox.close()
 
 
 async def call_tool(tools: AttemptTools, tool: str, arguments: Mapping[str, Any]) -> CallResult:
-    """A real call."""
+    """Makes a real call."""
     call = StateCheck(tool=tool, arguments=dict(arguments), result="").call()
     before = dict(tools.metrics)
     (result,) = await tools.call([call])

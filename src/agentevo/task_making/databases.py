@@ -1,9 +1,9 @@
-"""A tool that answers SQL: found out by asking it for a number, then for its tables, columns, keys
-and values, from which questions are drawn (questions.py).
+"""Detects a tool that answers SQL with a query for a number, and then reads its tables, columns,
+keys and values, which questions are made from (questions.py).
 
-Servers show rows in many forms (JSON, Python's, lines, Markdown), and some call an error a result.
-The values that are asked for here are therefore marked, and in hexadecimal digits, so that they are
-read from any form alike. The SQL is SQLite's; other databases answer none of it and are ignored.
+Servers show rows in many forms (JSON, Python's, lines, Markdown), and some return an error as a
+result. So the queries return marked values in hexadecimal digits, which can be read from any form.
+The SQL is SQLite's; other databases do not answer it and are ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_VALUES = 30
 LONGEST_VALUE = 40
 MAX_CONDITIONS = 2
 LINKED = 0.3
-"""How often a condition is on the row that a foreign key names, where there is one."""
+"""How often a condition is on the row that a foreign key refers to, if there is one."""
 _NAMES = re.compile(r"sql|query|statement", re.IGNORECASE)
 _MARKED = re.compile(r"made:((?:[0-9A-Fa-f]{2})*):made")
 _MAKES_A_TABLE = {
@@ -60,7 +60,7 @@ class TableColumn(NamedTuple):
     name: str
     is_number: bool
     is_key: bool
-    """Its values name rows: the primary key, or a foreign one."""
+    """Whether it is the primary key or a foreign key."""
     values: tuple[Any, ...]
 
 
@@ -73,17 +73,17 @@ class DatabaseTable(NamedTuple):
 
 
 class SurveyedDatabase(NamedTuple):
-    """What a tool answers SQL of."""
+    """The database of a tool that answers SQL."""
 
     parameter: str
-    """The tool's, for the SQL."""
+    """The tool's parameter for the SQL."""
     tables: tuple[DatabaseTable, ...]
 
     def draw(self, draw: random.Random, before: DatabaseQuestion | None = None) -> DatabaseQuestion:
         """A question; `before`: a question to extend with further conditions."""
         if before is not None:
             table = next((each for each in self.tables if each.name == before.table), None)
-            if table is None:  # it was asked of another database
+            if table is None:  # the question was for another database
                 return before
             return _with_conditions(self, table, before, len(before.conditions) + 1, draw)
 
@@ -124,7 +124,7 @@ def _with_conditions(
     number: int,
     draw: random.Random,
 ) -> DatabaseQuestion:
-    """The question with that many conditions, or as many as the table has columns for."""
+    """The question with that many conditions, or as many as the table's columns allow."""
     named = {
         question.column,
         question.most,
@@ -137,10 +137,10 @@ def _with_conditions(
     primary = {column.name for column in table.columns if column.is_key} - foreign
     for _ in range(number - len(conditions)):
         if any(condition.column in primary and condition.link is None for condition in conditions):
-            break  # one row is named
+            break  # one row is identified
 
         link = draw.choice(links) if links and draw.random() < LINKED else None
-        # A key's own value is asked for single values alone: a row more or less has no sum.
+        # Keys are only used for single values: their sums have no meaning.
         takes_key = question.what == "value" and not question.most and not conditions
         fit = [
             column
@@ -169,7 +169,8 @@ def _with_conditions(
 async def find_database(
     tools: AttemptTools, name: str, schema: Mapping[str, Any]
 ) -> tuple[SurveyedDatabase, CallResult] | None:
-    """What a tool answers SQL of, with a call that it answered; None for a tool that does not."""
+    """The database of a tool, with a call that it answered; None if the tool does not answer
+    SQL."""
     needed = schema.get("required") or ()
     parameters = [parameter for parameter in properties(schema) if _NAMES.search(parameter)]
     parameter = next((candidate for candidate in parameters if set(needed) <= {candidate}), None)
@@ -186,7 +187,7 @@ async def find_database(
     names = f"SELECT json_group_array(name) FROM (SELECT name {listed} LIMIT {MAX_TABLES})"
     tables = []
     for each in filter(lambda value: isinstance(value, str), _read(await ask(names))):
-        # One by one: a result is as long as a section's max_result_chars at most.
+        # One by one, since a result has at most the section's max_result_chars.
         table = _table(await ask(f"SELECT sql {listed} AND name = {literal(each)}"))
         if table is None:
             continue
@@ -206,9 +207,8 @@ async def find_database(
 async def _with_values(
     ask: Callable[[str], Awaitable[str | None]], table: str, columns: Sequence[TableColumn]
 ) -> tuple[TableColumn, ...]:
-    """Columns of a table with some of their values, read by one question; by two, each for half of
-    the columns, where that has no answer: one that is too long for a result, or a column that can't
-    be read."""
+    """The columns of a table with some of their values, read by one query. If that fails (a result
+    that is too long, or a column that can't be read), two queries read half of the columns each."""
     drawn = []
     for column in columns:
         name = quote_identifier(column.name)
@@ -239,8 +239,8 @@ async def _with_values(
 async def answer_of(
     tools: AttemptTools, tool: str, parameter: str, question: DatabaseQuestion
 ) -> str | None:
-    """The value that a question has, as SQLite writes it; None where it has none, or several rows
-    could be meant."""
+    """The answer to a question, as SQLite writes it; None if there is none, or if several rows
+    match."""
     meant = question.meant_sql
     if meant is not None and await _value(tools, tool, parameter, meant) != "1":
         return None
@@ -248,16 +248,16 @@ async def answer_of(
 
 
 async def _value(tools: AttemptTools, tool: str, parameter: str, sql: str) -> str | None:
-    """The value of an expression, or of a statement that gives one value; empty for NULL, None
-    where the result is no answer."""
+    """The value of an expression, or of a statement with one value; empty for NULL, None if the
+    result is not an answer."""
     got = await call_tool(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
     match = _MARKED.search(got.text)
     return bytes.fromhex(match[1]).decode("utf-8", "replace") if match else None
 
 
 def _mark(expression: str) -> str:
-    """Its text as hexadecimal digits between marks that the SQL itself does not hold; nothing for
-    NULL."""
+    """The expression's text as hexadecimal digits between marks that are not in the SQL itself;
+    nothing for NULL."""
     return f"'made' || ':' || hex(CAST({expression} AS TEXT)) || ':' || 'made'"
 
 
@@ -270,7 +270,7 @@ def _read(text: str | None) -> Sequence[Any]:
 
 
 def _table(sql: Any) -> DatabaseTable | None:
-    """A table as its CREATE statement says, which is read by SQLite itself."""
+    """A table from its CREATE statement, which SQLite parses."""
     if not isinstance(sql, str):
         return None
 

@@ -1,9 +1,9 @@
-"""Conversations that solve generated tasks, for `agentevo sft`: by the calls that were carried out
-when the task was made, with their results then; for tasks from documents, whose passage is searched
-for by words of the question, with the tool and the corpus that the agent has.
+"""Conversations that solve generated tasks, for `agentevo sft`. They use the recorded calls and
+results of the task's making; for tasks from documents, a search for words of the question, with the
+agent's tool and corpus.
 
-A task whose passage is not in the results of the search is not shown: a model should not learn to
-say what it has not read.
+A task whose passage is not in the search results is left out: a model should not learn to answer
+without having read the passage.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ async def show_lookups(
     seed: int,
     system: str = "",
 ) -> tuple[list[dict[str, Any]], int]:
-    """`count` conversations about drawn `rows`, and how many rows no search finds. `sections`: the
-    tool `search`; `system`: the agent's system message. Raises ConfigError for a tool that can't be
-    made."""
+    """`count` conversations about random `rows`, and the number of rows whose passage the search
+    does not find. `sections`: the tool `search`; `system`: the agent's system message. Raises
+    ConfigError for a tool that can't be made."""
     if not count:
         return [], 0
 

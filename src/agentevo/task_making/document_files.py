@@ -1,9 +1,9 @@
-"""Documents as passages: plain texts, corpora and folders of them.
+"""Reads documents as passages: plain texts, corpora and folders of them.
 
-A plain text is cut at ends of paragraphs and sentences; a corpus (.jsonl) has passages of its own.
-A folder is read with all folders in it, except hidden ones (.git) and linked ones. Files without
-the ending of a text are left out and reported; a text that can't be read is refused, together with
-all others that can't.
+A plain text is cut at the ends of paragraphs and sentences; a corpus (.jsonl) has its own passages.
+A folder is read with its subfolders, except hidden ones (.git) and linked ones. Files without the
+ending of a text are left out and reported. Texts that can't be read are errors, all reported
+together.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from agentevo.tools.corpus import Passage, read_corpus
 
 CORPUS_ENDING = ".jsonl"
 ENDINGS = (".txt", ".text", ".md", ".markdown", ".rst", ".org", ".adoc", CORPUS_ENDING)
-"""Of the files of a folder that are read."""
+"""The endings of the files that are read from a folder."""
 LONGEST_PASSAGE = 1_200
-"""Characters of a passage that a document of plain text is cut into."""
+"""The maximum number of characters of a passage of a plain text."""
 MAX_BYTES = 32_000_000
-"""Of one plain text."""
+"""The maximum size of one plain text."""
 MOST_BYTES = 512_000_000
-"""Of all files together."""
+"""The maximum size of all files together."""
 MOST_FILES = 20_000
 SHOWN = 5
-"""Problems, or endings, that a message names."""
+"""The number of problems, or endings, that a message names."""
 SENTENCE = re.compile(
     r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])|\n\s*\n"
     r"|(?<=[。！？])(?![。！？”」』）】》])\s*|(?<=[。！？][”」』）】》])\s*"
 )
-"""What is between two sentences."""
+"""The separator between two sentences."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """What was read."""
+    """The passages of documents."""
 
     passages: list[Passage]
     digests: dict[str, str]
-    """sha256 of every file that was read, by its path as it was found."""
+    """The sha256 of every file that was read, by its path."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Why files of a folder were not read -> how many."""
+    """The reason why files of a folder were not read -> their number."""
 
     def note(self) -> str:
-        """A description of what was left out; empty where everything was read."""
+        """A description of the files that were left out; empty if all were read."""
         if not self.left_out:
             return ""
         why = ", ".join(f"{many} {what}" for what, many in list(self.left_out.items())[:SHOWN])
@@ -61,8 +61,8 @@ class Documents:
 
 
 def is_document(word: str) -> bool:
-    """Whether a word of the command line means documents: a folder, or the name of a text. A
-    program's name is none, even where a folder is called so."""
+    """Whether a command-line argument is a document: a folder, or the name of a text. A program's
+    name is not, even if a folder has that name."""
     if not word or "://" in word or name_problem(word) or ("/" not in word and shutil.which(word)):
         return False
     path = Path(word).expanduser()
@@ -72,8 +72,8 @@ def is_document(word: str) -> bool:
 
 
 def read_documents(sources: Sequence[Path]) -> Documents:
-    """The passages of files and folders. Raises ConfigError, a line for each file that can't be
-    read, and where there is nothing to read."""
+    """The passages of files and folders. Raises ConfigError with a line for each file that can't be
+    read, and if there is nothing to read."""
     left_out = Counter[str]()
     files = _name_files(sources, left_out)
 
@@ -82,7 +82,7 @@ def read_documents(sources: Sequence[Path]) -> Documents:
     problems = list[str]()
     for path in files:
         if not _is_utf8(str(path)):
-            problems.append(f"{str(path)!a}: its name is no UTF-8: rename it")
+            problems.append(f"{str(path)!a}: its name is not UTF-8: rename it")
 
     if not files:
         problems.append(_nothing_in(sources, left_out))
@@ -108,7 +108,7 @@ def read_documents(sources: Sequence[Path]) -> Documents:
 
     twice = [name for name, many in Counter(passage.id for passage in passages).items() if many > 1]
     if twice and not problems:
-        problems.append(f"two passages have the id {twice[0]!r}: give each its own")
+        problems.append(f"two passages have the id {twice[0]!r}: give each a different id")
 
     if problems:
         num_hidden = len(problems) - SHOWN
@@ -119,8 +119,8 @@ def read_documents(sources: Sequence[Path]) -> Documents:
 
 
 def _name_files(sources: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
-    """The files with the names that passages have: within its folder, and after the folder's own
-    name where another one has the same. A file that is given twice, also by another path, counts
+    """The files with the names in passages: the path within the folder, after the folder's name if
+    another file has the same path. A file that is given twice, also by another path, counts
     once."""
     files = dict[Path, str]()
     seen_paths = set[Path]()
@@ -175,13 +175,13 @@ def _nothing_in(sources: Sequence[Path], left_out: Counter[str]) -> str:
     )
     return (
         f"{where}: there is no text in it{other_kinds if left_out else ''}: give files that end in "
-        f"{', '.join(ENDINGS)}; of a PDF or a web page its text alone, as pdftotext or pandoc "
-        "write it"
+        f"{', '.join(ENDINGS)}; convert a PDF or a web page to text first, with pdftotext or "
+        "pandoc"
     )
 
 
 def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
-    """The texts of a folder with their names within it, in order. Raises ConfigError for a folder
+    """The texts of a folder with their relative names, in order. Raises ConfigError for a folder
     that can't be read, and for more than MOST_FILES."""
 
     def unreadable(error: OSError) -> None:
@@ -207,7 +207,7 @@ def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
 
 
 def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
-    """Before any file is read: appends to `problems`."""
+    """Checks the sizes before any file is read; appends to `problems`."""
     num_bytes = 0
     for path in files:
         try:
@@ -219,14 +219,14 @@ def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
         num_bytes += size
         if path.suffix.lower() != CORPUS_ENDING and size > MAX_BYTES:
             problems.append(
-                f"{path}: has {size:,} bytes, and of one text at most {MAX_BYTES:,} are read: "
-                f"split it, or make a corpus ({CORPUS_ENDING}) of it, with a line for each passage"
+                f"{path}: has {size:,} bytes, and the limit of one text is {MAX_BYTES:,}: split "
+                f"it, or make a corpus ({CORPUS_ENDING}) of it, with a line for each passage"
             )
 
     if num_bytes > MOST_BYTES and not problems:
         problems.append(
-            f"the documents have {num_bytes:,} bytes together, and at most {MOST_BYTES:,} are "
-            "read: give a part of them"
+            f"the documents have {num_bytes:,} bytes together, and the limit is {MOST_BYTES:,}: "
+            "give a part of them"
         )
 
 
@@ -244,14 +244,14 @@ def _text_of(path: Path) -> str:
     text = read_text(path, at_most=MAX_BYTES).removeprefix("\ufeff")
     if "\0" in text:
         raise ConfigError(
-            f"{path}: is no text (byte {text.index(chr(0))} is 0): take it out, or give its text"
+            f"{path}: is not a text (byte {text.index(chr(0))} is 0): remove it, or give its text"
         )
     return text
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """Passages of a text: paragraphs together, as long as they are short enough; longer ones are
-    cut at ends of sentences, or where there is none, anywhere."""
+    """The passages of a text: short paragraphs are joined up to the limit; longer ones are cut at
+    the ends of sentences, or anywhere if there is none."""
     paragraphs = filter(None, (paragraph.strip() for paragraph in re.split(r"\n\s*\n", text)))
     pieces = (
         piece
@@ -272,7 +272,7 @@ def _sentences(paragraph: str) -> Iterator[str]:
 
 
 def _pack_neighbours(pieces: Iterable[str], joint: str) -> Iterator[str]:
-    """Neighbours together, as long as they are short enough."""
+    """Joins neighbouring pieces up to the limit."""
     packed = ""
     for piece in pieces:
         if packed and len(packed) + len(joint) + len(piece) > LONGEST_PASSAGE:

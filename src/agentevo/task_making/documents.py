@@ -1,14 +1,14 @@
-"""Tasks from documents: a question asks for a part of a passage, and the answer is in the passage
-word for word, so it can be checked.
+"""Tasks from documents: the answer to a question is a literal part of a passage, so it can be
+checked.
 
-Without a model the question is a sentence with a gap in it: a number, a name of several words, or a
-title between 《》, that stands nowhere else in that sentence. A model asks its own questions
-instead; a question is accepted where its answer stands in the passage, is short, and is not in the
+Without a model the question is a sentence with a gap in place of a number, a name of several
+words, or a title between 《》 that occurs once in that sentence. A model writes its own questions
+instead; a question is accepted if its answer is in the passage, is short, and is not in the
 question.
 
-All tasks of a passage are on one side of the split, which follows from the passage's text alone,
-and a sentence that stands in passages of both sides is not asked for: no sentence that was trained
-on answers a held-out task, in whichever round it was made. All draws are from the seed.
+All tasks of a passage are on one side of the split, which depends only on the passage's text, and a
+sentence in passages of both sides gives no question. So no sentence in training answers a held-out
+task, in any round. All random choices are from the seed.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from agentevo.tools.unspaced import WORD_LETTER, num_words, stands_in
 LONGEST_ANSWER = 120
 LONGEST_QUESTION = 1_000
 WORDS = (6, 50)
-"""Of a sentence that is asked for."""
+"""The maximum length of a sentence with a gap."""
 AT_ONCE = 8
 GAP = "____"
 PASSAGE = "passage"
-"""Key of a made task's metadata: the passage that its answer stands in."""
+"""Key of a made task's metadata: the passage with its answer."""
 _NUMBER = re.compile(
     rf"(?<!{WORD_LETTER})(?<![.,])(?:\d[\d,.]*\d(?!{WORD_LETTER})|\d(?!{WORD_LETTER})(?![.,]))"
 )
 _NAME = re.compile(r"(?<=[a-z,;] )[A-Z][\w'-]+(?: (?:of|de|van|von|the)? ?[A-Z][\w'-]+)+")
 _TITLE = re.compile("(?<=《)[^《》]{2,30}(?=》)|(?<=『)[^『』]{2,30}(?=』)")
-"""A name that East Asian texts have between marks."""
+"""A name between marks in East Asian texts."""
 _MARKS = "?\uff1f\u061f"
 _TOO_FEW = "too few sentences with a number, a name of several words or a title between 《》"
 _BEGINS = {
     "en": "(What|Who|When|Where|Which|How many|How long|How) ",
     "de": "(Was|Wer|Wann|Wo|Welche|Wie viele|Wie) ",
 }
-"""How questions begin that a model is held to."""
+"""The question words that constrain a local model."""
 _GAPPED = (
     "A sentence of the documents has a gap: “{sentence}” What stands there in place of {gap}? Say "
     "it, and nothing else."
@@ -69,13 +69,13 @@ nothing else: {{"questions": [{{"answer": "...", "question": "..."}}]}}"""
 
 
 class ReadDocuments(msgspec.Struct, kw_only=True):
-    """What was made."""
+    """The made tasks."""
 
     train: list[dict[str, Any]] = []
-    """Rows of files of tasks."""
+    """The rows of the files of tasks."""
     held_out: list[dict[str, Any]] = []
     reasons: dict[str, int] = {}
-    """Why a model's questions were not taken -> how many."""
+    """The reason why a model's questions were rejected -> their number."""
     asked_questions: set[str] = set()
     """Every question so far."""
 
@@ -90,7 +90,7 @@ def tasks_from(
     earlier_questions: Iterable[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> ReadDocuments:
-    """Sentences with gaps. `earlier_questions`: they are not asked again."""
+    """Makes tasks of sentences with gaps. `earlier_questions` are not repeated."""
     tasks = ReadDocuments(asked_questions=set(earlier_questions))
     order = _shuffle(passages, seed)
     on_both = _on_both_sides(passages)
@@ -125,7 +125,7 @@ async def asked_from(
     earlier_questions: Iterable[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> ReadDocuments:
-    """Questions of a model. Raises AgentEvoError where it answers nothing."""
+    """Makes tasks of a model's questions. Raises AgentEvoError if the model answers nothing."""
     documents = ReadDocuments(asked_questions=set(earlier_questions))
     reasons = Counter[str]()
     on_both = _on_both_sides(passages)
@@ -190,7 +190,8 @@ def _without_problems(
     on_both: Container[bytes],
     reasons: Counter[str],
 ) -> Iterator[tuple[str, str]]:
-    """Questions about a passage that can be taken, with their answers; counts why others can't."""
+    """The accepted questions about a passage, with their answers; counts the reasons for
+    rejections."""
     pairs = [(_text_of(pair, "question"), _text_of(pair, "answer")) for pair in question_pairs]
     for question, answer in pairs:
         if any(
@@ -209,7 +210,7 @@ def _text_of(pair: Mapping[str, Any], key: str) -> str:
 
 
 def _problem(question: str, answer: str, passage: Passage, on_both: Container[bytes]) -> str:
-    """Why a question is not taken; empty if it is."""
+    """Why a question is rejected; empty if it is accepted."""
     if not question or not answer:
         return "a question or an answer is missing"
     if len(question) > LONGEST_QUESTION or len(answer) > LONGEST_ANSWER:
@@ -266,7 +267,7 @@ def _content(passage: Passage) -> str:
 
 
 def check_made(documents: ReadDocuments, held_out: int) -> None:
-    """Raises ConfigError where a side of the split has no task."""
+    """Raises ConfigError if a side of the split has no task."""
     if not documents.train or (held_out and not documents.held_out):
         side = "to train on" if not documents.train else "held out"
         why = "; ".join(f"{reason}: {count}" for reason, count in documents.reasons.items())
@@ -277,7 +278,7 @@ def check_made(documents: ReadDocuments, held_out: int) -> None:
 
 
 def _on_both_sides(passages: Sequence[Passage]) -> set[bytes]:
-    """Digests of sentences that stand in passages to train on and in held-out ones."""
+    """Digests of sentences in both training and held-out passages."""
     sides: tuple[set[bytes], set[bytes]] = (set(), set())
     for passage in passages:
         side = sides[is_held_out(_content(passage))]
@@ -298,7 +299,7 @@ def _shuffle(passages: Sequence[Passage], seed: int) -> list[Passage]:
 
 
 def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
-    """(sentence, the same with a gap, what stands there)."""
+    """(sentence, the sentence with a gap, the text of the gap)."""
     for raw in SENTENCE.split(text):
         sentence = " ".join(raw.split())
         if not WORDS[0] <= num_words(sentence) <= WORDS[1] or GAP in sentence:
@@ -314,7 +315,7 @@ def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def what_to_look_for(question: str) -> str:
-    """What finds the passage of a question: of a sentence with a gap the longer part of it."""
+    """The search query for a question; for a sentence with a gap, its longer part."""
     if GAP not in question:
         return question
     sentence = question.partition("“")[2].rpartition("”")[0]
@@ -322,9 +323,9 @@ def what_to_look_for(question: str) -> str:
 
 
 def _form(passage: Passage, count: int, language: str) -> AnswerForm:
-    """What a model that is computed here is held to, as a small one finds no form by itself: the
-    JSON, with a number or a name of the passage as each answer, where it has any, and a question
-    that begins and ends as one."""
+    """The form that constrains a local model, since small models don't keep to a form: the JSON,
+    with a number or a name of the passage as each answer, if there are any, and a question with the
+    start and end of one."""
     spans = sorted({answer for *_, answer in _gaps(passage.text)})
     text = {"type": "string", "minLength": 1, "maxLength": LONGEST_ANSWER}
     answer = {"enum": spans} if spans else text

@@ -1,11 +1,9 @@
-"""The truth about a scenario, by carrying it out: the state that it leaves, or the value that it
-finds.
+"""Finds the truth about a scenario by running it: its final state, or the value that it finds.
 
 The scenario's calls are made in a new session, between two rounds of the same questions: answers
-that differ afterwards are the state that an agent is to reach, and answers that are equal are to
-stay. A second session has to give the same: a server whose results hold the time of day, say, gives
-no task by them. So no task asks for what doing nothing would reach, or for what can't be reached
-again.
+that differ afterwards are the state that an agent must reach, and equal answers must stay. A second
+session must give the same results, so a result with the time of day, for example, gives no task. So
+no task asks for a state that exists without any action, or that can't be reached again.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ MAX_QUESTIONS = 16
 MAX_CHECKS = 8
 MOST_COMBINED = 256
 GUESSES = 4
-"""Questions of a tool with arguments that are not the walk's."""
+"""The number of questions of a tool with arguments from outside the walk."""
 LONGEST_ANSWER = 120
 
 
 class UngroundedError(Exception):
-    """A scenario that is none; the words say why, and are counted. `varies`: because what its calls
-    give or leave is never the same."""
+    """A scenario that can't become a task. The reasons are counted. `varies`: the results or the
+    final state of its calls differ each time."""
 
     def __init__(self, words: str, *, varies: bool = False) -> None:
         super().__init__(words)
@@ -96,7 +94,7 @@ async def ground_scenario(
 async def _carried_out(
     tools: AttemptTools, survey: Survey, steps: Sequence[ScenarioStep]
 ) -> list[ScenarioStep]:
-    """The calls with their present results, which have to hold the values to find."""
+    """The calls with their new results, which must have the values to find."""
     carried_out: list[ScenarioStep] = []
     for step in steps:
         schemas = properties(survey.schemas[step.tool])
@@ -141,8 +139,8 @@ async def _value(tools: AttemptTools, survey: Survey, step: ScenarioStep) -> str
 def _questions(
     survey: Survey, steps: Sequence[ScenarioStep], draw: random.Random
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Calls that show the state that these steps leave: of each tool that changes nothing, with the
-    arguments that the walk has for its parameters, else with known values."""
+    """Calls that show the final state of these steps: of each tool that changes nothing, with the
+    walk's arguments for its parameters, else with known values."""
     by_name: dict[str, list[Any]] = {}
     for step in steps:
         for name, value in step.arguments.items():
@@ -188,7 +186,7 @@ async def _all(
 
 
 def _answer(text: str, draw: random.Random) -> tuple[str, str]:
-    """What the agent is asked for of a result, and under which key of its JSON."""
+    """The part of a result that the agent must give, and its key in the result's JSON."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,12 +1,11 @@
-"""Tasks for a server of tools, from the server alone: real calls show what its tools do
-(survey.py), call sequences are drawn and carried out (walks.py), the state that they leave or the
-value that they find is recorded as the truth (grounding.py), and the agent is asked in words to
-reach it (wording.py).
+"""Makes tasks for a tool server from the server alone: real calls explore its tools (survey.py),
+random call sequences are run (walks.py), their final state or the value that they find is recorded
+as the truth (grounding.py), and a text asks the agent to reach it (wording.py).
 
-All draws are from the seed: the same server, seed and counts give the same tasks. Walks are made in
-rounds of AT_ONCE, each in a session of its own; which tools a round prefers follows from the rounds
-before it. Whether a task is held out follows from its content alone (scenario.py), so no content is
-ever both trained on and held out, whatever is made later.
+All random choices are from the seed: the same server, seed and counts give the same tasks. Walks
+run in rounds of AT_ONCE, each in its own session; the preferred tools of a round depend on the
+rounds before it. A task's content alone decides whether it is held out (scenario.py), so no content
+is ever both trained on and held out, also with later tasks.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from agentevo.task_making.wording import (
 
 AT_ONCE = 8
 MAX_MISSES = 400
-"""Walks in a row that give nothing new, after which there is nothing more."""
+"""The number of walks in a row without a new task, after which the search ends."""
 LONGEST_QUERY = 4000
-"""Characters of a task: descriptions may be of any length."""
+"""The maximum number of characters of a task: descriptions can have any length."""
 MOST_ALIKE = 0.4
 """Share of the tasks that have one difficulty, as long as others are found: beyond it one is taken
 after MAX_MISSES / 2 unsuccessful walks, the next one after half as many, and so on, so that looking
 for others costs MAX_MISSES walks altogether."""
 SAME_ANSWER = 4
 SAME_SHARE = 0.03
-"""Tasks at most whose last call and answer are the same, or that share of all that are wanted: an
-agent could guess it."""
+"""The maximum number of tasks with the same last call and answer, or this share of all wanted
+tasks: with more, an agent could guess the answer."""
 
 
 class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be made."""
+    """The tasks to make."""
 
     train: int = 200
     held_out: int = 50
@@ -71,18 +70,18 @@ class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MadeTasks(msgspec.Struct, kw_only=True):
-    """What was made."""
+    """The made tasks."""
 
     train: list[dict[str, Any]] = []
-    """Rows of files of tasks."""
+    """The rows of the files of tasks."""
     held_out: list[dict[str, Any]] = []
     survey: Survey
     reasons: dict[str, int] = {}
-    """Why walks gave no task -> how many."""
+    """The reason why walks gave no task -> their number."""
 
     @property
     def account(self) -> dict[str, Any]:
-        """For people and reports."""
+        """The account for users and reports."""
         rows = [*self.train, *self.held_out]
         tools = Counter(tool for row in rows for tool in row["tools"])
         pairs = {pair for row in rows for pair in zip(row["tools"], row["tools"][1:], strict=False)}
@@ -127,9 +126,9 @@ async def make_tasks(
     progress: Callable[[int], None] = lambda done: None,
 ) -> MadeTasks:
     """The tasks. `taken`: contents that are not made again; `harder_than`: rows of generated tasks,
-    each of which every new task extends by further calls. Raises ToolUnavailableError where the
-    server can't be reached, ConfigError where it has no tool that answers, AgentEvoError where no
-    question can be asked of it."""
+    one of which every new task extends by further calls. Raises ToolUnavailableError if the server
+    can't be reached, ConfigError if none of its tools answers, and AgentEvoError if no task can be
+    made."""
     check_wanted(request)
     world = ToolWorld(sections)
     try:
@@ -142,7 +141,7 @@ async def make_tasks(
 
 
 class _Maker:
-    """The rounds in which one set of tasks is made."""
+    """Makes one set of tasks in rounds."""
 
     def __init__(
         self,
@@ -203,8 +202,8 @@ class _Maker:
         return random.Random(f"{purpose}-{self._wanted.seed}-{number}")
 
     async def _walk(self, number: int) -> tuple[Scenario | None, list[CallResult]]:
-        """One walk of a round: the scenario that it gave, and the results of its calls. Only what
-        earlier rounds have learnt counts in it, so that concurrent walks change nothing."""
+        """One walk of a round: its scenario, and the results of its calls. It uses only knowledge
+        of earlier rounds, so concurrent walks do not affect each other."""
         draw = self._draw(number, "walk")
         request = self._wanted
 
@@ -295,7 +294,7 @@ class _Maker:
         return True
 
     def _superfluous(self, scenario: Scenario) -> str:
-        """Why the scenario is not needed, whatever it gives; empty if it is."""
+        """Why the scenario is not needed, independent of its results; empty if it is needed."""
         tasks = self._made
         request = self._wanted
 
@@ -335,7 +334,7 @@ class _Maker:
         return ""
 
     def _has_enough(self, difficulty: int) -> bool:
-        """Whether other difficulties are looked for first."""
+        """Whether other difficulties have priority."""
         return self._is_common(difficulty) and self._misses < self._patience
 
     def _is_common(self, difficulty: int) -> bool:

@@ -1,5 +1,5 @@
-"""Questions to a database in SQL, with what they ask in words: counts, sums, averages, extremes and
-single values of the rows that meet conditions, also conditions on the row that a foreign key names.
+"""Questions to a database in SQL and in words: counts, sums, averages, extremes and single values
+of the rows that meet conditions, also conditions on the row of a foreign key.
 
 A question is data, from which its SQL and its words are made. A harder one has further conditions.
 """
@@ -34,7 +34,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class QueryCondition(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rows have to meet."""
+    """A condition on the rows."""
 
     column: str
     sign: Sign = "="
@@ -61,7 +61,7 @@ class QueryCondition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of one table."""
+    """A question about one table."""
 
     table: str
     what: What = "count"
@@ -118,7 +118,7 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def clauses(self) -> int:
-        """Beyond the first: what makes it harder."""
+        """The number of clauses beyond the first, which make it harder."""
         linked = sum(condition.link is not None for condition in self.conditions)
         return max(0, len(self.conditions) + linked + bool(self.most) - 1)
 

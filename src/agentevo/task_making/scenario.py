@@ -1,6 +1,5 @@
-"""A scenario: calls that solve it, which of their arguments the agent is given, and how to check
-that it was solved. Its content decides whether it is held out, whatever the persona and the
-wording.
+"""A scenario: the calls that solve it, the arguments that the agent gets, and the check of the
+solution. Only its content decides whether it is held out, not the persona or the wording.
 """
 
 from __future__ import annotations
@@ -67,12 +66,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[ScenarioStep]
     world: int
     answer: str | None = None
-    """What the agent has to say, where the state does not decide."""
+    """The right answer, if the state does not decide."""
     place: str = ""
-    """What of the last result the answer is: the key of its JSON, or empty for its first line."""
+    """The part of the last result that is the answer: a key of its JSON, or empty for its first
+    line."""
     checks: list[StateCheck] = []
     is_open: bool = False
-    """Neither: its calls give other results each time, so a judge has to score what was done."""
+    """Neither: its calls have different results each time, so a judge must score the attempt."""
     parent: str = ""
     """The id of the task that it is a harder variant of."""
 
@@ -85,8 +85,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def content(self) -> str:
-        """A name of everything that the agent is given and has to do, in any world and any
-        words."""
+        """A name for the given arguments and the actions of the task, independent of world and
+        wording."""
         calls = [
             [
                 step.tool,
@@ -147,7 +147,7 @@ def pairs_of(tools: Sequence[str]) -> set[tuple[str, str]]:
 
 
 def is_held_out(content: str, share: float = HELD_OUT) -> bool:
-    """Whether what has this content is for evaluation alone."""
+    """Whether this content is only for evaluation."""
     return hashlib.sha256(f"held out {content}".encode()).digest()[0] < 256 * share
 
 

@@ -1,8 +1,8 @@
-"""How hard made tasks are for an agent, by real attempts at them.
+"""Measures how hard tasks are for an agent, by real attempts.
 
-A task that all or none of its attempts solve teaches nothing now: it goes to the reserve, from
-which a later grading takes it again. A failed attempt says nothing about its task; a task whose
-attempts have all failed is in the reserve as well, without a rate.
+A task that all or none of its attempts solve gives no training signal: it goes to the reserve, and
+a later grading tries it again. A failed attempt does not count; a task whose attempts have all
+failed is also in the reserve, without a rate.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def graded_folder(
     attempts: int,
     note: Callable[[str], None],
 ) -> list[str]:
-    """Plays, writes the folder `out`, and returns a report. Raises ConfigError for a folder without
-    generated tasks, and AttemptsFailedError where every attempt has failed."""
+    """Runs the attempts, writes the folder `out`, and returns a report. Raises ConfigError for a
+    folder without generated tasks, and AttemptsFailedError if every attempt failed."""
     sources = [str(folder / name) for name in (TRAIN, RESERVE) if (folder / name).is_file()]
     if not sources or not (folder / ACCOUNT).is_file():
         raise ConfigError(f"{folder}: holds no tasks of `agentevo tasks make`")
@@ -104,7 +104,7 @@ def graded_folder(
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """Of a file that may be there."""
+    """The lines of a file; empty if it does not exist."""
     if not file.is_file():
         return []
     return [row.value for row in read_json_lines(file)]

@@ -1,5 +1,5 @@
-"""A survey of a server's tools by real calls: which of them answer what, which change the state
-that others show, and which refuse what their own schema allows.
+"""A survey of a server's tools with real calls: which of them answer, which change the state that
+others show, and which refuse arguments that their own schema allows.
 
 Calls are made in sessions of their own, as attempts have them. A tool is called with arguments of
 its schema, then with values from other results; a tool that answers none of these calls is reported
@@ -24,14 +24,14 @@ from agentevo.task_making.values import Values, properties
 from agentevo.tools.toolbox import AttemptTools
 
 TRIES = 10
-"""Calls of a tool until one is answered."""
+"""The maximum number of calls of a tool until it answers one."""
 OPTIONAL = 0.3
-"""How often an argument that is not needed is given, where values of it are known."""
+"""How often an optional argument is given, if values for it are known."""
 MAX_TOOLS = 64
 
 
 class Survey(msgspec.Struct, kw_only=True):
-    """What is known of a server."""
+    """The known facts about a server."""
 
     schemas: dict[str, dict[str, Any]]
     """Tool -> the schema of its arguments."""
@@ -44,7 +44,7 @@ class Survey(msgspec.Struct, kw_only=True):
     changing: set[str] = set()
     """Tools that change the answers of others."""
     databases: dict[str, SurveyedDatabase] = {}
-    """Tools that answer SQL -> of what."""
+    """Tools that answer SQL -> their database."""
     silent: dict[str, str] = {}
     """Tools that answered no call -> the result of the last one."""
 
@@ -72,8 +72,8 @@ class Survey(msgspec.Struct, kw_only=True):
         return [name for name in self.usable if name not in self.changing]
 
     def learn(self, got: CallResult) -> None:
-        """Learns what a result, or a refusal, names of any tool's parameters; arguments that were
-        taken are values of parameters of their names."""
+        """Learns values of tools' parameters from a result or a refusal; accepted arguments are
+        also values of parameters with their names."""
         for schema in self.schemas.values():
             self.values.learn(schema, got.text)
         if not got.is_error and got.tool not in self.databases:
@@ -102,9 +102,9 @@ class Survey(msgspec.Struct, kw_only=True):
 async def survey(
     world: ToolWorld, named_values: Mapping[str, Sequence[Any]] | None = None, *, seed: int
 ) -> Survey:
-    """The survey of a server. `named_values`: values that the user names, by parameter. Raises
-    ToolUnavailableError where the server can't be reached, ConfigError where it has no tools, or
-    answers no call of any."""
+    """The survey of a server. `named_values`: the user's values, by parameter. Raises
+    ToolUnavailableError if the server can't be reached, and ConfigError if it has no tools, or if
+    none answers a call."""
     draw = random.Random(f"survey-{seed}")
     async with world.open(0) as tools:
         specs = [tool_schema["function"] for tool_schema in tools.schemas]
@@ -157,7 +157,7 @@ async def _try_tool(tools: AttemptTools, surveyed: Survey, name: str, draw: rand
 
 
 async def _changes(world: ToolWorld, surveyed: Survey, name: str) -> bool:
-    """Whether a call of the tool changes what itself or another one says."""
+    """Whether a call of the tool changes the answers of any tool."""
     call = surveyed.answered[name]
     other_calls = [answer for tool, answer in surveyed.answered.items() if tool != name]
     async with world.open(0) as tools:

@@ -1,6 +1,6 @@
-"""Values for the arguments of calls, from where a server itself shows them: its schemas (choices,
-defaults, examples, bounds), the words of its descriptions ("single, double or family", "such as
-Rome"), and what its calls gave (keys of JSON, "room 12", "city: Oslo or Rome" in a refusal).
+"""Values for the arguments of calls, from the server itself: its schemas (choices, defaults,
+examples, bounds), its descriptions ("single, double or family", "such as Rome"), and its results
+(keys of JSON, "room 12", "city: Oslo or Rome" in a refusal).
 
 A parameter without such a value gets a name of a person, a word or a small number. No value is
 trusted: a call shows whether a tool accepts it.

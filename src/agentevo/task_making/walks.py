@@ -1,6 +1,6 @@
-"""Call sequences, drawn and carried out on the server at once. A tool is chosen the more often, the
-less often it was used, and the pair that it makes with the tool before. Its arguments are given to
-the agent, or found in results of earlier calls of the walk.
+"""Random call sequences, which run on the server at once. Tools, and pairs of consecutive tools,
+are chosen more often the less they were used. The agent gets a call's arguments, or finds them in
+results of earlier calls of the walk.
 
 A result that no later call uses is left out of the walk, unless the agent is asked for it.
 """
@@ -23,11 +23,12 @@ from agentevo.tools.toolbox import AttemptTools
 
 MAX_CALLS = 4
 USES_FOUND = 0.85
-"""How often an argument is taken from an earlier call where one gives it."""
+"""How often an argument comes from an earlier call, if one has it."""
 CHAINS = 4.0
-"""How much likelier a tool is that takes something which an earlier call gave."""
+"""The factor of the weight of a tool with a parameter that an earlier call gave."""
 QUESTIONS = 25
-"""How many tasks by a tool that answers SQL weigh as much as one by another: it has more to ask."""
+"""The number of tasks of an SQL tool that count as one task of another tool, since SQL tools allow
+more questions."""
 REFUSALS = 3
 LONGEST_RESULT = 2000
 
@@ -181,7 +182,7 @@ def _chains(survey: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
 def _found(
     survey: Survey, steps: Sequence[ScenarioStep], tool: str, draw: random.Random
 ) -> dict[str, tuple[ValueSource, Any]]:
-    """Arguments that earlier calls give, each with its value."""
+    """Arguments from earlier calls, each with its value."""
     taken = {}
     for name in properties(survey.schemas[tool]):
         first = _first(survey, steps, tool, name)
@@ -199,7 +200,7 @@ def _first(
     past_values = [value for step in steps for value in step.arguments.values()]
     for number in reversed(range(len(steps))):
         if steps[number].changes:
-            return None  # an earlier result may not hold any more
+            return None  # an earlier result may no longer be true
         value = first_value(steps[number].result, name, schema)
         if value is not None and value not in past_values:
             return ValueSource(step=number, name=name), value

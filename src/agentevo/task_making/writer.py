@@ -1,10 +1,10 @@
-"""A model as the writer: it says a scenario in its own words, for a person, in a language.
+"""A model as the writer: it rewords a scenario, for a persona, in a language.
 
-The facts of the scenario stay the server's: the model gets what is to be done and the values that
-its text needs, and the text is accepted only if it names each of them, no tool, and nothing that
-the agent has to find. Otherwise the model is asked once more with what was wrong, and then the
-words of the grammar are kept (`wording.py`). The answer is read as JSON anywhere in the reply, so
-the model needs no `response_format`.
+The facts of the scenario come from the server. The model gets the task and the values that its text
+needs. The text is accepted only if it has all these values, no tool name, and no value that the
+agent must find. Otherwise the model is asked once more with the problem; after that the grammar's
+text is kept (`wording.py`). The answer can be JSON anywhere in the reply, so the model needs no
+`response_format`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Answer with one JSON object and nothing else: {{"task": "..."}}"""
 async def reword_tasks(
     rows: Sequence[Mapping[str, Any]], model: RemoteModel, tools: Sequence[str], *, seed: int
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The tasks in the model's words, and the reasons for rejected texts -> how many. Raises
-    AgentEvoError where the model answers nothing."""
+    """The reworded tasks, and the reasons for rejected texts -> their number. Raises AgentEvoError
+    if the model answers nothing."""
     room = asyncio.Semaphore(AT_ONCE)
     reasons = Counter[str]()
     failures: list[AgentEvoError] = []
@@ -92,7 +92,7 @@ def _prompt(row: Mapping[str, Any], wrong: str) -> str:
 
 
 def _problem(text: Any, row: Mapping[str, Any], tools: Sequence[str]) -> str:
-    """Why a text is not taken; empty if it is."""
+    """Why a text is rejected; empty if it is accepted."""
     if not isinstance(text, str) or not text.strip():
         return "no JSON object with a text under `task`"
     if len(text) > LONGEST:

@@ -1,5 +1,5 @@
-"""A booking office: rooms of hotels, bookings that are made and cancelled, and whether the guests
-got the rooms that they asked for.
+"""A booking office: hotel rooms, bookings that are made and cancelled, and a check whether the
+guests got the rooms that they wanted.
 
     metadata: {
       "rooms": [{"room": 12, "city": "Rome", "kind": "double", "price": 90}, ...],
@@ -7,13 +7,13 @@ got the rooms that they asked for.
       "wanted": [{"guest": "Bob", "city": "Rome", "kind": "double", "nights": 3}, ...]
     }
 
-`bookings` stand before the attempt. It is worth 1 where exactly the bookings of `wanted` stand at
-its end, else 0: each where it stood before, or in the cheapest room of that kind and city that was
-free then and that no other booking has. A task without `wanted` says nothing of its worth.
+`bookings` exist before the attempt. The attempt scores 1 if exactly the bookings of `wanted` exist
+at its end, else 0: each in its room from before, or in the cheapest room of that kind and city that
+was free and that no other booking has. A task without `wanted` has no outcome.
 
-With the option `rooms` a task that names no rooms finds an office with so many of them, some of
-which are taken. They are drawn from `world` of its metadata (0 where it has none), so any client
-can ask the server, whether or not a task is made for it. A city without a hotel is an error there.
+With the option `rooms`, a task without its own rooms gets an office with that number of random
+rooms, some of them taken. They depend on `world` of its metadata (default 0), so any client can use
+the server, also without a task made for it. A city without a hotel is an error there.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ MAX_ROOMS = 1000
 CITIES = ("Bonn", "Cairo", "Delhi", "Lima", "Oslo", "Quito", "Rome", "Seoul")
 KINDS = ("single", "double", "family")
 GUESTS = ("Abe", "Bea", "Cy", "Dot", "Ed", "Fay")
-"""Of a drawn world, as the two above."""
+"""The number of nights in a random world; like the two values above."""
 
 
 class BookableRoom(msgspec.Struct, frozen=True, kw_only=True):
-    """A room, which one guest at a time has."""
+    """A room, for one guest at a time."""
 
     room: int
     city: str
@@ -55,7 +55,7 @@ class Booking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WantedStay(msgspec.Struct, frozen=True, kw_only=True):
-    """A stay that a guest asked for."""
+    """A stay that a guest wants."""
 
     guest: str
     city: str
@@ -74,8 +74,8 @@ class BookingOffice:
     """The office of one attempt."""
 
     def __init__(self, task: Task, rooms: int = 0) -> None:
-        """`rooms`: of an office that no task names the rooms of. Raises EnvironmentFailure for a
-        task whose world is none, ConfigError for too many rooms."""
+        """`rooms`: the number of rooms if the task names none. Raises EnvironmentFailure for a task
+        with an invalid world, and ConfigError for too many rooms."""
         if not 0 <= rooms <= MAX_ROOMS:
             raise ConfigError(f"booking: rooms={rooms}: give 0 to {MAX_ROOMS}")
 
@@ -94,8 +94,8 @@ class BookingOffice:
         self._bookings = {booking.room: booking for booking in world.bookings}
         if len(self._rooms) < len(world.rooms) or not self._bookings.keys() <= self._rooms.keys():
             raise EnvironmentFailure(
-                f"the task {task.id!r}: metadata: rooms need numbers of their own, and a booking "
-                "the number of a room"
+                f"the task {task.id!r}: metadata: each room needs a different number, and a "
+                "booking needs the number of a room"
             )
 
         self._wanted = world.wanted
@@ -171,14 +171,14 @@ class BookingOffice:
         return f"Cancelled the booking of room {room} for {guest}."
 
     def outcome(self) -> float | None:
-        """1 where exactly the wanted bookings stand, each in its cheapest room, else 0."""
+        """1 if exactly the wanted bookings exist, each in its cheapest room, else 0."""
         if self._wanted is None:
             return None
         remaining = dict(self._bookings)
         return float(all(self._takes(stay, remaining) for stay in self._wanted) and not remaining)
 
     def _takes(self, stay: WantedStay, remaining: dict[int, Booking]) -> bool:
-        """Whether a booking is the one asked for; it is removed from `remaining` then."""
+        """Whether a booking of `remaining` is the wanted one; it is then removed."""
         mine = [
             booking
             for booking in remaining.values()
@@ -211,7 +211,8 @@ def _cheapest(room: BookableRoom) -> Any:
 
 
 def _drawn_world(num_rooms: int, world: Any) -> dict[str, Any]:
-    """Rooms and bookings as metadata has them, the same ones for the same number and `world`."""
+    """Random rooms and bookings in the form of the metadata, the same for the same number and
+    `world`."""
     draw = random.Random(f"booking-{num_rooms}-{world}")
     cities = draw.sample(CITIES, min(len(CITIES), max(1, num_rooms // 3)))
     rooms = [

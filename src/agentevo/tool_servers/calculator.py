@@ -1,4 +1,4 @@
-"""A calculator: arithmetic as Python writes it, and nothing else of Python.
+"""A calculator: evaluates arithmetic in Python's syntax, and nothing else of Python.
 
 Every answer takes bounded time and memory: no whole number has more than MAX_BITS bits, and no
 expression more than MAX_CHARS characters.
@@ -17,7 +17,7 @@ from agentevo.errors import ToolError
 
 MAX_CHARS = 500
 MAX_BITS = 2000
-"""Of a whole number, about 600 digits."""
+"""The maximum bits of a whole number, about 600 digits."""
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -94,7 +94,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _check_bounds(value: Any) -> Any:
-    """The number itself. Raises ToolError for a number that is not real, or is too large."""
+    """Returns the number. Raises ToolError for a number that is not real, or is too large."""
     if isinstance(value, complex):
         raise ToolError("the result is no real number")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:

@@ -1,17 +1,17 @@
-"""A SQLite database that every attempt has of its own, made from its task.
+"""A SQLite database for each attempt, made from its task.
 
     metadata: {"setup": "CREATE TABLE ...; INSERT ...", "solved_by": "UPDATE ..."}
 
-`setup` is run before the attempt (after the option `file`, a database that is copied), and the
-attempt is worth 1 where it leaves the tables with the rows that `solved_by` would have left, in
-whatever order, else 0; a task without `solved_by` says nothing of its worth.
+`setup` runs before the attempt (after the option `file`, a database that is copied). The attempt
+scores 1 if its tables end with the rows that `solved_by` would leave, in any order, else 0. A task
+without `solved_by` has no outcome.
 
-The policy's SQL is one statement a call, within limits of time, rows, sizes and memory. It opens no
-other file: no ATTACH, no PRAGMA, no extension, no virtual table. Its transactions are its calls.
-A task's SQL, which clients of a server send, may hold the PRAGMAs of SETUP_PRAGMAS and no others:
-some are limits of the whole process, or of what a database may take.
-`query` changes nothing. A process that serves a database (`agentevo mcp serve`) also bounds the
-memory of all SQLite in it; where the tools run in a run's own process nothing but time does.
+The policy's SQL is one statement per call, within limits of time, rows, sizes and memory. It opens
+no other file: no ATTACH, no PRAGMA, no extension, no virtual table. Each call is one transaction. A
+task's SQL, which clients of a server send, may use only the PRAGMAs of SETUP_PRAGMAS: others would
+change limits of the process or of the database. `query` changes nothing. A process that serves a
+database (`agentevo mcp serve`) also bounds the memory of all SQLite in it; in a run's own process,
+only the time limit bounds it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from agentevo.errors import ConfigError, EnvironmentFailure, ToolError
 from agentevo.types import Task
 
 MAX_VALUE = 100_000
-"""Bytes of one value or row."""
+"""The maximum bytes of one value or row."""
 MAX_READ = 2**20
-"""Characters and bytes of all rows that a statement gives."""
+"""The maximum characters and bytes of all rows of a statement."""
 MAX_SQL = 10_000
 MAX_MIB = 64
-"""Of one database."""
+"""The maximum size of one database."""
 HEAP_MIB = 512
-"""Of all SQLite in a process that serves databases."""
+"""The memory limit of all SQLite in a process that serves databases."""
 LOOK_OPS = 1000
-"""Steps of SQLite's machine between two looks at the clock."""
+"""The number of SQLite's virtual machine steps between two checks of the clock."""
 SETUP_S = 30.0
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: MAX_VALUE,
@@ -62,7 +62,7 @@ _REFUSED = {
     sqlite3.SQLITE_CREATE_VTABLE,
     sqlite3.SQLITE_DROP_VTABLE,
     sqlite3.SQLITE_ANALYZE,
-    # What is temporary is in files that no limit of the database bounds.
+    # Temporary data is in files that no limit of the database bounds.
     sqlite3.SQLITE_CREATE_TEMP_INDEX,
     sqlite3.SQLITE_CREATE_TEMP_TABLE,
     sqlite3.SQLITE_CREATE_TEMP_TRIGGER,
@@ -70,7 +70,7 @@ _REFUSED = {
 }
 _NOT_IN_SETUP = {"load_extension", "fts3_tokenizer"}
 _NOT_FUNCTIONS = {*_NOT_IN_SETUP, "glob"}
-"""`glob` takes time without bound for patterns of many stars; `like` is our own."""
+"""`glob` takes unbounded time for patterns of many stars; `like` is our own function."""
 SETUP_PRAGMAS = {
     "foreign_keys",
     "defer_foreign_keys",
@@ -91,7 +91,7 @@ SETUP_PRAGMAS = {
     "index_list",
     "integrity_check",
 }
-"""Those that a task's own SQL may hold: what scripts of dumps begin with, and questions."""
+"""The PRAGMAs that a task's own SQL may use: those at the start of dumps, and read-only ones."""
 Tables = dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]]
 
 
@@ -106,8 +106,8 @@ class DatabaseTools:
         max_rows: int = 50,
         statement_timeout_s: float = 5.0,
     ) -> None:
-        """Raises ConfigError for a `file` that is no database, EnvironmentFailure for a task whose
-        SQL does not run."""
+        """Raises ConfigError for a `file` that is not a database, and EnvironmentFailure for a task
+        whose SQL fails."""
         self._task = task
         self._file = file
         self._max_rows = max_rows
@@ -159,7 +159,7 @@ class DatabaseTools:
         return f"Done: {count} row{'' if count == 1 else 's'} changed."
 
     def outcome(self) -> float | None:
-        """1 where the tables are as the task's solution leaves them, else 0."""
+        """1 if the tables match those of the task's solution, else 0."""
         if self._solved is None:
             return None
 
@@ -169,7 +169,7 @@ class DatabaseTools:
 
         try:
             return float(_tables(self._connection) == self._solved)
-        except sqlite3.Error:  # a table that the policy made so that it can't be read
+        except sqlite3.Error:  # the policy made a table that can't be read
             return 0.0
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class DatabaseTools:
         return tables
 
     def _run_script(self, connection: sqlite3.Connection, key: str) -> None:
-        """The task's own SQL: bounded in time, memory and files, and else its author's."""
+        """Runs the task's own SQL: its time, memory and files are bounded, and nothing else."""
         script = self._task.metadata.get(key, "")
         until = time.monotonic() + SETUP_S
         connection.set_progress_handler(lambda: time.monotonic() > until, LOOK_OPS)
@@ -223,12 +223,12 @@ class DatabaseTools:
         connection.set_authorizer(authorize_all)
         try:
             if not isinstance(script, str):
-                raise sqlite3.Error(f"it is {type(script).__name__}, and should be a text")
+                raise sqlite3.Error(f"it is a {type(script).__name__}, not a text")
             connection.executescript(script)
         except (sqlite3.Error, ValueError) as error:
             why = f"{refused[0]} is not allowed in it" if refused else str(error)
             raise EnvironmentFailure(
-                f"the task {self._task.id!r}: metadata.{key} is no SQL that runs: {why}"
+                f"the task {self._task.id!r}: the SQL of metadata.{key} fails: {why}"
             ) from error
         finally:
             connection.set_authorizer(None)
@@ -252,7 +252,8 @@ class DatabaseTools:
         return sqlite3.SQLITE_DENY if refused else sqlite3.SQLITE_OK
 
     def _run(self, sql: str, may_write: bool) -> tuple[list[str], list[tuple[Any, ...]], int]:
-        """Names of columns, the first rows (one more than are shown), and how many it changed."""
+        """The column names, the first rows (one more than are shown), and the number of changed
+        rows."""
         self._may_write = may_write
         self._until = time.monotonic() + self._timeout_s
         cursor = self._connection.cursor()
@@ -284,7 +285,7 @@ class DatabaseTools:
 
 
 def _tables(connection: sqlite3.Connection) -> Tables:
-    """Every table's columns and rows, in an order of their own."""
+    """Every table's columns and sorted rows."""
     names = connection.execute(
         "SELECT name FROM sqlite_schema WHERE type = 'table' AND substr(name, 1, 7) <> 'sqlite_'"
     )
@@ -333,7 +334,7 @@ def _matches(pieces: Sequence[str | None], text: str, is_late: Callable[[], bool
     resume = 0
     while at < len(text):
         steps += 1
-        if steps % LOOK_OPS == 0 and is_late():  # SQLite itself does not look in here
+        if steps % LOOK_OPS == 0 and is_late():  # SQLite does not check the clock in here
             raise TimeoutError
 
         if place < len(pieces) and pieces[place] is None:

@@ -1,10 +1,10 @@
-"""The layer before the SDK's MCP server over HTTP: the key, the revisions of the protocol that are
-spoken, and whose session makes room for another one.
+"""The layer before the SDK's MCP server over HTTP: checks the key and the protocol's revision, and
+ends idle sessions to make room for new ones.
 
-A client that ends its session frees its place at once; a client that has vanished does not. Where
-no place is free, a session without a waiting client ends: one whose stream of the server's messages
-ended GONE_S ago, as it does with its client; else one that has asked nothing for SILENT_S, the most
-silent first. The client of an ended session, if it still exists, gets the protocol's answer for an
+A client that ends its session frees its place at once; a client that has vanished does not. If no
+place is free, a session without a waiting client ends: one whose stream of server messages closed
+GONE_S ago, as with the end of its client; else one without requests for SILENT_S, the longest idle
+one first. If the client of an ended session still exists, it gets the protocol's answer for an
 unknown session (404).
 """
 
@@ -27,15 +27,15 @@ class _ToolServerSession:
     """The known facts about one session."""
 
     used: float
-    """When its last request or stream ended."""
+    """The time when its last request or stream ended."""
     running: int = 0
-    """Requests and streams of now."""
+    """The number of current requests and streams."""
     is_gone: bool = False
-    """Its stream has ended, and nothing came after."""
+    """Whether its stream has ended without a later request."""
 
 
 class ToolServerDoor:
-    """See the module. `app`: the SDK's application, which has room for `most` sessions."""
+    """See the module. `app`: the SDK's application, with at most `most` sessions."""
 
     def __init__(self, app: Any, key: str | None, most: int) -> None:
         self._app = app
@@ -62,8 +62,7 @@ class ToolServerDoor:
         await self._pass_on(scope, receive, send, name)
 
     async def _pass_on(self, scope: Any, receive: Any, send: Any, name: str) -> None:
-        """Passes a request to the application, and reads from the response what it says of the
-        session."""
+        """Passes a request to the application, and reads the session's state from the response."""
         is_stream = scope["method"] == "GET"
         session = self._sessions.get(name)
         if session is not None:
@@ -109,8 +108,8 @@ class ToolServerDoor:
             await self._end(name, scope)
 
     async def _end(self, name: str, scope: Any) -> None:
-        """Ends the session as its client would. `scope`: that of the request that needs the
-        place."""
+        """Ends the session in the way that its client would. `scope`: that of the request that
+        needs the place."""
         kept_headers = [
             header
             for header in scope["headers"]
@@ -142,7 +141,7 @@ class ToolServerDoor:
         version = headers.get("mcp-protocol-version", b"").decode("latin-1")
         if version and version not in HANDSHAKE_PROTOCOL_VERSIONS:
             supported = {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": version[:60]}
-            why = "only revisions that have sessions are spoken here"
+            why = "only protocol revisions with sessions are supported here"
             return 400, _error(UNSUPPORTED_PROTOCOL_VERSION, why, supported)
 
         return None

@@ -1,14 +1,14 @@
-"""Files in a folder that every attempt has of its own, made from its task.
+"""Files in a folder for each attempt, made from its task.
 
     metadata: {"files": {"notes/a.txt": "..."}, "expected": {"b.txt": "...", "notes/a.txt": null}}
 
-`files` are there before the attempt. It is worth 1 where it leaves those of `expected` with these
-texts (null: it is gone) and all others of `files` as they were, else 0; a task without `expected`
-says nothing of its worth. The option `root` is a folder of yours in place of one of the attempt's
-own, and `read_only` leaves it as it is: a task with files can't be played there.
+`files` exist before the attempt. The attempt scores 1 if the files of `expected` end with these
+texts (null: the file is gone) and all others of `files` are unchanged, else 0. A task without
+`expected` has no outcome. The option `root` uses an existing folder in place of the attempt's own,
+and `read_only` forbids changes to it, so a task with files can't use it.
 
-No path leads out of the folder: each of its parts is opened below the one before, no link is
-followed, and what is no file or folder (a pipe, a device) is not opened.
+No path leads out of the folder: each part of a path is opened relative to the part before it, links
+are not followed, and only files and folders (no pipes or devices) are opened.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from agentevo.errors import ConfigError, EnvironmentFailure, ToolError
 from agentevo.types import Task
 
 MAX_FILE = 2**20
-"""Bytes of one file that is read or written."""
+"""The maximum bytes of one file that is read or written."""
 MAX_FILES = 1000
-"""Files and folders that an attempt makes in a folder of its own."""
+"""The maximum number of files and folders in an attempt's own folder."""
 MAX_TOTAL = 16 * 2**20
-"""Bytes that an attempt writes into a folder of its own, as its files stand."""
+"""The maximum total size of the files in an attempt's own folder."""
 MAX_PATH = 500
 MAX_PARTS = 16
 MAX_LISTED = 200
 MAX_LOOKED_AT = 20_000
-"""Files and folders that one call looks at."""
+"""The maximum number of files and folders that one call visits."""
 MAX_SEARCHED = 64 * 2**20
-"""Bytes that one search reads."""
+"""The maximum bytes that one search reads."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -48,15 +48,15 @@ class FileTools:
     """Files in a folder."""
 
     def __init__(self, task: Task, root: str | None = None, read_only: bool = False) -> None:
-        """Raises ConfigError for a `root` that is no folder, EnvironmentFailure for a task whose
-        files can't be written."""
+        """Raises ConfigError for a `root` that is not a folder, and EnvironmentFailure for a task
+        whose files can't be written."""
         self._task = task
         self._read_only = False
         self._own: str | None = None
         if root is None:
             self._own = tempfile.mkdtemp(prefix="agentevo-files-")
         elif not os.path.isdir(root):
-            raise ConfigError(f"the tool files: root: {root!r} is no folder")
+            raise ConfigError(f"the tool files: root: {root!r} is not a folder")
         elif read_only and task.metadata.get("files"):  # a client of a server sends the task
             raise EnvironmentFailure(
                 f"the task {task.id!r}: metadata.files can't be written: root is read_only"
@@ -162,7 +162,7 @@ class FileTools:
                 with self._folder(above) as at:
                     content = _read(at, name, path, most=None)
             except ToolError:
-                continue  # it is gone, or not ours to read
+                continue  # it is gone, or not readable for us
 
             read += len(content)
             lines = _text(content).splitlines() if len(content) <= MAX_FILE else []
@@ -177,14 +177,14 @@ class FileTools:
         return "\n".join(matches) or "Nothing was found."
 
     def outcome(self) -> float | None:
-        """1 where the files are as the task expects them, else 0."""
+        """1 if the files are as the task expects, else 0."""
         if "expected" not in self._task.metadata:
             return None
         expected = self._texts("files") | self._texts("expected")
         return float(all(self._now(path) == text for path, text in expected.items()))
 
     def close(self) -> None:
-        """Deletes a folder that was the attempt's own."""
+        """Deletes the attempt's own folder, if it has one."""
         os.close(self._root)
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
@@ -250,8 +250,8 @@ class FileTools:
             os.close(at)
 
     def _walk(self) -> Iterator[str]:
-        """Paths of all files and folders, the latter with a stroke at the end; links and other
-        things are left out."""
+        """The paths of all files and folders, folders with a slash at the end. Links and other
+        entries are left out."""
         yield from _below(self._root, "", [MAX_LOOKED_AT])
 
     @staticmethod
@@ -273,7 +273,7 @@ def _below(at: int, prefix: str, remaining: list[int], depth: int = 0) -> Iterat
                 try:
                     folder = os.open(entry.name, _FOLDER, dir_fd=at)
                 except OSError:
-                    continue  # it went, or became a link
+                    continue  # it was deleted, or became a link
 
                 try:
                     yield from _below(folder, f"{prefix}{entry.name}/", remaining, depth + 1)
@@ -282,7 +282,7 @@ def _below(at: int, prefix: str, remaining: list[int], depth: int = 0) -> Iterat
 
 
 def _parts(path: str) -> list[str]:
-    """Raises ToolError for what could lead out of the folder."""
+    """The parts of a path. Raises ToolError for a path that could lead out of the folder."""
     if len(path) > MAX_PATH or "\0" in path or not path.isprintable():
         raise ToolError(f"a path has at most {MAX_PATH} characters, all of them printable")
     if path.startswith(("/", "~")):
@@ -305,7 +305,7 @@ def _file_parts(path: str) -> list[str]:
 
 
 def _check_plain(at: int, name: str, path: str) -> None:
-    """Raises ToolError for a path that exists and is no file."""
+    """Raises ToolError for a path that exists and is not a file."""
     try:
         what = os.stat(name, dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:

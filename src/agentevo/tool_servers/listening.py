@@ -1,10 +1,10 @@
-"""Serving an application over HTTP until the process is asked to stop.
+"""Serves an application over HTTP until the process gets a stop signal.
 
-Connections are admitted as the engine's are (inference/admission.py): a client that has not shown
-the key, or, without a key, has not sent the headers of a request, is cut off after a few seconds.
-Without a key the `Host` header has to name this machine, so that no web page asks. The body of a
-request has BODY_S, each piece of an answer TAKEN_S until it is taken, and a connection between two
-requests IDLE_S; the number of connections is bounded.
+Connections are admitted like the engine's (inference/admission.py): a client that has not sent the
+key, or, without a key, the headers of a request, is disconnected after a few seconds. Without a key
+the `Host` header must name this machine, so that no web page can send requests. The time limits are
+BODY_S for the body of a request, TAKEN_S until the client takes each piece of an answer, and IDLE_S
+between two requests. The number of connections is bounded.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from agentevo.signals import LOOK_S, asked_to_stop
 
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_CONNECTIONS = 1024
-"""Of those that have shown the key, and of all others."""
+"""The maximum number of connections that have sent the key, and of all others."""
 IDLE_S = 120.0
-"""How long a connection is kept that asks nothing more."""
+"""How long an idle connection is kept."""
 BODY_S = 30.0
-"""Longest time for the body of a request to arrive."""
+"""The time limit for the body of a request to arrive."""
 TAKEN_S = 60.0
-"""How long a piece of an answer, which may be all of it, waits to be taken."""
+"""The time limit for the client to take a piece of an answer, or a whole answer."""
 BODY_BYTES = 8 * 2**20
-"""What is read of a body at once: the applications refuse longer ones."""
+"""The maximum bytes of a body that are buffered: the applications refuse longer ones."""
 
 
 def read_key(reference: str | None, host: str) -> str | None:
-    """The key that clients have to show: `${env:NAME}` of `--api-key`. Raises ConfigError for none
-    where machines other than this one could ask."""
+    """The key that clients must send: `${env:NAME}` of `--api-key`. Raises ConfigError if there is
+    none and other machines could send requests."""
     if reference is None:
         if is_this_machine(host):
             return None
         raise ConfigError(
-            f"--host {host}: others could ask as well: give a key, --api-key '${{env:NAME}}'"
+            f"--host {host}: other machines could connect: give a key, --api-key '${{env:NAME}}'"
         )
 
     match = REFERENCE.fullmatch(reference)
@@ -56,15 +56,15 @@ def read_key(reference: str | None, host: str) -> str | None:
     key = os.environ.get(match[1])
     if not key or not key.isascii():
         raise ConfigError(
-            f"--api-key: the environment variable {match[1]} should hold a key of ASCII characters"
+            f"--api-key: the environment variable {match[1]} must have a key of ASCII characters"
         )
 
     return key
 
 
 def listen(app: Any, host: str, port: int, *, what: str, path: str, key: str | None = None) -> None:
-    """Serves until the process is asked to stop, and says at which URL. `key`: what `app` has its
-    clients show. Raises ConfigError where it can't listen."""
+    """Serves until the process gets a stop signal, and prints the URL. `key`: the key that `app`
+    requires of clients. Raises ConfigError if it can't listen."""
     with open_socket(host, port) as listener, asked_to_stop() as stop:
         to_stderr(f"serving {what} at {url_of(listener)}{path}")
         run_coroutine(serve_until(app, listener, stop, key))
@@ -73,7 +73,7 @@ def listen(app: Any, host: str, port: int, *, what: str, path: str, key: str | N
 async def serve_until(
     app: Any, listener: socket.socket, stop: Callable[[], bool], key: str | None = None
 ) -> None:
-    """Serves until `stop` says so. Raises EngineError if the server does not start."""
+    """Serves until `stop`. Raises EngineError if the server does not start."""
 
     async def nothing_to_close() -> None: ...
 
@@ -109,7 +109,7 @@ class _Guarded:
             return
 
         if self._key is None and not is_own_host(_header(scope, b"host").decode("latin-1")):
-            await _refuse(send, 421, "ask by its address or localhost, or start it with a key")
+            await _refuse(send, 421, "use its address or localhost, or start it with a key")
             return
 
         connection: AdmittedConnection = scope["state"]["connection"]
@@ -152,7 +152,7 @@ def _header(scope: Any, name: bytes) -> bytes:
 
 
 async def _read(receive: Any) -> list[Any]:
-    """The messages of a request's body, all of them unless it is longer than BODY_BYTES."""
+    """The messages of a request's body, up to BODY_BYTES."""
     messages = []
     size = 0
     while True:

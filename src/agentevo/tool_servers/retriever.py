@@ -3,8 +3,8 @@
     POST /retrieve   {"queries": ["..."], "topk": 3, "return_scores": true}
     200              {"result": [[{"document": {"id", "title", "text", "contents"}, "score": 1.5}]]}
 
-Without `return_scores` the documents come without scores. A request that can't be answered is
-refused with the reason, {"error": {"message": ...}}; sizes are bounded.
+Without `return_scores` the documents come without scores. An invalid request gets an error with the
+reason, {"error": {"message": ...}}; sizes are bounded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from agentevo.event_loop import in_thread
 from agentevo.tools.corpus import Index, Passage
 
 MAX_BODY = 2**20
-"""Bytes of a request."""
+"""The maximum bytes of a request."""
 MAX_QUERIES = 512
-"""Of one request."""
+"""The maximum number of queries of one request."""
 MAX_TOP_K = 100
 
 
@@ -38,8 +38,8 @@ class _RetrievalRefusal(Exception):
 
 
 class Retriever:
-    """The ASGI application. `top_k`: where a request does not say; `key`: what clients have to show
-    as a bearer token."""
+    """The ASGI application. `top_k`: the default of requests; `key`: the bearer token that clients
+    must send."""
 
     def __init__(self, index: Index, *, top_k: int = 3, key: str | None = None) -> None:
         self._index = index
@@ -69,9 +69,9 @@ class Retriever:
         if scope["path"] == "/health" and scope["method"] == "GET":
             return {"status": "ok"}
         if scope["path"] != "/retrieve":
-            raise _RetrievalRefusal(404, "there is nothing here: POST /retrieve")
+            raise _RetrievalRefusal(404, "unknown path: POST /retrieve")
         if scope["method"] != "POST":
-            raise _RetrievalRefusal(405, "POST a request")
+            raise _RetrievalRefusal(405, "unknown method: use POST")
 
         headers = dict(scope["headers"])
         if self._key is not None and not hmac.compare_digest(
@@ -133,13 +133,13 @@ async def _body(receive: Any) -> bytes:
 
         content += message.get("body", b"")
         if len(content) > MAX_BODY:
-            raise _RetrievalRefusal(413, f"a request has at most {MAX_BODY:,} bytes")
+            raise _RetrievalRefusal(413, f"a request can have at most {MAX_BODY:,} bytes")
         if not message.get("more_body"):
             return content
 
 
 async def _handle_lifespan(scope: Any, receive: Any, send: Any) -> None:
-    """The start and end of the server, which need nothing; other protocols are refused."""
+    """Accepts the start and the end of the server; other protocols are refused."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close"})
         return

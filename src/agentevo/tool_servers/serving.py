@@ -1,13 +1,13 @@
-"""Any registered tools as an MCP server: over stdin and stdout, or streamable HTTP.
+"""Serves any registered tools as an MCP server: over stdin and stdout, or streamable HTTP.
 
-Over stdin and stdout the process is one session. Over HTTP every session of the protocol has a
-state of its own, made for the task in its headers (`send_task` of an entry of `agent.tools`) and
-closed with the session, at the latest IDLE_S after its last request, and sooner where another
-session needs its place (door.py). The server speaks only revisions of the protocol that have
-sessions: a client that asks for a later one is refused, and falls back.
+Over stdin and stdout the process is one session. Over HTTP every session of the protocol has its
+own state, made for the task in its headers (`send_task` of an entry of `agent.tools`). It closes
+with the session, at the latest IDLE_S after its last request, or sooner if another session needs
+its place (door.py). The server supports only revisions of the protocol with sessions: a client that
+requests a later revision is refused, and falls back.
 
-What `outcome()` of a class says is a tool of that name, to be named under `outcome` in a recipe.
-What a ToolResult pays has no place in the protocol and is left out.
+A class's `outcome()` becomes a tool of that name, which a recipe can name under `outcome`. The
+reward of a ToolResult has no place in the protocol and is left out.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ from agentevo.types import Task
 OUTCOME = "outcome"
 IDLE_S = 1800.0
 MAX_SESSIONS = 400
-"""Sessions that are open at once over HTTP: each has a thread of its own."""
+"""The maximum number of open sessions over HTTP: each has its own thread."""
 MAX_RESULT = 2**20
-"""Characters of a result; of a longer one head and tail are kept."""
+"""The maximum number of characters of a result; a longer one is cut to its head and tail."""
 MAX_BODY = 4 * 2**20
-"""Bytes of a request."""
+"""The maximum bytes of a request."""
 NO_TASK = (
-    "; no task was given, and these tools may need one: give it by `agentevo mcp inspect --task "
+    "; there is no task, and these tools may need one: give it with `agentevo mcp inspect --task "
     "JSON`, in the variable AGENTEVO_TASK of this server, or from a recipe with send_task: true"
 )
 
 
 class ToolServer:
-    """Serves the tools of one entry. `task`: that of sessions whose headers have none."""
+    """Serves the tools of one entry. `task`: the task of sessions whose headers have none."""
 
     def __init__(self, section: FunctionToolSection, task: Task, seed: int) -> None:
-        """Raises MissingExtraError without the SDK, ConfigError for tools that can't be made."""
+        """Raises MissingExtraError if the SDK is not installed, and ConfigError for tools that
+        can't be made."""
         load_extra("mcp", "mcp", "mcp serve")
         self._tools = FunctionTools(section)
         self._section = section
@@ -68,18 +69,18 @@ class ToolServer:
         self._told = set[str]()
 
     async def check(self) -> None:
-        """Raises ConfigError for options that no session could begin with. A client that asks with
-        a task learns what the task lacks."""
+        """Raises ConfigError for options that no session could start with. Problems of a task are
+        reported to the client that sends it."""
         try:
             async with self._tools.session(self._task, self._seed):
                 pass
         except ConfigError as error:
             raise ConfigError(f"mcp serve {self._section.name}: {error}") from error
-        except Exception:  # noqa: BLE001 (it may be the task's, or take long)
+        except Exception:  # noqa: BLE001 (the task can be the cause, or a time limit)
             return
 
     async def serve_stdio(self) -> None:
-        """Until stdin ends."""
+        """Serves until stdin ends."""
         from mcp.server.stdio import stdio_server
 
         server = self._server()
@@ -90,8 +91,8 @@ class ToolServer:
             await self.close()
 
     def app(self, host: str, key: str | None) -> Any:
-        """An ASGI application, at the path /mcp. `host` is where it listens; `key`: what clients
-        have to show as a bearer token."""
+        """An ASGI application, at the path /mcp. `host`: the address that it listens at; `key`: the
+        bearer token that clients must send."""
         served = self._server().streamable_http_app(
             json_response=True,
             host=host,
@@ -102,7 +103,7 @@ class ToolServer:
         return ToolServerDoor(served, key, MAX_SESSIONS)
 
     async def close(self) -> None:
-        """Ends the sessions that are left."""
+        """Ends the remaining sessions."""
         for name in list(self._open):
             await self._end(name)
         await self._tools.close()
@@ -131,8 +132,8 @@ class ToolServer:
         return Server(self._section.name, on_list_tools=list_tools, on_call_tool=call_tool)
 
     async def _call(self, session: ToolSession, name: str, arguments: Mapping[str, Any]) -> Any:
-        """The result of a call, an error of the tool's included. Raises MCPError for arguments that
-        it does not take, and where there is no such tool."""
+        """The result of a call, which can be an error of the tool. Raises MCPError for arguments
+        that the tool does not take, and for an unknown tool."""
         from mcp import MCPError
         from mcp_types import INVALID_PARAMS, CallToolResult, TextContent
 
@@ -164,7 +165,7 @@ class ToolServer:
                 if is_our_limit
                 else "it timed out"
             )
-        except Exception as error:  # noqa: BLE001 (what a tool's code raises costs its call alone)
+        except Exception as error:  # noqa: BLE001 (a tool's exception costs only its call)
             text = f"the tool failed: {describe_error(error)}"
             kind = f"{name} {type(error).__name__}"
             if kind not in self._told:
@@ -177,8 +178,8 @@ class ToolServer:
         return CallToolResult(content=[TextContent(text=text)], is_error=is_error)
 
     async def _session(self, context: Any) -> ToolSession:
-        """The session of the client, opened with its first request. Raises MCPError where it can't
-        be."""
+        """The session of the client, opened with its first request. Raises MCPError if it can't be
+        opened."""
         from mcp import MCPError
         from mcp_types import INTERNAL_ERROR
 
@@ -189,7 +190,7 @@ class ToolServer:
             task, seed = (_told_task(headers), _told_seed(headers)) if name else (None, self._seed)
             opened = self._open[name] = _OpenedToolset()
             if name:
-                # The SDK has no other notice of a session's end (mcp 2.3).
+                # The SDK has no other notification of a session's end (mcp 2.3).
                 connection = context.session._connection
                 connection.exit_stack.push_async_callback(self._end, name)
 
@@ -201,7 +202,7 @@ class ToolServer:
         assert opened.ready is not None
         try:
             return await asyncio.shield(opened.ready)
-        except Exception as error:  # of a task that is none, or a user's constructor
+        except Exception as error:  # from an invalid task, or a user's constructor
             is_our_error = isinstance(error, AgentEvoError)
             why = str(error) if is_our_error else f"{describe_error(error)}{opened.advice}"
             raise MCPError(INTERNAL_ERROR, f"{self._section.name}: {why}") from error
@@ -220,7 +221,7 @@ class _OpenedToolset:
         self.stack = AsyncExitStack()
         self.ready: asyncio.Future[ToolSession] | None = None
         self.advice = ""
-        """What the end of a message says where the tools can't be made."""
+        """The end of the message if the tools can't be made."""
 
 
 def _told_task(headers: Mapping[str, str]) -> Task | None:
@@ -239,7 +240,7 @@ def _told_task(headers: Mapping[str, str]) -> Task | None:
 
 
 def _told_seed(headers: Mapping[str, str]) -> int:
-    """Raises MCPError for one that is no number."""
+    """The seed in a session's headers. Raises MCPError for one that is not a number."""
     from mcp import MCPError
     from mcp_types import INVALID_REQUEST
 
@@ -256,4 +257,4 @@ def own_task() -> tuple[Task, int]:
         seed = int(os.environ.get("AGENTEVO_SEED") or 0)
         return (msgspec.json.decode(variable, type=Task) if variable else Task(id="none")), seed
     except (ValueError, msgspec.DecodeError) as error:
-        raise ConfigError(f"AGENTEVO_TASK and AGENTEVO_SEED are no task: {error}") from error
+        raise ConfigError(f"AGENTEVO_TASK and AGENTEVO_SEED are not a task: {error}") from error

@@ -1,7 +1,8 @@
-"""Results of calls that change nothing, kept for a process: equal calls of all attempts are one.
+"""Caches the results of calls that change nothing: equal calls of all attempts in a process run
+once.
 
-Calls that come while the first one is under way wait for it. A call that fails is not kept: the
-next waiter makes it again.
+An equal call that arrives while the first one runs waits for it. A failed call is not cached: the
+next waiter repeats it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from agentevo.tools.tool import ToolResult
 
 MAX_CHARS = 2**26
-"""The characters of all kept results; the oldest results are dropped first."""
+"""The limit on the characters of all cached results; the oldest results are dropped first."""
 
 
 class ResultCache:

@@ -1,4 +1,4 @@
-"""A corpus of passages, and what looks into it (word_index.py, dense.py).
+"""A corpus of passages. Its indexes are in word_index.py and dense.py.
 
 {"id": "12", "title": "Perth", "text": "Perth is a city in ..."}     a line of the file
 {"id": "12", "contents": "Perth\\nPerth is a city in ..."}            Search-R1's way
@@ -15,7 +15,7 @@ from agentevo.errors import ConfigError
 from agentevo.parsing import ParseError, check_file, parse_json
 
 MAX_QUERY = 1000
-"""Characters of a query that are read."""
+"""The number of characters of a query that are used."""
 _TEXT_KEYS = ("text", "contents", "content", "passage")
 
 
@@ -34,10 +34,10 @@ class Passage:
 
 
 class Index(Protocol):
-    """A way to look into a corpus. Used by any thread."""
+    """A search index of a corpus. Any thread can use it."""
 
     def find(self, query: str, count: int) -> list[tuple[Passage, float]]:
-        """The passages that fit best with their scores, the best first; equal ones in the corpus's
+        """The best passages with their scores, the best first; equal scores in the corpus's
         order."""
         ...
 
@@ -72,8 +72,8 @@ def _read_passage(line: str, number: int, where: str) -> Passage:
 
 
 def passage_of(row: Any, number: int = 0) -> Passage:
-    """A row of a corpus, or a document of a retriever; `number` names one without an id. Raises
-    ValueError."""
+    """The passage in a row of a corpus or a document of a retriever. `number` is the id of one that
+    has none. Raises ValueError."""
     if isinstance(row, dict):
         key = next((key for key in _TEXT_KEYS if isinstance(row.get(key), str)), None)
         title = row.get("title")
@@ -84,4 +84,4 @@ def passage_of(row: Any, number: int = 0) -> Passage:
                 title, text = (head, rest) if newline and key == "contents" else ("", text)
             return Passage(str(row.get("id", number)), title, text)
 
-    raise ValueError(f'no passage: {json.dumps(row)[:100]}; write {{"title": ..., "text": ...}}')
+    raise ValueError(f'not a passage: {json.dumps(row)[:100]}; write {{"title": ..., "text": ...}}')

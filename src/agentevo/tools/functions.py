@@ -1,13 +1,13 @@
 """Python functions and classes as tools.
 
-A function is one tool without a state. A class gives every attempt an object of its own, made with
-the task if its constructor has a parameter `task`; its public methods are the tools. At the end
-`outcome` returns what the attempt is worth (whatever an agent function may return: a number, named
-parts, an Outcome, or None), and then `close` is called. A `close` that fails is shown.
+A function is one tool without state. A class gives every attempt its own object, which gets the
+task if the constructor has a parameter `task`; the public methods are the tools. At the end
+`outcome` returns the attempt's reward (anything that an agent function can return: a number, named
+parts, an Outcome, or None), and then `close` is called. A failure of `close` is shown.
 
 A tool that is not async runs on a thread, so a tool that hangs costs only its call. The methods of
 one object run on one thread, one after the other. The return value of a tool is the result: a text
-as it is, a ToolResult, anything else as JSON.
+or a ToolResult unchanged, anything else as JSON.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from agentevo.tracebacks import traceback_of
 from agentevo.types import Task
 
 CLOSING_S = 10.0
-"""How long an async close may take, and the end of a process waits for the others."""
+"""The time limit of an async close. The end of a process also waits this long for the others."""
 
 
 class FunctionTools:
     """The toolset of a registered function or class; see the module."""
 
     def __init__(self, section: FunctionToolSection) -> None:
-        """Raises ConfigError for what can't be called by its types, and for options that a
-        constructor does not take."""
+        """Raises ConfigError for an item that can't be called by its types, and for options that
+        the constructor does not take."""
         self.name = section.name
         self._limit_s = section.timeout_s
         self._ending: set[OwnThread] = set()
@@ -62,15 +62,15 @@ class FunctionTools:
         if not inspect.isclass(self._item):
             if self._options:
                 raise ConfigError(
-                    f"the tool {section.name!r} is a function, and takes no options: make it a "
-                    "class to have some"
+                    f"the tool {section.name!r} is a function, and a function takes no options: "
+                    "make it a class"
                 )
             self._function = _ToolFunction(section.name, self._item, says_cached(section.name))
             return
 
         if section.cache:
             raise ConfigError(
-                f"the tool {section.name!r} is a class with a state of its own for each attempt: "
+                f"the tool {section.name!r} is a class, which has its own state in each attempt: "
                 "its calls can't be cached"
             )
 
@@ -107,7 +107,7 @@ class FunctionTools:
             except TimeoutError:
                 raise ToolUnavailableError(
                     f"the tool {self.name!r}: {self._item.__name__} was not made within "
-                    f"{self._limit_s:g} s (its timeout_s). It stands at:\n{thread.format_stack()}"
+                    f"{self._limit_s:g} s (its timeout_s). It is at:\n{thread.format_stack()}"
                 ) from None
 
             yield _Object(instances[0], self._signatures, thread)
@@ -116,7 +116,7 @@ class FunctionTools:
                 if instances and is_async(getattr(instances[0], "close", None)):
                     await self._close_async(instances.pop())
             finally:
-                # Also closes an object that was made after the wait for it had ended.
+                # Also closes an object that was made after its time limit.
                 thread.end(partial(self._close, instances))
                 self._ending = {busy for busy in self._ending if not busy.has_ended(0)} | {thread}
 
@@ -132,7 +132,7 @@ class FunctionTools:
         await in_thread(wait)
 
     def _close(self, instances: Sequence[Any]) -> None:
-        """Closes the object, if one was made; runs on its own thread."""
+        """Closes the object, if there is one; runs on the object's thread."""
         try:
             for item in instances:
                 closing = item.close() if hasattr(item, "close") else None
@@ -159,7 +159,7 @@ class FunctionTools:
 
 
 class _ToolFunction:
-    """One function, which serves every attempt."""
+    """One function, shared by all attempts."""
 
     instructions = ""
     num_losses = 0
@@ -223,17 +223,17 @@ class _Object:
         if is_async(method):
             return call()
         if self._thread.is_stuck:
-            raise ToolUnavailableError("an earlier call of these tools has not come back")
+            raise ToolUnavailableError("an earlier call of these tools has not returned")
         return await self._thread.call(call)
 
 
 def _read(returned: Any) -> Any:
-    """What a tool's code returned, written out where it ran: that takes long for much of it."""
+    """Serializes a tool's return value on the tool's thread, since a large one takes long."""
     return returned if inspect.isawaitable(returned) else result_of(returned)
 
 
 async def _result(read: Any) -> ToolResult:
-    """Of what `_read` gave."""
+    """The tool result of what `_read` returned."""
     return result_of(await read) if inspect.isawaitable(read) else result_of(read)
 
 
@@ -242,8 +242,8 @@ async def _await(awaitable: Any) -> None:
 
 
 def result_of(returned: Any) -> ToolResult:
-    """What a tool's code returned. Raises TypeError or ValueError for what can't be a result, or be
-    written as JSON."""
+    """A tool's return value as its result. Raises TypeError or ValueError for one that can't be a
+    result or can't be written as JSON."""
     if isinstance(returned, ToolResult):
         if not isinstance(returned.text, str):
             raise TypeError(f"the text of a ToolResult is a {type(returned.text).__name__}")
@@ -275,8 +275,8 @@ def _plain(returned: Any) -> Any:
 
 
 def _constructor(name: str, item: type, options: Mapping[str, Any]) -> list[str]:
-    """Which of `task` and `seed` the constructor takes. Raises ConfigError for options that it does
-    not take, or lacks."""
+    """Which of `task` and `seed` the constructor takes. Raises ConfigError for unknown and for
+    missing options."""
     parameters = inspect.signature(item).parameters
     has_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [key for key in options if key not in parameters and not has_any]

@@ -1,4 +1,4 @@
-"""The index of a corpus file, by words or by meaning, made once in a process, in memory."""
+"""The index of a corpus file, by words or by meaning. A process builds it once, in memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ KINDS = ("bm25", "dense")
 
 @lru_cache(maxsize=8)
 def corpus_index(path: str, kind: str = "bm25", model: str | None = None) -> Index:
-    """The index of a corpus file; `model` as of `dense.load_encoder`. Raises ConfigError for one
-    that can't be read or made."""
+    """The index of a corpus file; `model` as in `dense.load_encoder`. Raises ConfigError for a
+    corpus that can't be read or indexed."""
     if kind not in KINDS or (model is not None and kind != "dense"):
-        raise ConfigError(f"kind {kind!r}: there are bm25, and dense, which may have a model")
+        raise ConfigError(f"kind {kind!r} is not known: use bm25, or dense, which takes a model")
     passages = read_corpus(path)
     if kind == "bm25":
         return WordIndex(passages)

@@ -1,16 +1,17 @@
-"""AgentDock's HTTP API: what a node's servers can do, calls of them, and nodes made and released.
+"""AgentDock's HTTP API: the tools of a node's servers, their calls, and the creation and release of
+nodes.
 
     GET  NODE/servers              {"servers": [ID]}
     GET  NODE/tools                {"tools": [schemas in OpenAI's form, named SERVER.TOOL or TOOL]}
     GET  NODE/server/ID/tools      {"tools": [names or schemas]}
-    POST NODE/tool/SERVER.TOOL     the arguments; {"content": a text, what a text was as JSON, or a
+    POST NODE/tool/SERVER.TOOL     the arguments; {"content": a text, the value of a JSON text, or a
                                    list of parts}
     POST MANAGER/node/create       a cookie says which node it is
     POST MANAGER/node/release      its container ends
 
-A node says with HTTP 200 that a call has failed: {"status_code": 500, "detail": ...}, or an error,
-or nothing, as the content. Each of these is a result that is an error. What a server says is not
-trusted: answers are read up to MAX_ANSWER.
+A node reports a failed call with HTTP 200: {"status_code": 500, "detail": ...}, or content that is
+an error or empty. Each of these becomes an error result. A server's answers are not trusted: at
+most MAX_ANSWER bytes are read.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ CONNECT_S = 10.0
 MAX_ANSWER = 64 * 2**20
 """Bytes of an answer."""
 PROBE_S = 5.0
-"""How long a node that has not answered a call may take to show that it is there."""
+"""The time limit of the check whether a node that did not answer a call still responds."""
 RELEASE_S = 30.0
-"""Longest time for the release of a node, which ends its container."""
+"""The time limit for the release of a node, which ends its container."""
 SHOWN = 300
-"""Characters of an answer that a message shows."""
+"""The number of an answer's characters that a message shows."""
 LONGEST_PAUSE_S = 5.0
 _INVALID = "failed validating"
-"""What jsonschema writes about arguments that a tool does not take."""
+"""The messages of jsonschema for arguments that a tool does not take."""
 
 
 class ManagerAPI:
@@ -57,12 +58,13 @@ class ManagerAPI:
         self._name = name
         self._key = key
         self._idle: list[httpx.AsyncClient] = []
-        """Clients with a connection each: a pool of many looks through all for every request."""
+        """Clients with one connection each: a large pool searches all its connections for every
+        request."""
 
     async def tools(self, node: str, servers: Sequence[str], within_s: float) -> list[ToolSpec]:
-        """The tools of a node's servers, of all unless some are named. A node that does not answer
-        yet is asked again. Raises ToolUnavailableError, and ConfigError for a server that it does
-        not have."""
+        """The tools of a node's servers; of all servers if `servers` is empty. Retries while a node
+        does not answer yet. Raises ToolUnavailableError, and ConfigError for a server that the node
+        does not have."""
         pause = 0.5
         problem = "it has not answered"
         try:
@@ -80,7 +82,7 @@ class ManagerAPI:
             ) from None
 
     async def answers(self, node: str) -> bool:
-        """Whether a node is there, within PROBE_S."""
+        """Whether a node responds within PROBE_S."""
         with suppress(ToolUnavailableError, TimeoutError):
             async with asyncio.timeout(PROBE_S):
                 return bool(await self._json("GET", f"{node}/servers"))
@@ -116,7 +118,7 @@ class ManagerAPI:
     async def _by_server(
         self, node: str, servers: Sequence[str], listed: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Mapping[str, Any]]:
-        """SERVER.TOOL -> schema, where the list of all tools has bare names."""
+        """SERVER.TOOL -> schema, if the list of all tools has bare names."""
         tools: dict[str, Mapping[str, Any]] = {}
         for server in servers:
             path = f"{node}/server/{quote(server, safe='')}/tools"
@@ -126,7 +128,7 @@ class ManagerAPI:
         return tools
 
     async def call(self, node: str, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Calls SERVER.TOOL. Raises ToolArgumentsError, and ToolUnavailableError where no answer
+        """Calls SERVER.TOOL. Raises ToolArgumentsError, and ToolUnavailableError if no answer
         comes."""
         try:
             content = msgspec.json.encode(arguments)
@@ -145,7 +147,7 @@ class ManagerAPI:
     async def create(
         self, manager: str, image: str, creator: str | None, within_s: float
     ) -> tuple[str, str]:
-        """Makes a node: its id and the URL of its API. Raises ToolUnavailableError."""
+        """Creates a node; returns its id and the URL of its API. Raises ToolUnavailableError."""
         query = f"image_name={quote(image, safe='')}"
         if creator is not None:
             query += f"&creator_name={quote(creator, safe='')}"
@@ -158,7 +160,7 @@ class ManagerAPI:
                 f"{self._name}: no node of {image} was made within {within_s:g} s"
             ) from None
 
-        # There may be several, of other paths, where a proxy stands before the manager.
+        # Behind a proxy there can be several such cookies, of other paths.
         nodes = [cookie.value for cookie in response.cookies.jar if cookie.name == "node_id"]
         node = nodes[-1] if nodes else None
         if response.status_code >= 400 or not node:
@@ -189,7 +191,7 @@ class ManagerAPI:
                 await asyncio.gather(*(client.aclose() for client in idle))
 
     def _client(self) -> httpx.AsyncClient:
-        """A client that is not in use now."""
+        """An idle client."""
         if self._idle:
             return self._idle.pop()
 
@@ -199,30 +201,30 @@ class ManagerAPI:
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
 
-        # What a call may take is its own deadline, around all of this.
+        # The caller sets the deadline of a call.
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         return httpx.AsyncClient(headers=headers, timeout=timeout, verify=trusted_context())
 
     async def _json(self, method: str, url: str, content: bytes | None = None) -> dict[str, Any]:
-        """The object that is the answer. Raises ToolUnavailableError and ToolArgumentsError."""
+        """The answer, a JSON object. Raises ToolUnavailableError and ToolArgumentsError."""
         response, body = await self._ask(method, url, content)
         status = response.status_code
         if status in (400, 422) and content is not None:
             raise ToolArgumentsError(self._words(_said(status, body)))
         if status >= 300:
-            # A request that was refused as too many has had no effect.
+            # A request refused with "too many requests" had no effect.
             raise ToolUnavailableError(self._words(_said(status, body)), was_sent=status != 429)
 
         try:
             answer = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise ToolUnavailableError(
-                self._words(f"its answer is no JSON ({error}): {_start(body)}"), was_sent=True
+                self._words(f"its answer is not JSON ({error}): {_start(body)}"), was_sent=True
             ) from None
 
         if not isinstance(answer, dict):
             raise ToolUnavailableError(
-                self._words(f"its answer is no object: {_start(body)}"), was_sent=True
+                self._words(f"its answer is not an object: {_start(body)}"), was_sent=True
             )
 
         return answer
@@ -257,7 +259,7 @@ class ManagerAPI:
                 self._words(f"it broke off: {describe_error(error)}"), was_sent=True
             ) from error
         finally:
-            client.cookies.clear()  # each request says which node it means
+            client.cookies.clear()  # each request names its node
             self._idle.append(client)
 
         return response, bytes(body)
@@ -271,7 +273,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _schemas(entries: Any) -> dict[str, Mapping[str, Any]]:
-    """Name -> its schema, empty where only the name is known."""
+    """Name -> schema, which is empty if only the name is known."""
     schemas: dict[str, Mapping[str, Any]] = {}
     for entry in entries if isinstance(entries, list) else []:
         function = entry.get("function", entry) if isinstance(entry, dict) else {"name": entry}
@@ -316,7 +318,7 @@ def _failure_result(detail: str) -> ToolResult:
 
 
 def _result(content: Any) -> ToolResult:
-    """What a node gave, as the policy reads it."""
+    """The result of a node's answer, as the policy reads it."""
     if content is None or content in ({}, []):
         return ToolResult(text="Error: the tool returned nothing", is_error=True)
 
@@ -356,7 +358,7 @@ def _start(body: bytes) -> str:
 
 
 def _said(status: int, body: bytes) -> str:
-    """The answer with that status, in words."""
+    """A description of the answer with that status."""
     try:
         answer = msgspec.json.decode(body)
         detail = answer.get("detail") if isinstance(answer, dict) else None

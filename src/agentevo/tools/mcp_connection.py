@@ -1,7 +1,7 @@
-"""One session with one MCP server, by the official SDK.
+"""One session with one MCP server, through the official SDK.
 
-A connection is a task of its own, which enters and leaves the SDK's contexts; calls may come from
-any other task of the same event loop. A server's answers are not trusted: its tools and results are
+A connection has its own asyncio task, which enters and leaves the SDK's contexts. Any other task of
+the same event loop can make calls. A server's answers are not trusted: its tools and results are
 bounded, and the last STDERR_LINES of its stderr are used only in messages.
 """
 
@@ -44,23 +44,23 @@ STDERR_BYTES = 4096
 STDERR_LINES = 5
 STDERR_S = 0.5
 PROBE_S = 5.0
-"""How long a server that has not answered a call may take to show that it is alive."""
+"""The time limit of the check whether a server that did not answer a call is alive."""
 READ_S = 30 * 86_400.0
-"""Longest silence of a server's HTTP connection: as good as none, since calls and starts have
-limits of their own, and the SDK's 300 seconds would end a longer call, and an idle SSE session."""
+"""The read timeout of a server's HTTP connection. It is practically unlimited: calls and starts
+have their own limits, and the SDK's 300 seconds would end a longer call and an idle SSE session."""
 CONNECT_S = 30.0
 CLOSING_S = 10.0
-"""Longest wait for a server's end: the SDK kills one that does not end by itself."""
+"""The longest wait for a server's end: the SDK kills a server that does not end by itself."""
 FETCHERS = ("npx", "bunx", "uvx", "pipx", "docker", "podman")
-"""Programs that fetch what they are to run, and say nothing while no network answers."""
+"""Programs that download the package that they run, and print nothing without a network."""
 SHORTEST_SECRET = 6
-"""Characters: shorter values, such as 1 or true, are words of any message."""
+"""Characters: shorter values, such as 1 or true, can occur in any message."""
 
 
 @dataclass(frozen=True)
 class McpServer:
-    """How a server is reached. `env`, `headers` and, in another program's file, all of it may hold
-    secrets: messages have `shown`, and never a value of `secrets`."""
+    """How a server is reached. `env` and `headers` can hold secrets, and so can any field that
+    comes from another program's file. Messages use `shown`, and never a value of `secrets`."""
 
     name: str
     command: str | None = None
@@ -72,10 +72,10 @@ class McpServer:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     start_timeout_s: float = 60.0
     prompt: str | None = None
-    """The prompt of its own that the policy reads first."""
+    """The server's prompt that the policy reads first."""
     prompt_arguments: Mapping[str, str] = field(default_factory=dict)
     resources: bool = False
-    """Whether its resources are tools as well."""
+    """Whether its resources are also tools."""
     key_variable: str | None = None
     """The name of the environment variable whose key is among the headers."""
     shown: str = ""
@@ -86,20 +86,21 @@ class McpServer:
 
     @property
     def title(self) -> str:
-        """What messages call it: its name, if it has one, and where it is."""
+        """Its name in messages: the server's name, if it has one, and its place."""
         named = "" if self.name == UNNAMED else f" {self.name!r}"
         return f"the MCP server{named} ({self.shown})"
 
 
 def check_package() -> None:
-    """Raises MissingExtraError where the SDK is not installed."""
+    """Raises MissingExtraError if the SDK is not installed."""
     load_extra("mcp", "mcp", "an entry of agent.tools for an MCP server")
-    # Lines of a server that are no messages are skipped; the SDK tells only who configures logging.
+    # The SDK skips lines of a server that are not messages; it only logs them.
     logging.getLogger("mcp").addHandler(logging.NullHandler())
 
 
 class McpConnection:
-    """See the module. One that has been closed, or whose server has gone, is not opened again."""
+    """See the module. A connection that was closed, or whose server is gone, is not opened
+    again."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -111,13 +112,13 @@ class McpConnection:
         self.specs: Sequence[ToolSpec] = ()
         """The server's tools, once it is open."""
         self.instructions = ""
-        """The text of the prompt that was asked for, once it is open."""
+        """The text of the requested prompt, once it is open."""
         self._offered: set[str] = set()
         """The tools of RESOURCE_TOOLS that are offered."""
         self._status = 0
         """The status of the last answer over HTTP."""
         self._is_suspect = False
-        """A call was given up: whether the server still answers is to be seen."""
+        """Whether a call had no answer, so that it is open whether the server still responds."""
 
     @property
     def is_open(self) -> bool:
@@ -125,12 +126,11 @@ class McpConnection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it is left, a process neither."""
+        """Whether the session and its process have ended."""
         return self._task is None or self._task.done()
 
     async def open(self) -> None:
-        """Starts the server, or connects to it, and learns its tools. Raises
-        ToolUnavailableError."""
+        """Starts the server or connects to it, and lists its tools. Raises ToolUnavailableError."""
         ready = self._ready = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._serve(ready))
 
@@ -147,15 +147,15 @@ class McpConnection:
             raise
 
     async def close(self) -> None:
-        """Ends the session, and a server that was started for it."""
+        """Ends the session and the server that was started for it."""
         self._closing.set()
         if self._task is None:
             return
 
         is_opening = self._ready is not None and not self._ready.done()
         if is_opening and not self._task.cancelling():
-            # It would wait for a server that has not said hello. After a second cancellation the
-            # SDK would stop ending that server.
+            # It would wait for a server that has not finished the handshake. After a second
+            # cancellation the SDK would no longer end that server.
             self._task.cancel()
 
         _, running = await asyncio.wait([self._task], timeout=CLOSING_S)
@@ -166,9 +166,8 @@ class McpConnection:
     async def call(
         self, name: str, arguments: Mapping[str, Any], meta: Mapping[str, str]
     ) -> ToolResult:
-        """Calls a tool. `meta`: what the request's `_meta` says, such as its place in a trace
-        (MCP's SEP-414). Raises ToolArgumentsError, and ToolUnavailableError where the server is
-        gone."""
+        """Calls a tool. `meta`: the request's `_meta`, such as its trace context (MCP's SEP-414).
+        Raises ToolArgumentsError, and ToolUnavailableError if the server is gone."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR
         from pydantic import ValidationError
@@ -190,7 +189,7 @@ class McpConnection:
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise ToolArgumentsError(error.message) from None
-            # Servers use the code of a closed connection for errors of their own.
+            # Servers also use the code of a closed connection for their own errors.
             is_doubtful = error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
             if is_doubtful and not await self._responds():
                 raise await self._lost(error) from error
@@ -199,7 +198,7 @@ class McpConnection:
             message = error.message.partition("\n")[0] if is_unread else error.message
             return ToolResult(text=f"Error: {message}", is_error=True)
         except (ValidationError, RuntimeError) as error:
-            # The server has answered, and the SDK does not take what it gave.
+            # The server has answered, and the SDK rejects the answer.
             text = f"Error: {name} gave a result that breaks the protocol: {problem_of(error)}"
             return ToolResult(text=text, is_error=True)
         except Exception as error:
@@ -211,8 +210,8 @@ class McpConnection:
         )
 
     async def still_answers(self) -> bool:
-        """Whether more calls can be made: after a call was given up, the server is asked for its
-        tools."""
+        """Whether more calls can be made. After a call without an answer this asks the server for
+        its tools."""
         if self._is_suspect and self.is_open:
             if await self._responds():
                 self._is_suspect = False
@@ -222,11 +221,11 @@ class McpConnection:
         return self.is_open
 
     async def _responds(self) -> bool:
-        """Whether a question is answered that every server understands."""
+        """Whether the server answers a request that every server supports."""
         try:
             async with asyncio.timeout(PROBE_S):
                 await self._client.list_tools(cache_mode="bypass")
-        except Exception:  # noqa: BLE001 (whatever it is, it is no answer)
+        except Exception:  # noqa: BLE001 (any exception means no answer)
             return False
         return True
 
@@ -247,7 +246,7 @@ class McpConnection:
                 await self._closing.wait()
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 (groups of whatever the SDK's tasks raise)
+        except BaseException as error:  # noqa: BLE001 (groups of any exceptions of the SDK)
             if not ready.done():
                 await self._stderr.settle()
                 problem = f"{_first(error)}{self._remedy(error)}"
@@ -256,7 +255,7 @@ class McpConnection:
             self._client = None
             if not ready.done():
                 ready.set_exception(ToolUnavailableError(self._words("it was ended")))
-            ready.exception()  # it is known here; there may be no other waiter
+            ready.exception()  # marks it as retrieved: there may be no other waiter
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         server = self._server
@@ -297,7 +296,7 @@ class McpConnection:
         for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
-                # Of two tools of one name a call would mean both: the first is as good.
+                # If two tools have one name, the first is used.
                 by_name.setdefault(
                     tool.name,
                     ToolSpec(
@@ -343,12 +342,12 @@ class McpConnection:
         return ToolUnavailableError(self._words(f"it is gone ({_first(error)})"), was_sent=True)
 
     async def _note_status(self, response: Any) -> None:
-        """The SDK's own error does not say it."""
+        """Keeps the HTTP status, which the SDK's error does not have."""
         self._status = response.status_code
 
     def _remedy(self, error: BaseException) -> str:
-        """What is to be done where nothing answers at a URL, or something else does, or it wants
-        another key."""
+        """The remedy if nothing answers at a URL, if another program does, or if the key is
+        refused."""
         from mcp import MCPError
         from mcp_types import METHOD_NOT_FOUND
 
@@ -367,15 +366,15 @@ class McpConnection:
         return ""
 
     def _fetching(self) -> str:
-        """What is to be done where a program may be waiting for a package."""
+        """The remedy if a program may be waiting for a package."""
         words = [self._server.command or "", *self._server.args]
         program = next((name for name in map(os.path.basename, words) if name in FETCHERS), None)
         if program is None:
             return ""
         return (
-            f": {program} fetches a package that is not there yet, which takes a network (in a "
+            f": {program} downloads a package that is not installed, which takes a network (in a "
             "sandbox `network: true`) and time (`start_timeout_s`): install the package first, "
-            "and give its own program as `command`"
+            "and give the package's program as `command`"
         )
 
     def _key_remedy(self) -> str:
@@ -396,7 +395,7 @@ class McpConnection:
 
 
 class _ErrorTail(asyncio.Protocol):
-    """The last of what a server writes to stderr."""
+    """The last lines that a server writes to stderr."""
 
     def __init__(self) -> None:
         self._bytes = b""
@@ -417,7 +416,7 @@ class _ErrorTail(asyncio.Protocol):
         self._ended.set()
 
     async def settle(self) -> None:
-        """Waits until the stderr of a server that has ended is read, for STDERR_S at most."""
+        """Waits until the stderr of an ended server is read, for at most STDERR_S."""
         if self._is_open:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), STDERR_S)
@@ -432,7 +431,7 @@ class _ErrorTail(asyncio.Protocol):
 
 
 def without_secrets(secrets: Sequence[str], text: str) -> str:
-    """A message that shows none of these values."""
+    """The message with these values removed."""
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= SHORTEST_SECRET:
             text = text.replace(secret, "***")
@@ -440,8 +439,8 @@ def without_secrets(secrets: Sequence[str], text: str) -> str:
 
 
 def _check_sendable(arguments: Mapping[str, Any]) -> None:
-    """Raises ToolArgumentsError for what the SDK would fail on when it writes the message, which
-    ends the connection: halves of surrogate pairs, and nesting beyond what pydantic writes."""
+    """Raises ToolArgumentsError for arguments that the SDK can't write, since its failure would end
+    the connection: halves of surrogate pairs, and nesting too deep for pydantic."""
     message = {"params": {"arguments": dict(arguments)}}
     try:
         _writer().dump_json(message)
@@ -451,14 +450,14 @@ def _check_sendable(arguments: Mapping[str, Any]) -> None:
 
 @cache
 def _writer() -> Any:
-    """Made once: that takes as long as a whole call."""
+    """The serializer, made once: making it takes as long as a whole call."""
     import pydantic
 
     return pydantic.TypeAdapter(dict[str, Any])
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The SDK's tasks raise groups."""
+    """The first exception that is not a group: the SDK's tasks raise groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -473,7 +472,7 @@ def _first(error: BaseException) -> str:
 
 
 def _text_of(result: Any) -> str:
-    """A result's content as text. What is no text is named."""
+    """A result's content as text. Other content is only named."""
     parts = [part_text(content) for content in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)

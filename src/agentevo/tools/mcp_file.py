@@ -1,4 +1,4 @@
-"""Files with MCP servers, as Claude, Cursor and others write them."""
+"""Files that list MCP servers, in the format of Claude, Cursor and others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HTTP = {"http", "streamable-http", "streamable_http", "streamableHttp"}
 
 
 class _McpFileEntry(msgspec.Struct, rename="camel"):
-    """One server of such a file. Keys that other programs read are left alone."""
+    """One server of such a file. Keys of other programs are ignored."""
 
     command: str | None = None
     args: list[str] = []
@@ -37,13 +37,13 @@ class _McpFileEntry(msgspec.Struct, rename="camel"):
 
 
 def read_servers(section: MCPFileSection) -> list[McpServer]:
-    """The servers that an entry of `agent.tools` means. `${NAME}`, `${env:NAME}` and
-    `${NAME:-DEFAULT}` are variables of this process. Raises ConfigError."""
+    """The servers of an entry of `agent.tools`. `${NAME}`, `${env:NAME}` and `${NAME:-DEFAULT}` are
+    environment variables of this process. Raises ConfigError."""
     where = f"agent.tools: {section.file}"
     try:
         tree = parse_json(read_text(section.file.expanduser()))
     except ParseError as error:
-        raise ConfigError(f"{where}: no JSON: {error}") from error
+        raise ConfigError(f"{where} is not JSON: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"agent.tools: {error}") from error
 
@@ -86,7 +86,7 @@ def _server(where: str, name: str, raw_entry: Any, section: MCPFileSection) -> M
 
     kind = entry.type or entry.transport or ("stdio" if url is None else "http")
     if url is not None and kind not in {"sse", *_HTTP}:
-        raise ConfigError(f"{where}: type is {kind!r}: a server at a url is http or sse")
+        raise ConfigError(f"{where}: type is {kind!r}: use http or sse for a server at a url")
 
     secrets: list[str] = []
 
@@ -103,8 +103,8 @@ def _server(where: str, name: str, raw_entry: Any, section: MCPFileSection) -> M
         input_match = _INPUT.search(text)
         if input_match is not None:
             raise ConfigError(
-                f"{where}: nobody can be asked for {input_match[0]} here: write ${{env:NAME}} for "
-                "a variable of this process"
+                f"{where}: {input_match[0]} asks for input, which is not supported here: write "
+                "${{env:NAME}} for an environment variable of this process"
             )
         return _VARIABLE.sub(value, text)
 
@@ -126,6 +126,6 @@ def _server(where: str, name: str, raw_entry: Any, section: MCPFileSection) -> M
 
 
 def _values(server: McpServer) -> list[str]:
-    """What may hold secrets in addition to variables; httpx quotes a URL in its messages."""
+    """Values that can hold secrets in addition to variables; httpx quotes a URL in its messages."""
     headers = [word for text in server.headers.values() for word in text.split()]
     return [*server.env.values(), *headers, *([server.url] if server.url else [])]

@@ -1,11 +1,10 @@
-"""The servers behind an MCP manager as one toolset (manager_api.py).
+"""A toolset of the servers behind an MCP manager (manager_api.py).
 
-All attempts share a node that exists already, and a node made with `session: shared`. With
-`session: attempt` every attempt has its own, made with its first call. An attempt's own node that
-stops answering is replaced for the next call, and the result tells the policy so. Nodes are
-released at the end of their session or process; a node whose making was given up is released once
-it exists. Not promised: that a killed process releases its nodes. The manager ends them after a
-long time without use.
+All attempts share an existing node, or one created with `session: shared`. With `session: attempt`
+every attempt has its own node, created at its first call. If an attempt's own node stops answering,
+the next call gets a new one, and the result says so to the policy. Nodes are released at the end of
+their session or process. A node whose creation took too long is released once it exists. A killed
+process does not release its nodes: the manager ends them after a long time without use.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _loop = OwnLoop("agentevo-manager")
 
 
 class MCPManager:
-    """The toolset of a manager's, or a node's, URL."""
+    """The toolset of the URL of a manager or node."""
 
     def __init__(self, section: MCPManagerSection, key: str | None) -> None:
         self.name = section.name
@@ -63,7 +62,7 @@ class MCPManager:
                 await session.close()
 
     async def _learn(self, session: _ManagerSession) -> None:
-        """Which tools there are is asked once in a process."""
+        """Lists the tools, once in a process."""
         async with self._learning:
             if self._known is None:
                 self._known = await session.learn_tools()
@@ -92,7 +91,7 @@ class _ManagerSession:
         self._is_suspect = self._tell_restart = False
 
     async def learn_tools(self) -> list[ToolSpec]:
-        """What the node's servers can do. Raises ToolUnavailableError and ConfigError."""
+        """The tools of the node's servers. Raises ToolUnavailableError and ConfigError."""
         await self.prepare()
         url = self._url or ""
         section = self._section
@@ -136,12 +135,12 @@ class _ManagerSession:
         return None
 
     async def close(self) -> None:
-        """Releases a node that was made for it."""
+        """Releases the node that was created for it."""
         if self._node is not None:
             await self._release()
 
     async def _made(self) -> tuple[str, str]:
-        """A new node. Where the wait for it has ended, it is released once it exists."""
+        """A new node. If the wait for it ends early, the node is released once it exists."""
         section = self._section
         making = asyncio.create_task(
             self._api.create(
@@ -157,7 +156,7 @@ class _ManagerSession:
     def _release_abandoned(self, making: asyncio.Task[tuple[str, str]]) -> None:
         if not making.cancelled() and making.exception() is None:
             node, _ = making.result()
-            # The loop keeps no task alive by itself.
+            # The event loop does not keep a strong reference to a task.
             self._releasing = asyncio.create_task(self._release_node(node))
 
     async def _release(self) -> None:

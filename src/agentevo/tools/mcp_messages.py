@@ -1,8 +1,8 @@
-"""What an MCP server says, as the SDK takes it.
+"""Repairs an MCP server's messages so that the SDK accepts them.
 
-The SDK refuses a message for one thing in it that the protocol does not allow: with a list of tools
-all tools, and with an answer that is none its request, which waits in vain. Here a list loses what
-is odd, and an answer that can't be read is an error of its request.
+The SDK rejects a whole message if one part of it breaks the protocol: one odd tool costs the whole
+list, and an invalid answer leaves its request waiting. Here only the odd tools are dropped from a
+list, and an answer that can't be read becomes an error of its request.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def read_message(text: str) -> Any:
-    """A message for the SDK's session. For a text that is no message, the reason as a ValueError,
-    which a session passes over."""
+    """A message for the SDK's session. For a text that is not a message, a ValueError with the
+    reason, which a session ignores."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
@@ -33,7 +33,7 @@ def read_message(text: str) -> Any:
 
 
 def make_refusal(request_id: int | str, reason: str) -> Any:
-    """The message that says why the answer to a request is invalid."""
+    """The error message to a request whose answer is invalid."""
     from mcp.shared.message import SessionMessage
     from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
 
@@ -42,7 +42,7 @@ def make_refusal(request_id: int | str, reason: str) -> Any:
 
 
 def problem_of(error: Exception) -> str:
-    """Why the SDK does not take a result, in one line."""
+    """Why the SDK rejects a result, in one line."""
     import pydantic
 
     if not isinstance(error, pydantic.ValidationError):
@@ -56,7 +56,7 @@ def problem_of(error: Exception) -> str:
 async def mend_messages(
     transport: AbstractAsyncContextManager[Any],
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """A transport of the SDK's whose messages are read as above."""
+    """An SDK transport with its messages repaired as above."""
     async with transport as (read_stream, write_stream):
         yield _MendedStream(read_stream), write_stream
 
@@ -122,13 +122,13 @@ def _salvage(text: str) -> Any:
         request_id = tree.get("id") if isinstance(tree, dict) and "method" not in tree else None
         if not isinstance(request_id, (int, str)) or isinstance(request_id, bool):
             return None
-        return make_refusal(request_id, "it is no response of JSON-RPC 2.0")
+        return make_refusal(request_id, "it is not a JSON-RPC 2.0 response")
 
     return SessionMessage(_usable(message))
 
 
 def _usable(message: Any) -> Any:
-    """The message; where it lists tools, these in a form that the SDK takes."""
+    """The message; a list of tools is repaired so that the SDK accepts it."""
     result = getattr(message, "result", None)
     if isinstance(result, dict) and isinstance(result.get("tools"), list):
         result["tools"] = [
@@ -140,7 +140,7 @@ def _usable(message: Any) -> Any:
 
 
 def _tool(listed: dict[str, Any]) -> dict[str, Any]:
-    """What is used of a tool."""
+    """The fields of a tool that are used."""
     tool = {"name": listed["name"], "inputSchema": object_schema(listed.get("inputSchema"))}
     if isinstance(listed.get("description"), str):
         tool["description"] = listed["description"]

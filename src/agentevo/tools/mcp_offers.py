@@ -1,6 +1,6 @@
-"""What an MCP server has in addition to tools: prompts, which are texts for a model, and resources,
-which can be listed and read. `client` is the SDK's. A server's answers are not trusted: lists are
-bounded, and content other than text is only named."""
+"""The prompts and resources of an MCP server. A prompt is a text for a model; resources can be
+listed and read. `client` is the SDK's. A server's answers are not trusted: lists are bounded, and
+content other than text is only named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentevo.errors import ToolArgumentsError, ToolUnavailableError
 from agentevo.tools.tool import ToolResult, ToolSpec
 
 MAX_LISTED = 1000
-"""Prompts or resources; of more, the first."""
+"""The maximum number of prompts or resources; further ones are dropped."""
 MAX_PAGES = 100
 MAX_PROMPT = 100_000
 """Characters of a prompt."""
@@ -34,11 +34,11 @@ RESOURCE_TOOLS = (
         },
     ),
 )
-"""What the policy gets of a server's resources."""
+"""The tools that give the policy a server's resources."""
 
 
 async def prompt_lines(client: Any) -> list[str]:
-    """A line for each prompt: its name, its arguments and what it says."""
+    """A line for each prompt: its name, its arguments and its description."""
     lines = []
     for prompt in await _list_all(client, "prompts"):
         arguments = [f"{a.name}{'' if a.required else '?'}" for a in prompt.arguments or ()]
@@ -47,8 +47,8 @@ async def prompt_lines(client: Any) -> list[str]:
 
 
 async def prompt_text(client: Any, name: str, arguments: Mapping[str, str]) -> str:
-    """The texts of a prompt's messages. Raises ToolUnavailableError for one that the server does
-    not give."""
+    """The texts of a prompt's messages. Raises ToolUnavailableError for a prompt that the server
+    does not have."""
     from mcp import MCPError
 
     try:
@@ -90,7 +90,7 @@ async def call_resource_tool(client: Any, name: str, arguments: Mapping[str, Any
 
 
 async def _list_all(client: Any, what: str) -> Sequence[Any]:
-    """All of one kind, page by page; none where the server does not know the question."""
+    """All items of one kind, page by page; none if the server does not know the request."""
     from mcp import MCPError
     from mcp_types import METHOD_NOT_FOUND
 
@@ -124,7 +124,7 @@ def part_text(content: Any) -> str:
 
 
 def held_text(contents: Any) -> str:
-    """What a resource holds."""
+    """The content of a resource as text."""
     with suppress(AttributeError):
         return str(contents.text)
     return f"[resource {contents.uri}, {len(contents.blob) * 3 // 4:,} bytes]"

@@ -1,9 +1,9 @@
 """MCP servers as toolsets: a session for each attempt, or one that all attempts share.
 
-All connections of a process run on an event loop of their own, so that a server that floods its
-client does not block an engine. The tools of a server are listed when the first attempt begins;
-later attempts start their server, or connect to it, with their first call. A server that is gone is
-started again for the next call, and the result tells the policy what that means.
+All connections of a process run on a separate event loop, so that a server that floods its client
+does not block an engine. The tools of a server are listed when the first attempt begins; later
+attempts start their server, or connect to it, at their first call. If a server is gone, the next
+call starts it again, and the result explains that to the policy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MCPServer:
     """The toolset of one server."""
 
     def __init__(self, server: McpServer, section: MCPSection) -> None:
-        """Raises MissingExtraError without the SDK."""
+        """Raises MissingExtraError if the SDK is not installed."""
         check_package()
         self.name = server.name
         self._server = server
@@ -76,14 +76,14 @@ class MCPServer:
 
 @dataclass(frozen=True)
 class _KnownServer:
-    """What a server has said of itself, which is not asked again for later attempts."""
+    """A server's tools and prompt, which later attempts do not request again."""
 
     specs: Sequence[ToolSpec]
     instructions: str
 
 
 class _McpSession:
-    """One session of one server, which is connected to when it is needed."""
+    """One session of one server; it connects at its first use."""
 
     def __init__(self, server: McpServer, section: MCPSection) -> None:
         self.specs: Sequence[ToolSpec] = ()
@@ -93,17 +93,17 @@ class _McpSession:
         self._section = section
         self._connection: McpConnection | None = None
         self._broken_off: list[McpConnection] = []
-        """The connections whose opening was cancelled: they may still be ending."""
+        """Connections whose opening was cancelled; they may not have ended yet."""
         self._opening = asyncio.Lock()
         self._num_tries = 0
         self._failure: str | None = None
-        """Why the last try to open it failed."""
+        """Why the last attempt to open it failed."""
         self._was_open = False
         self._tell_restart = False
 
     async def learn_tools(self, known_server: _KnownServer | None) -> _KnownServer:
-        """The server's tools: those that are known already, or else those that it lists. Raises
-        ToolUnavailableError, and EnvironmentFailure where it has no such tool as `outcome`."""
+        """The server's tools: the known ones, or else those that it lists. Raises
+        ToolUnavailableError, and EnvironmentFailure if the tool that `outcome` names is missing."""
         if known_server is None:
             await self.prepare()
         else:
@@ -132,7 +132,7 @@ class _McpSession:
                     raise ToolUnavailableError(self._failure)  # of the task it waited for
                 connection = await self._open()
 
-            if not self._was_open:  # by this one, or by one that was given up just then
+            if not self._was_open:  # by this call, or by one that was cancelled just then
                 self.specs = self._shown(connection.specs)
                 self.instructions = connection.instructions
                 self._was_open = True
@@ -164,7 +164,7 @@ class _McpSession:
         if connection is None or not connection.is_open:
             raise ToolUnavailableError(f"{self._server.title} is not connected")
 
-        meta = trace_headers()  # of the call that this is, on the loop that it is made on
+        meta = trace_headers()  # of this call, on the event loop that makes it
         result = await _loop.run(lambda: connection.call(name, arguments, meta))
         if self._tell_restart:
             self._tell_restart = False
@@ -179,7 +179,7 @@ class _McpSession:
         return await _loop.run(self._connection.offers)
 
     async def outcome(self) -> Any:
-        """See ToolSession.outcome. Raises EnvironmentFailure where the server can't say."""
+        """See ToolSession.outcome. Raises EnvironmentFailure if the server gives no outcome."""
         name = self._section.outcome
         if name is None:
             return None
@@ -207,13 +207,13 @@ def _read_outcome(text: str, what: str) -> Any:
         return value
 
     raise EnvironmentFailure(
-        f"{what} answered {text[:200]!r}: what an attempt is worth is a number, or a JSON object "
-        "of named ones"
+        f"{what} answered {text[:200]!r}: the outcome of an attempt must be a number, or a JSON "
+        "object of named numbers"
     )
 
 
 def _of_attempt(server: McpServer, task: Task, seed: int, *, send_task: bool) -> McpServer:
-    """The server as it is reached for an attempt. Raises EnvironmentFailure."""
+    """The server with the variables or headers of an attempt. Raises EnvironmentFailure."""
     if server.url is not None:
         headers = task_headers(task, seed, server.name) if send_task else {}
         return replace(server, headers={**server.headers, **headers})

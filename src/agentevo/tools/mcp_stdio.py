@@ -1,9 +1,8 @@
-"""An MCP server that is started, and spoken to over its stdin and stdout, a message a line.
+"""A transport that starts an MCP server and uses its stdin and stdout, one message per line.
 
-The SDK's transport joins what it has of a line with every piece that comes, which takes a minute
-for 20 MB, and holds lines of any length. Here the time is linear in what a server says, and a line
-is read up to MAX_MESSAGE bytes: of a longer one both ends are kept, which tell whose answer it is,
-and that request fails.
+The SDK's transport copies a partial line with every new piece, which takes a minute for 20 MB, and
+it holds lines of any length. Here the time is linear in the number of bytes, and a line has at most
+MAX_MESSAGE bytes. Of a longer line both ends are kept to find its request, and that request fails.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from agentevo.tools import server_guard
 from agentevo.tools.mcp_messages import make_refusal, read_message
 
 MAX_MESSAGE = 64 * 2**20
-"""Bytes of a line."""
+"""The maximum number of bytes of a line."""
 ENDS = 512
-"""Bytes that are kept of either end of a longer one."""
+"""The number of bytes that are kept at each end of a longer line."""
 PIECE = 2**18
 GUARD = (sys.executable, "-I", "-S", "-B", str(server_guard.__file__))
 END_S = 4 * server_guard.GRACE_S
-"""How long its guard may take to end a server."""
+"""The time limit for the guard to end a server."""
 _LOOK_S = 0.01
 _FIRST_ID = re.compile(rb'\{\s*"jsonrpc"\s*:\s*"2\.0"\s*,\s*"id"\s*:\s*(\d+)\s*,')
 _LAST_ID = re.compile(rb'\}\s*,\s*"jsonrpc"\s*:\s*"2\.0"\s*,\s*"id"\s*:\s*(\d+)\s*\}\s*\Z')
@@ -45,9 +44,9 @@ async def stdio_transport(
     walls: Walls | None = None,
 ) -> AsyncIterator[tuple[Any, Any]]:
     """See mcp.client._transport.Transport. `env`: variables in addition to PATH, HOME and the like.
-    `errors`: the file for the server's stderr; the guard writes there too, about a program that
-    can't be started. All that the server starts ends with the block, and with this process. `walls`
-    are those of a server in a sandbox."""
+    `errors`: the file for the server's stderr; if the program can't be started, the guard writes
+    the reason there. All processes that the server starts end with the block, and with this
+    process. `walls`: the sandbox of the server, if it has one."""
     import anyio
     from mcp.client.stdio import get_default_environment
 
@@ -66,7 +65,7 @@ async def stdio_transport(
 
     assert process.stdin is not None and process.stdout is not None
 
-    # There is no await before the task group: a cancellation would leave the process.
+    # No await before the task group: a cancellation there would leave the process running.
     if walls is not None:
         walls.surround(process.pid, partial(_write_error, errors))
 
@@ -92,7 +91,7 @@ def _write_error(errors: Any, line: str) -> None:
 
 
 async def _read(stdout: asyncio.StreamReader, incoming: Any) -> None:
-    """What the server says, to the session."""
+    """Passes the server's messages to the session."""
     import anyio
 
     async with incoming:
@@ -100,7 +99,7 @@ async def _read(stdout: asyncio.StreamReader, incoming: Any) -> None:
             async for message in _messages(stdout):
                 await incoming.send(message)
 
-    # A server that still has something to say could not end otherwise.
+    # Otherwise a server that still writes could not end.
     while await stdout.read(PIECE):
         pass
 
@@ -136,7 +135,7 @@ def _message(line: bytearray, length: int) -> Any:
 
 
 async def _write(stdin: asyncio.StreamWriter, outgoing: Any, incoming: Any) -> None:
-    """What the session says, to the server, whose stdin ends with it."""
+    """Passes the session's messages to the server, and closes the server's stdin at the end."""
     try:
         async with outgoing:
             async for item in outgoing:
@@ -144,27 +143,27 @@ async def _write(stdin: asyncio.StreamWriter, outgoing: Any, incoming: Any) -> N
                 stdin.write(f"{line}\n".encode())
                 await stdin.drain()
     except OSError:
-        await incoming.aclose()  # the waiter for an answer learns that there is none
+        await incoming.aclose()  # ends the wait for an answer
     finally:
         stdin.close()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Waits for the end of a server whose stdin has ended, and of all that it started."""
+    """Waits for the end of a server whose stdin is closed, and of all processes that it started."""
     with suppress(ProcessLookupError):
-        process.terminate()  # tells its guard
+        process.terminate()  # the guard gets the signal
     if not await _has_ended(process):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await _has_ended(process)
 
-    # Its pipes may be open in a process that it left behind.
+    # A process that it left behind may still hold its pipes.
     with suppress(PermissionError):
         process._transport.close()  # type: ignore[attr-defined]
 
 
 async def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """Within END_S. `Process.wait` would wait for the ends of the pipes as well."""
+    """Whether it ends within END_S. `Process.wait` would also wait for the pipes to close."""
     with suppress(TimeoutError):
         async with asyncio.timeout(END_S):
             while process.returncode is None:

@@ -1,7 +1,7 @@
-"""The text of an HTML page: its title and what a reader sees, a line for each block.
+"""The text of an HTML page: its title and its visible text, one line per block.
 
-The page is cut into texts and tags as browsers do it, each character read once: html.parser reads
-the rest of a page again for each tag that does not end, hours for a page made so.
+The page is split into texts and tags as browsers do it, in one pass. html.parser reads the rest of
+a page again for each unclosed tag, which takes hours for a page made to exploit that.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ INLINE = frozenset(
     {"a", "abbr", "b", "bdi", "cite", "code", "em", "font", "i", "kbd", "mark", "q", "s", "small"}
     | {"span", "strong", "sub", "sup", "time", "u", "var", "wbr"}
 )
-"""Elements that begin no line."""
+"""Elements that do not start a new line."""
 RAW = ("script", "style")
-"""Elements in which a tag is no tag, but their own end."""
+"""Elements whose content is plain text up to their own end tag."""
 _SPACE = re.compile(r"[ \t\r\f\v\n\u00a0]+")
-# No token that fails has read far, and a token without its end goes to that of the page.
+# A token that fails reads little, and a token without an end extends to the end of the page.
 _TOKEN = re.compile(
     r"""
     (?P<text> [^<]++ | <(?![a-zA-Z!?/]) )
@@ -44,7 +44,7 @@ def page_text(
     html: str, *, url: str = "", links: bool = False, max_chars: int = 10_000_000
 ) -> tuple[str, str]:
     """(title, text). With `links` a link is `[its text](its URL)`; `url` is the page's. Raises
-    ToolError for links that make it longer than `max_chars`."""
+    ToolError if links make the text longer than `max_chars`."""
     reader = _PageParser(url, links, max_chars)
     reader.read(html)
     lines = (_SPACE.sub(" ", line).strip() for line in "".join(reader.pieces).split("\n"))
@@ -61,7 +61,7 @@ class _PageParser:
         self._max_chars = max_chars
         self._num_link_chars = 0
         self._unseen: str | None = None
-        """The element that hides what is in it, and how deep it is in others of its name."""
+        """The element that hides its content, and its depth within elements of the same name."""
         self._depth = 0
         self._in_title = False
         self._target: str | None = None

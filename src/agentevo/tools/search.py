@@ -1,4 +1,4 @@
-"""Search in a corpus, as a tool: in a file of passages (corpus.py), or a retriever behind HTTP.
+"""A tool that searches a corpus: a file of passages (corpus.py), or a retriever behind HTTP.
 
 The retriever's API is Search-R1's: POST {"queries": [...], "topk": 3, "return_scores": true} gives
 {"result": [[{"document": {"contents": "TITLE\\nTEXT"}, "score": 1.5}, ...], ...]}; `agentevo
@@ -37,9 +37,9 @@ class CorpusSearch:
         """`kind` and `model`: of the corpus's index. `api_key`: `${env:NAME}`, for a retriever.
         Raises ConfigError."""
         if (corpus is None) == (url is None):
-            raise ConfigError("the tool search needs the option `corpus`, a file, or `url`: one")
+            raise ConfigError("the tool search needs one of the options `corpus` and `url`")
         if url is not None and (kind, model) != ("bm25", None):
-            raise ConfigError("the tool search: kind and model are for a `corpus`: leave them out")
+            raise ConfigError("the tool search: kind and model need a `corpus`: leave them out")
 
         self._url = url
         self._top_k = top_k
@@ -86,7 +86,7 @@ def _key(api_key: str | None, url: str | None) -> str | None:
 
     reference = REFERENCE.fullmatch(api_key)
     if url is None or reference is None:
-        raise ConfigError("the tool search: api_key is for a `url`, and is written ${env:NAME}")
+        raise ConfigError("the tool search: api_key needs a `url`: write it as ${env:NAME}")
     if not (key := os.environ.get(reference[1])):
         raise ConfigError(f"the tool search: the environment variable {reference[1]} is not set")
     return key

@@ -1,13 +1,13 @@
-"""Stands between this process and a server that it starts, and ends all that the server started.
+"""Runs between this process and a server that it starts, and ends all processes of that server.
 
 Run as `python -I -S server_guard.py CLIENT PROGRAM...`, with the id of the client's process. The
 server has the guard's stdin, stdout and stderr. A process that loses its parent becomes the guard's
 child (PR_SET_CHILD_SUBREAPER), even one that has left the session, so nothing outlives the guard.
 Without Linux only the server's process group ends with it.
 
-SIGTERM says that stdin has ended, and so does the death of the client, whatever killed that. The
-server then has GRACE_S to end, and as long again after SIGTERM; what still runs is killed. The
-program may end before that and leave the server running: some programs only start it.
+The guard takes SIGTERM, and the death of the client for any reason, as the end of stdin. The server
+then has GRACE_S to end, and as long again after SIGTERM; processes that still run are killed. The
+program can end before that and leave the server running: some programs only start it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import time
 
 GRACE_S = 2.0
 LOOK_S = 0.5
-"""The interval of the looks whether the client lives."""
+"""The interval of the checks whether the client is alive."""
 NOT_STARTED = 127
 _PR_SET_CHILD_SUBREAPER = 36
 _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def main() -> int:
-    """The exit code of the program; 128 and the signal's number where one ended it."""
+    """The exit code of the program; 128 plus the signal's number if a signal ended it."""
     if sys.platform == "linux":
         import ctypes
 
@@ -36,7 +36,7 @@ def main() -> int:
     client = int(sys.argv[1])
     program = _start(sys.argv[2:])
     nothing = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):  # a reader of them waits for their ends
+    for number in range(3):  # a reader of these pipes waits until they are closed
         os.dup2(nothing, number)
 
     return _guard(program, client)
@@ -73,7 +73,7 @@ def _guard(program: int, client: int) -> int:
         is_closed = signal_number not in (None, signal.SIGCHLD) or os.getppid() != client
         if closing_since is None and is_closed:
             closing_since = time.monotonic()
-            has_ended = program in exit_codes  # processes that outlive it have their time, too
+            has_ended = program in exit_codes  # processes that outlive it also get their time
 
         if closing_since is None:
             continue
@@ -122,7 +122,7 @@ def _has_children() -> bool:
 
 
 def _kill_children() -> None:
-    """Their own children become the guard's, until there are none."""
+    """Kills until there are no children: the children of a killed process become the guard's."""
     until = time.monotonic() + GRACE_S
     while _has_children() and time.monotonic() < until:
         try:

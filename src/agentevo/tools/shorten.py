@@ -1,15 +1,14 @@
-"""Shortens a result that is too long to its head and its tail, with a note of the omission between
-them."""
+"""Shortens a long result to its head and its tail, with a note about the omission between them."""
 
 from __future__ import annotations
 
 HEAD = 0.7
-"""Share of the kept characters that are the head."""
+"""The head's share of the kept characters."""
 
 
 def shorten_text(text: str, longest: int) -> str:
-    """The text itself, or at most `longest` characters of it and a line about the rest. Halves of
-    surrogate pairs, which no tokenizer takes, become question marks."""
+    """The text, or at most `longest` characters of it and a line about the rest. Halves of
+    surrogate pairs, which no tokenizer accepts, become question marks."""
     if len(text) <= longest:
         return text if text.isascii() else text.encode("utf-8", "replace").decode()
     head = int(longest * HEAD)

@@ -1,5 +1,5 @@
-"""The schema of a Python function: type hints and docstring in, JSON schema out, and arguments
-checked by it.
+"""Makes the JSON schema of a Python function from its type hints and docstring, and checks
+arguments against it.
 
     def add(a: int, b: int = 1) -> int:
         '''Adds two numbers.
@@ -8,8 +8,8 @@ checked by it.
             a: The first one.
         '''
 
-What pydantic can check may be a type hint; a parameter without one takes any JSON. Docstrings are
-read in the styles of Google, numpy and Sphinx.
+A type hint can be any type that pydantic checks; a parameter without one takes any JSON. Docstrings
+are parsed in the styles of Google, numpy and Sphinx.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MAX_PROBLEMS = 5
 
 
 class Signature:
-    """What a function takes. `skip_first` leaves out the `self` of a method."""
+    """The parameters of a function. `skip_first` leaves out the `self` of a method."""
 
     def __init__(
         self, name: str, function: Callable[..., Any], *, skip_first: bool = False
     ) -> None:
-        """Raises ConfigError for a function that can't be called with arguments by name, or whose
+        """Raises ConfigError for a function that can't be called with keyword arguments, or whose
         type hints have no JSON schema."""
         self.name = name
         self._model = _model(name, function, skip_first)
@@ -59,7 +59,7 @@ class Signature:
         )
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by the function's types. Raises ToolArgumentsError."""
+        """The arguments, converted to the function's types. Raises ToolArgumentsError."""
         try:
             checked = self._model.model_validate(dict(arguments))
         except pydantic.ValidationError as error:
@@ -76,8 +76,9 @@ class Signature:
 
 
 def checked_options(name: str, item: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a class of tools by its constructor's type hints, converted as arguments of
-    calls are; one without a hint that pydantic knows stays as it is. Raises ConfigError."""
+    """The options of a tool class, converted to the type hints of its constructor as the arguments
+    of calls are. An option without a hint that pydantic knows is not changed. Raises
+    ConfigError."""
     constructor = inspect.unwrap(item.__init__)  # type: ignore[misc]
     hints = getattr(constructor, "__annotations__", {})
     checked = dict(options)
@@ -87,7 +88,7 @@ def checked_options(name: str, item: type, options: Mapping[str, Any]) -> dict[s
             hint = typing.get_type_hints(holder, constructor.__globals__, include_extras=True)[key]
             adapter = pydantic.TypeAdapter[Any](hint)
         except (AttributeError, TypeError, NameError, pydantic.errors.PydanticUserError):
-            continue  # a type that is imported for type checkers alone, or none of pydantic's
+            continue  # a type imported only for type checkers, or one that pydantic does not know
 
         try:
             checked[key] = adapter.validate_python(options[key])
@@ -116,14 +117,14 @@ def _model(name: str, function: Callable[..., Any], skip_first: bool) -> type[py
             or parameter.kind is parameter.VAR_POSITIONAL
         ):
             raise ConfigError(
-                f"the tool {name!r} takes {parameter}: arguments are given by name, so name each"
+                f"the tool {name!r} takes {parameter}: arguments are passed by name, so name each"
             )
 
         if parameter.kind is parameter.VAR_KEYWORD:
             raise ConfigError(f"the tool {name!r} takes {parameter}: name each parameter")
 
         default = ... if parameter.default is parameter.empty else parameter.default
-        # Under a name of ours: pydantic reserves some (model_*, schema, names with underscores).
+        # Under another name: pydantic reserves some (model_*, schema, names with underscores).
         fields[f"p{number}"] = (
             hints.get(parameter.name, Any),
             Field(default, alias=parameter.name),
@@ -139,7 +140,7 @@ def _model(name: str, function: Callable[..., Any], skip_first: bool) -> type[py
 
 
 def _plain(schema: dict[str, Any], described: Mapping[str, str]) -> dict[str, Any]:
-    """The schema without pydantic's titles, and with what the docstring says of each parameter."""
+    """The schema without pydantic's titles, and with the docstring's parameter descriptions."""
     schema = {key: value for key, value in schema.items() if key != "title"}
     properties = {}
     for name, property_schema in schema.get("properties", {}).items():

@@ -1,4 +1,4 @@
-"""What an entry of `agent.tools` becomes."""
+"""Makes the toolsets of an entry of `agent.tools`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from agentevo.tools.verl_tools import VerlTools
 
 
 def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
-    """The toolsets of an entry: one, or one for each server of a file. Starts nothing. Raises
-    ConfigError for a toolset that can't be made."""
+    """The toolsets of an entry: one, or one for each server of a file. No server is started here.
+    Raises ConfigError for a toolset that can't be made."""
     match section:
         case FunctionToolSection():
             return [FunctionTools(section)]
@@ -38,7 +38,7 @@ def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
         case MCPFileSection():
             servers = read_servers(section)
         case _:
-            raise ConfigError(f"agent.tools: {type(section).__name__} is no kind of tools")
+            raise ConfigError(f"agent.tools: {type(section).__name__} is not a kind of tools")
 
     for server in servers:
         if server.command is not None and shutil.which(_program(server)) is None:
@@ -113,7 +113,7 @@ def _key(api_key: str | None, where: str) -> str | None:
 
 
 def _program(server: McpServer) -> str:
-    """Where its program is looked for: a name with a folder is relative to `cwd`."""
+    """The program to search for: a name with a folder is relative to `cwd`."""
     command = str(server.command)
     has_folder = os.path.dirname(command) and server.cwd is not None
     return os.path.join(server.cwd, command) if has_folder and server.cwd else command

@@ -1,13 +1,13 @@
-"""A task's checks of the state that its attempts are to leave, as calls that any client can make.
+"""A task's checks of the final state of its attempts, as calls that any client can make.
 
     metadata: {"state_checks": [{"tool": "find_bookings", "arguments": {"guest": "Ann"},
                                  "result": "room 12 in Rome, double, 2 nights"}, ...]}
 
-After an attempt the calls are made in its own session. The attempt is worth 1 where each call gives
-exactly the result that the task names, else 0. So an attempt at any server that answers questions
-about its state has a checkable outcome, whether or not the server judges. A result that is an error
-is compared by its text like any other. A call without an answer (a server that is gone, no answer
-in time) says nothing of the state, and fails the attempt.
+After an attempt the calls are made in its session. The attempt scores 1 if each call gives exactly
+the task's result, else 0. So any server that answers questions about its state gives a checkable
+outcome, even if the server itself scores nothing. An error result is compared by its text like any
+other. A call without an answer (a server that is gone, no answer in time) does not show the state,
+and fails the attempt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_CHECKS = 64
 
 
 class StateCheck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call, and what it gives where the state is the right one."""
+    """A call, and its result in the correct state."""
 
     tool: str
     """The tool's name as the policy knows it."""
@@ -63,8 +63,8 @@ async def state_reached(
     checks: Sequence[StateCheck],
     call: Callable[[ToolCall], Awaitable[tuple[ToolResult, bool]]],
 ) -> float:
-    """1 where every check holds, else 0; the first that does not ends it. `call` gives a result,
-    and whether a tool gave it. Raises EnvironmentFailure where none did."""
+    """1 if every check holds, else 0; stops at the first that does not hold. `call` returns a
+    result, and whether it came from a tool. Raises EnvironmentFailure if it did not."""
     for check in checks:
         result, was_answered = await call(check.call())
         if not was_answered:

@@ -1,7 +1,7 @@
-"""Requests of tools that end in time and give a bounded size, whatever the server does.
+"""Requests of tools with a time limit and a size limit that hold for any server.
 
-A client's timeout is that of one read, so a server that says a byte now and then is never late.
-Here the connections of all requests of a call are shut down at the call's deadline.
+A client's timeout applies to one read, so a server that sends a byte now and then is never late.
+Here all connections of a call are shut down at the call's deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import httpx
 from agentevo.errors import ToolError
 
 ENCODING = "gzip"
-"""The encodings that a request accepts, in addition to none: zlib unpacks them step by step."""
+"""The content encodings that a request accepts: zlib can unpack them step by step."""
 _GZIP_ALONE = 16 + zlib.MAX_WBITS
 
 
@@ -32,7 +32,7 @@ class TimedRequests:
         self._sockets: list[socket.socket] = []
 
     def left_s(self) -> float:
-        """Raises TimeoutError where no time is left."""
+        """The remaining time. Raises TimeoutError if there is none."""
         remaining_s = self._until - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError("no time is left")
@@ -41,16 +41,16 @@ class TimedRequests:
     def stream(
         self, client: httpx.Client, method: str, url: httpx.URL | str, **options: Any
     ) -> AbstractContextManager[httpx.Response]:
-        """The same as the client's `stream`. Raises TimeoutError where no time is left."""
+        """The same as the client's `stream`. Raises TimeoutError if no time is left."""
         options["extensions"] = {**options.get("extensions", {}), "trace": self._keep_socket}
         return client.stream(method, url, timeout=self.left_s(), **options)
 
     def shut_down(self) -> None:
-        """Shuts down the connections of these requests: a reader of one reads its end."""
+        """Shuts down the connections of these requests, so that a reader sees the end."""
         with self._lock:
             for connection in self._sockets:
                 with suppress(OSError):  # it is closed
-                    # Not SSLSocket's: that takes the TLS state from the thread that reads.
+                    # Not SSLSocket.shutdown: it takes the TLS state from the thread that reads.
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def _keep_socket(self, event: str, details: dict[str, Any]) -> None:
@@ -64,15 +64,15 @@ class TimedRequests:
 
 @contextmanager
 def timed_requests(within_s: float) -> Iterator[TimedRequests]:
-    """Requests that are over in time, all of them together. Raises TimeoutError for a block that is
-    not."""
+    """Requests with one time limit for all of them together. Raises TimeoutError if the block
+    exceeds it."""
     requests = TimedRequests(within_s)
     timer = threading.Timer(within_s, requests.shut_down)
     timer.daemon = True
     timer.start()
     try:
         yield requests
-        requests.left_s()  # the end of a connection looks like the end of an answer
+        requests.left_s()  # a connection that was shut down looks like the end of an answer
     except httpx.HTTPError as error:
         requests.left_s()
         if isinstance(error, httpx.TimeoutException):
@@ -83,8 +83,8 @@ def timed_requests(within_s: float) -> Iterator[TimedRequests]:
 
 
 def read_content(answer: httpx.Response, name: str, max_bytes: int) -> bytes:
-    """The content of an answer, unpacked. `name` is the answer's in messages. Raises ToolError for
-    one of more bytes and for what can't be unpacked, and what httpx raises."""
+    """The unpacked content of an answer. `name` is the answer's name in messages. Raises ToolError
+    for more than `max_bytes` and for content that can't be unpacked, and what httpx raises."""
     encoding = answer.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity", ENCODING):
         raise ToolError(f"{name} answers in the encoding {encoding}, which was not asked for")

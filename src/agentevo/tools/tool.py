@@ -1,15 +1,17 @@
-"""The tool contract: what can be called, which callers may call it, and what a call returns.
+"""The tool contract: toolsets, their sessions, and the results and errors of calls.
 
-A toolset is what an entry of `agent.tools` becomes, one object for a process. It opens a session
-for each attempt, which holds the state that its tools share and is closed with the attempt.
+An entry of `agent.tools` becomes a toolset, one object per process. The toolset opens a session for
+each attempt. The session holds the state that its tools share and closes with the attempt.
 
-What a call may raise:
+A call can raise:
 
     ToolArgumentsError     arguments that the tool does not take: the policy reads the message
-    ToolError              the tool's own refusal, which the policy reads as well
-    ToolUnavailableError   the tool can't be reached; tried again where nothing was sent, or where
-                           equal calls change nothing
-    anything else          a fault of the tool's code: the policy reads that it failed, and the
+    ToolError              the tool's own refusal, which the policy also reads
+                           ToolUnavailableError   the tool can't be reached; retried if nothing was
+                           sent, or if equal
+                           calls change nothing
+                           anything else          a bug in the tool's code: the policy reads that it
+                           failed, and the
                            user sees the traceback
 """
 
@@ -27,14 +29,14 @@ _SCHEMA_KEYS = ("type", "properties", "required", "additionalProperties")
 
 
 def ordered_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an object, with its keys in an order that a path through MCP does not change: a
-    policy reads the same tokens of a tool wherever the tool runs."""
+    """The schema of an object, with its keys in an order that MCP preserves: a policy reads the
+    same tokens of a tool wherever the tool runs."""
     first = {key: schema[key] for key in _SCHEMA_KEYS if key in schema}
     return first | {key: value for key, value in schema.items() if key not in first}
 
 
 def object_schema(schema: Any) -> dict[str, Any]:
-    """A tool's schema as chat templates and parsers read it: that of an object, whose properties
+    """A tool's schema in the form that chat templates and parsers read: an object whose properties
     are schemas. Any other schema is replaced by that of an object without properties."""
     properties = schema.get("properties", {}) if isinstance(schema, dict) else None
     required = schema.get("required", []) if isinstance(schema, dict) else None
@@ -64,12 +66,12 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     cacheable: bool = False
     """Equal calls have equal results and change nothing."""
     full_name: str = ""
-    """SERVER.TOOL, where several servers are behind one toolset: what `include` and a call may say
-    as well."""
+    """SERVER.TOOL, if several servers are behind one toolset. `include` and calls accept this name
+    too."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that it is called."""
+        """All its names."""
         return (self.name, self.full_name) if self.full_name else (self.name,)
 
     def schema(self, name: str) -> dict[str, Any]:
@@ -94,14 +96,14 @@ class Condensed(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     problem: str = ""
-    """Why it is no summary, or none of all of it."""
+    """Why it is not a summary, or not one of the whole result."""
 
 
 class Condense(Protocol):
     """Makes long results shorter."""
 
     async def __call__(self, spec: ToolSpec, call: ToolCall, text: str) -> Condensed | None:
-        """The replacement for the result `text` of a call; None where it stays as it is."""
+        """The replacement for the result `text` of a call; None if the result is not changed."""
         ...
 
 
@@ -110,23 +112,23 @@ class ToolSession(Protocol):
 
     @property
     def specs(self) -> Sequence[ToolSpec]:
-        """The tools, by names of their own that differ."""
+        """The tools; their names are distinct."""
         ...
 
     @property
     def instructions(self) -> str:
-        """What the policy reads of these tools before the task; empty where that is nothing."""
+        """The text about these tools that the policy reads before the task; can be empty."""
         ...
 
     @property
     def num_losses(self) -> int:
-        """How often the state that calls had left was lost, such as with a server that had to be
-        started again: what is asked after that says nothing of those calls."""
+        """How often the state of the calls was lost, such as by a restart of the server. The state
+        after that does not reflect the earlier calls."""
         ...
 
     async def prepare(self) -> None:
-        """Makes sure that a call can be made. This is no part of the call's time. Raises
-        ToolUnavailableError."""
+        """Makes sure that a call can be made. This does not count towards the call's time limit.
+        Raises ToolUnavailableError."""
         ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -134,9 +136,8 @@ class ToolSession(Protocol):
         ...
 
     async def outcome(self) -> Any:
-        """What the attempt is worth by the state that its calls left, as an agent function returns
-        it (agents/agent.py); None where the tools don't say. Asked once, when the attempt has
-        ended."""
+        """The attempt's outcome by its final state, in a form that an agent function can return
+        (agents/agent.py); None if the tools give none. Called once, after the attempt."""
         ...
 
 
@@ -154,19 +155,19 @@ class Toolset(Protocol):
 
     @property
     def name(self) -> str:
-        """Tells its tools from others of the same name."""
+        """Distinguishes its tools from others of the same name."""
         ...
 
     @property
     def has_outcome(self) -> bool:
-        """Whether its sessions say what an attempt is worth."""
+        """Whether its sessions give the outcome of an attempt."""
         ...
 
     def session(self, task: Task, seed: int) -> AbstractAsyncContextManager[ToolSession]:
-        """The tools for one attempt at `task`; `seed` is the attempt's own, the same when it is
-        replayed. Raises ToolUnavailableError where the tools can't be reached."""
+        """The tools for one attempt at `task`; `seed` is the attempt's seed, which a replay
+        repeats. Raises ToolUnavailableError if the tools can't be reached."""
         ...
 
     async def close(self) -> None:
-        """Ends what attempts shared."""
+        """Ends everything that attempts share."""
         ...

@@ -5,13 +5,13 @@
         reply = await policy.generate(messages, tools=tools.schemas)
         results = await tools.call(parsed.tool_calls)
 
-A failure of a call becomes its result: an unknown tool, arguments that are no JSON or not what the
-tool takes, no answer in time, a server that is gone, an exception of the tool's code. It costs only
-the call, and each kind is counted (METRICS). The policy knows a tool by its own name, with "_" for
-characters that APIs and chat templates don't accept. Where two toolsets have a tool of the same
-name, each of these is TOOLSET__NAME. Where names of one toolset become equal, or hold no accepted
-letter, all but one have a number (`a_b_2`, `tool_2`). A name that is too long ends in a part of its
-digest.
+A failure of a call becomes its result: an unknown tool, arguments that are not JSON or that the
+tool does not take, no answer in time, a server that is gone, an exception of the tool's code. It
+costs only the call, and each kind is counted (METRICS). The policy knows a tool by its own name,
+with "_" for characters that APIs and chat templates don't accept. If two toolsets have a tool of
+the same name, each of these becomes TOOLSET__NAME. If names of one toolset become equal, or hold no
+accepted letter, all except the first get a number (`a_b_2`, `tool_2`). A name that is too long ends
+in a part of its digest.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from agentevo.types import Task, ToolCall
 METRICS = {
     "num_tool_calls": "calls that a tool answered",
     "num_tool_errors": "results that are errors, whatever the reason",
-    "num_unknown_tools": "calls of a tool that there is not",
+    "num_unknown_tools": "calls of a tool that does not exist",
     "num_wrong_arguments": "calls with arguments that the tool does not take",
     "num_tool_timeouts": "calls without an answer in time",
-    "num_tool_failures": "calls whose tool broke or could not be reached",
+    "num_tool_failures": "calls whose tool failed or could not be reached",
 }
 """Name of a metric of an attempt -> what it counts."""
 UNANSWERED = ("num_unknown_tools", "num_tool_timeouts", "num_tool_failures")
@@ -64,19 +64,19 @@ UNANSWERED = ("num_unknown_tools", "num_tool_timeouts", "num_tool_failures")
 RETRY_PAUSE_S = 0.5
 """The pause before the second try of a call; each later pause is twice as long."""
 MAX_NAME = 64
-"""Characters of a tool's name that models and APIs take."""
+"""The maximum number of characters of a tool's name that models and APIs accept."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 OWN_PARTS = ("tool_results", "call_penalty", "code_penalty", STATE_CHECKS)
-"""The names of the reward parts that come from the agent itself and not from its tools."""
+"""The names of the reward parts that come from the agent and not from its tools."""
 LONGEST_ERROR = 10_000
-"""Characters that the policy reads of a call of no tool."""
+"""The number of characters of an unknown tool's name that the policy reads."""
 
 
 class Toolbox:
     """See the module."""
 
     def __init__(self, sections: Sequence[ToolSection], notify: Callable[[str], None] = to_stderr):
-        """`notify` is called with the first exception of each kind of each tool's code. Raises
+        """`notify` receives the first exception of each kind from each tool's code. Raises
         ConfigError for tools that can't be made."""
         self._offers = [
             _Offer(section, toolset) for section in sections for toolset in make_toolsets(section)
@@ -91,21 +91,21 @@ class Toolbox:
         taken = next((n for offer in self._offers if (n := offer.toolset.name) in OWN_PARTS), None)
         if taken is not None:
             raise ConfigError(
-                f"agent.tools: {taken!r} is a part of every reward that tools say: give the entry "
-                "another name"
+                f"agent.tools: the name {taken!r} is reserved for a part of the reward: give the "
+                "entry another name"
             )
 
         self._tell = notify
         self._told = set[tuple[str, type]]()
         self._cache = ResultCache()
         self.has_outcome = any(offer.toolset.has_outcome for offer in self._offers)
-        """Whether an attempt's tools say what it is worth."""
+        """Whether an attempt's tools give its outcome."""
 
     @asynccontextmanager
     async def open(self, task: Task, seed: int) -> AsyncIterator[AttemptTools]:
-        """The tools of one attempt; what they keep for it ends with the block. Raises
-        ToolUnavailableError where they can't be opened, EnvironmentFailure for a task whose
-        `state_checks` are malformed."""
+        """The tools of one attempt; their state ends with the block. Raises ToolUnavailableError if
+        they can't be opened, and EnvironmentFailure for a task whose `state_checks` are
+        malformed."""
         try:
             checks = state_checks(task.metadata)
         except ValueError as error:
@@ -120,25 +120,24 @@ class Toolbox:
             yield AttemptTools(sessions, self._cache, self._show, checks)
 
     def _show(self, name: str, error: Exception) -> None:
-        """Shows an exception of a tool's code at once: otherwise only the policy would read of
-        it."""
+        """Shows an exception of a tool's code at once: otherwise only the policy would see it."""
         kind = (name, type(error))
         if kind not in self._told:
             self._told.add(kind)
             self._tell(
-                f"the tool {name} failed, which the policy is told: {describe_error(error)}\n"
+                f"the tool {name} failed; the policy gets this error: {describe_error(error)}\n"
                 f"{traceback_of(error)}\n(later failures of this kind are counted)"
             )
 
     async def close(self) -> None:
-        """Ends what attempts shared, all of it whatever one raises."""
+        """Closes all toolsets, even if one of them raises."""
         async with AsyncExitStack() as stack:
             for offer in self._offers:
                 stack.push_async_callback(offer.toolset.close)
 
 
 class _Offer:
-    """An entry of `agent.tools`, what it gives, and what holds for it in a process."""
+    """An entry of `agent.tools`, its toolset, and their state in a process."""
 
     def __init__(self, section: ToolSection, toolset: Toolset) -> None:
         self.section = section
@@ -175,11 +174,11 @@ class AttemptTools:
         show: Callable[[str, Exception], None],
         checks: Sequence[StateCheck] = (),
     ) -> None:
-        """`checks`: the task's checks of the state at the end. Raises ConfigError where there are
-        no tools."""
+        """`checks`: the task's checks of the final state. Raises ConfigError if there are no
+        tools."""
         self._sessions = sessions
         self._num_losses = {id(session): session.num_losses for _, session in sessions}
-        """The losses before the attempt."""
+        """The number of state losses before the attempt."""
         self._cache = cache
         self._show = show
         self._checks = checks
@@ -200,21 +199,21 @@ class AttemptTools:
             names = ", ".join(offer.toolset.name for offer, _ in sessions)
             if not any(session.specs for _, session in sessions):
                 raise ConfigError(
-                    f"agent.tools: {names} has no tools at all: look with `agentevo mcp inspect`, "
-                    "and name a server that has some"
+                    f"agent.tools: {names} has no tools: check `agentevo mcp inspect`, and name a "
+                    "server that has some"
                 )
-            raise ConfigError(f"agent.tools: no tool is left of {names}: change `exclude`")
+            raise ConfigError(f"agent.tools: `exclude` removes every tool of {names}: change it")
 
         self.instructions = "\n\n".join(
             session.instructions for _, session in sessions if session.instructions
         )
-        """What the policy reads of the tools before the task."""
+        """The text about the tools that the policy reads before the task."""
         self.schemas = [tool.spec.schema(name) for name, tool in self._tools.items()]
         """The schemas in OpenAI's form, under the names that the policy knows."""
         self.metrics: Counter[str] = Counter()
         """The counters, by the names of METRICS."""
         self.condense: Condense | None = None
-        """What is done with results before the policy reads them."""
+        """Shortens results before the policy reads them."""
 
     async def call(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Makes all calls concurrently, and returns their results in order."""
@@ -234,7 +233,7 @@ class AttemptTools:
 
     async def outcomes(self) -> dict[str, Any]:
         """The outcome of the attempt by each toolset that gives one, and by the task's
-        `state_checks`. Raises what they raise, and EnvironmentFailure where a toolset does not
+        `state_checks`. Raises what they raise, and EnvironmentFailure if a toolset does not
         answer."""
         outcomes: dict[str, Any] = {}
         for offer, session in self._sessions:
@@ -247,11 +246,11 @@ class AttemptTools:
                         self._check_kept(offer, session)
                     outcomes[offer.toolset.name] = await session.outcome()
             except TimeoutError as error:
-                if not limit.expired():  # it is the tool's own
+                if not limit.expired():  # the tool raised it
                     raise
                 raise EnvironmentFailure(
-                    f"the tools {offer.toolset.name!r} have not said within {limit_s:g} s what the "
-                    "attempt is worth"
+                    f"the tools {offer.toolset.name!r} gave no outcome of the attempt within "
+                    f"{limit_s:g} s"
                 ) from error
 
         if self._checks:
@@ -260,8 +259,8 @@ class AttemptTools:
         return {name: outcome for name, outcome in outcomes.items() if outcome is not None}
 
     async def _check_call(self, call: ToolCall) -> tuple[ToolResult, bool]:
-        """The result of a call that is not the policy's, and whether a tool gave it. Raises
-        EnvironmentFailure where it says nothing of the attempt."""
+        """The result of a check's call, and whether it came from a tool. Raises EnvironmentFailure
+        if the attempt's state was lost."""
         metrics = self.metrics
         condense = self.condense
         self.metrics = Counter()
@@ -279,11 +278,11 @@ class AttemptTools:
         return result, was_answered
 
     def _check_kept(self, offer: _Offer, session: ToolSession) -> None:
-        """Raises EnvironmentFailure where the state that the attempt's calls left was lost."""
+        """Raises EnvironmentFailure if the state that the attempt's calls left was lost."""
         if session.num_losses > self._num_losses[id(session)]:
             raise EnvironmentFailure(
-                f"the server of the tools {offer.toolset.name!r} went away in the attempt, and was "
-                "started again: what it says of the state is not what the calls left"
+                f"the server of the tools {offer.toolset.name!r} was restarted during the attempt: "
+                "its state is no longer the state that the calls left"
             )
 
     async def _answer(self, call: ToolCall) -> ToolResult:
@@ -311,7 +310,7 @@ class AttemptTools:
         return self._tools.get(name) or self._by_full_name.get(name)
 
     async def _call_recorded(self, call: ToolCall, recorded: RunningCall) -> ToolResult:
-        """The result as the policy reads it, whatever happens."""
+        """The result as the policy reads it, also for any failure."""
         bound = self._found(call.name)
         if bound is None:
             self.metrics["num_unknown_tools"] += 1
@@ -338,9 +337,9 @@ class AttemptTools:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            self.metrics["num_tool_failures"] += 1  # it is of something that the tool waited for
+            self.metrics["num_tool_failures"] += 1  # its own wait was cancelled
             return _error(f"{call.name} failed: what it waited for was cancelled")
-        except Exception as error:  # noqa: BLE001 (what a tool's code raises costs its call alone)
+        except Exception as error:  # noqa: BLE001 (a tool's exception costs only its call)
             self.metrics["num_tool_failures"] += 1
             self._show(call.name, error)
             return _error(f"{call.name} failed: {describe_error(error)}")
@@ -361,7 +360,7 @@ class AttemptTools:
         return await self._cache.get(key, lambda: self._try_call(bound, arguments))
 
     async def _try_call(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
-        """The call, again where its server could not be reached."""
+        """Makes the call, and repeats it if the server could not be reached."""
         limit = asyncio.timeout(None)
         section = bound.offer.section
         tries = 0
@@ -376,7 +375,7 @@ class AttemptTools:
             except TimeoutError as error:
                 if limit.expired():
                     raise _NoAnswerError from error
-                raise  # the tool's own
+                raise  # the tool raised it
             except ToolUnavailableError as error:
                 if tries >= section.retries or (error.was_sent and not bound.is_cached):
                     raise
@@ -391,7 +390,7 @@ def _is_called(spec: ToolSpec, patterns: Sequence[str]) -> bool:
 
 
 class _NoAnswerError(Exception):
-    """A call has not come back in its time."""
+    """A call has not returned within its time limit."""
 
 
 def _check_included(sessions: Sequence[tuple[_Offer, ToolSession]]) -> None:
@@ -445,7 +444,7 @@ def _by_name(tools: Sequence[_Bound]) -> dict[str, _Bound]:
             name = f"{_plain_name(tool.offer.toolset.name)}__{name}"
         preferred.append(_short_name(name))
 
-    # A tool whose own name this is keeps it; the others get a numbered name, in any order.
+    # The tool whose original name this is keeps it; the others get a number, in any order.
     names: dict[int, str] = {}
     taken = set[str]()
     for number in sorted(range(len(tools)), key=lambda i: preferred[i] != tools[i].spec.name):
@@ -469,7 +468,7 @@ def _short_name(name: str) -> str:
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:
-    """The name, or with the first number that makes it another one than all that are taken."""
+    """The name, with the lowest number that makes it unique if it is taken."""
     candidate = name
     for number in itertools.count(2):
         if candidate not in taken:

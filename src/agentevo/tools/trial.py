@@ -1,5 +1,5 @@
-"""Each tool of a toolbox called once, with arguments made from its schema: what it gives, how long
-it takes, and how it fails."""
+"""Calls each tool of a toolbox once, with arguments made from its schema, and reports the result,
+the time and the failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task, ToolCall
 
 DEPTH = 6
-"""Objects and lists within one another that are made; deeper ones are empty."""
+"""The maximum depth of generated objects and lists; deeper ones are empty."""
 _BROKEN = ("num_tool_failures", "num_tool_timeouts", "num_unknown_tools")
 _REFUSED = ("num_wrong_arguments",)
 _TEXTS = {
@@ -25,7 +25,7 @@ _TEXTS = {
     "email": "someone@example.com",
     "uri": "http://example.com/",
 }
-"""Format -> a text of it."""
+"""Format -> an example text."""
 
 
 class TriedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class TriedCall(msgspec.Struct, frozen=True, kw_only=True):
     """The result, as a policy reads it."""
     seconds: float
     status: Literal["answered", "error", "refused", "broken"]
-    """`error`: the tool said that it can't; `refused`: it does not take these arguments; `broken`:
+    """`error`: the tool returned an error; `refused`: it does not take these arguments; `broken`:
     no answer, or an exception of its code."""
 
 
@@ -46,8 +46,8 @@ async def try_calls(
     task: Task,
     calls: Sequence[ToolCall] = (),
 ) -> AsyncIterator[TriedCall]:
-    """These calls, one after the other in one session; without any, one of each tool. Raises what
-    opening the tools raises."""
+    """Makes these calls one after the other in one session; without any, one call of each tool.
+    Raises what opening the tools raises."""
     toolbox = Toolbox(sections)
     try:
         async with toolbox.open(task, seed=0) as tools:
@@ -85,9 +85,9 @@ def made_call(schema: Mapping[str, Any]) -> ToolCall:
 
 
 def made_value(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
-    """A value that a JSON schema allows, the same each time: one that the schema names (a default,
-    an example, a choice), else the simplest. An object has its required properties. `root` is the
-    schema that references point into."""
+    """A value that a JSON schema allows, the same each time: a default, an example or a choice from
+    the schema, else the simplest value. An object has its required properties. `root` is the schema
+    that references point into."""
     schema = _resolve_reference(schema, root)
     for key in ("const", "default"):
         if key in schema:
@@ -141,7 +141,7 @@ def _of_kind(kind: Any, schema: Mapping[str, Any], root: Mapping[str, Any], dept
 
 
 def _resolve_reference(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that a reference leads to, within the same tool's."""
+    """The schema that a reference points to, within the same tool's schema."""
     for _ in range(DEPTH):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):

@@ -1,9 +1,10 @@
 """verl's tools: classes with `create`, `execute` and `release`, listed in a file.
 
-Of a tool that is called an attempt has one instance: made before its first call, with the row's
-`create_kwargs`, and released at the end. (verl 0.9 makes one for every call; a tool that keeps its
-state by the instance's id works either way.) A text, or an object with a `text`, is the result;
-images are left out. `calc_reward` is not asked: a score belongs to the recipe's `rewards`.
+An attempt has one instance of each tool that it calls. The instance is made before the first call,
+with the row's `create_kwargs`, and released at the end. (verl 0.9 makes one for every call; a tool
+that keeps its state by the instance's id works both ways.) The result is a text, or the `text` of
+an object; images are left out. `calc_reward` is not called: put a score into the recipe's
+`rewards`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class VerlTools:
         try:
             tree = parse_yaml(read_text(section.file.expanduser()))
         except ParseError as error:
-            raise ConfigError(f"{where}: no YAML: {error}") from error
+            raise ConfigError(f"{where} is not YAML: {error}") from error
 
         rows = tree.get("tools") if isinstance(tree, Mapping) else None
         if not isinstance(rows, list) or not rows:
@@ -112,7 +113,7 @@ class _VerlSession:
         return None
 
     async def release(self) -> None:
-        """Ends the instances, all of them whatever one raises."""
+        """Releases all instances, even if one of them raises."""
         for name, instance in self._instances.items():
             release = getattr(self._tools[name], "release", None)
             if release is None:
@@ -162,7 +163,7 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
         tool = load_in_time(make, f"{where}: the constructor of {path}")
     except (LoadingTimeoutError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # also SystemExit, and anything else that a user's code raises
+    except BaseException as error:  # a user's code can raise anything, also SystemExit
         raise ConfigError(
             f"{where}: {path} can't be made (list its file under the recipe's `import`, or install "
             f"its package): {describe_failure(error)}"
@@ -181,7 +182,7 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
 
 
 def _as_verl_has_it(schema: Mapping[str, Any]) -> Any:
-    """The record that verl gives to its tools, where verl is installed; else the mapping."""
+    """The record that verl passes to its tools if verl is installed; else the mapping."""
     try:
         schemas = importlib.import_module("verl.tools.schemas")
     except ImportError:

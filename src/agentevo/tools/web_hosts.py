@@ -1,11 +1,11 @@
-"""Which hosts a tool may read from, and a read that keeps to it.
+"""The hosts that a tool may read from, and reads that obey these rules.
 
-A host is allowed where an entry of `allow` names it and none of `deny`: `en.wikipedia.org`,
-`*.python.org` (any host below it), `*` (any). An entry with `:PORT` names that port alone; one
-without allows 80 and 443, and denies every port. A host's addresses must be public, unless
-`allow_private`. They are looked up once: the connection goes to the address that was checked, and
-the certificate is that of the name. Each redirect is checked as the first URL is. No proxy is used,
-since that would look the name up again.
+A host is allowed if an entry of `allow` matches it and no entry of `deny` does: `en.wikipedia.org`,
+`*.python.org` (any host below it), `*` (any). An entry with `:PORT` covers only that port. Without
+a port, `allow` covers 80 and 443, and `deny` covers every port. A host's addresses must be public,
+unless `allow_private` is set. They are looked up once: the connection goes to the checked address,
+with the certificate of the name. Each redirect is checked like the first URL. No proxy is used,
+since it would look up the name again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from agentevo.tools.timed_requests import ENCODING, TimedRequests, read_content,
 
 MAX_REDIRECTS = 5
 MAX_URL = 2000
-"""Characters of a URL."""
+"""The maximum number of characters of a URL."""
 USUAL_PORTS = {"http": 80, "https": 443}
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
-"""All that IANA has given out of IPv6 for hosts of the internet."""
+"""The part of IPv6 that IANA has assigned to hosts of the internet."""
 _DOCUMENTATION = ipaddress.IPv6Network("3fff::/20")
 """The network of RFC 9637, which Python 3.11 does not know."""
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -37,12 +37,12 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class WebPage:
-    """What a URL gave."""
+    """The answer of a URL."""
 
     url: str
     """The URL after redirects."""
     media_type: str
-    """Such as text/html; empty where the server does not say."""
+    """Such as text/html; empty if the server does not say."""
     charset: str | None
     content: bytes
 
@@ -53,13 +53,13 @@ class WebHosts:
     def __init__(
         self, allow: Sequence[str], deny: Sequence[str] = (), *, allow_private: bool = False
     ) -> None:
-        """Raises ConfigError for what names no host."""
+        """Raises ConfigError for an entry that is not a host."""
         self._allow = [_entry("allow", entry) for entry in allow]
         self._deny = [_entry("deny", entry) for entry in deny]
         self._allow_private = allow_private
 
     def allows(self, url: str) -> bool:
-        """Whether the rules name the URL's host; its addresses are not looked up."""
+        """Whether the rules allow the URL's host; its addresses are not looked up."""
         try:
             self._check_name(_parse_url(url))
         except ToolError:
@@ -67,8 +67,8 @@ class WebHosts:
         return True
 
     def read(self, url: str, *, max_bytes: int, within_s: float) -> WebPage:
-        """The whole content behind a URL. Raises ToolError where it is refused, too large, late,
-        not reachable, or an error of the server: the caller has chosen the host."""
+        """The whole content of a URL. Raises ToolError if the URL is refused, too large, late or
+        not reachable, or if the server returns an error: the policy chose the host."""
         try:
             with (
                 httpx.Client(verify=trusted_context(), trust_env=False) as client,
@@ -83,7 +83,7 @@ class WebHosts:
     def _follow(
         self, url: str, client: httpx.Client, requests: TimedRequests, max_bytes: int
     ) -> WebPage:
-        """The page behind a URL and its redirects."""
+        """The page of a URL, after its redirects."""
         for _ in range(MAX_REDIRECTS + 1):
             parsed = _parse_url(url)
             address = self._address_of(parsed, requests.left_s())
@@ -130,7 +130,7 @@ class WebHosts:
 
 
 def is_public(address: _Address) -> bool:
-    """Whether an address is of the internet, also where it holds another one."""
+    """Whether an address is public; checks an embedded IPv4 address too."""
     if isinstance(address, ipaddress.IPv6Address):
         embedded = address.ipv4_mapped or address.sixtofour
         if address.teredo is not None:
@@ -150,11 +150,11 @@ def _entry(key: str, text: str) -> tuple[str, int | None]:
     name = host.removeprefix("*.")
     if not text.strip() or "/" in text or (host != "*" and "*" in name) or not name:
         raise ConfigError(
-            f"{key}: {text!r} is no host: give one such as en.wikipedia.org, *.python.org, * (any) "
-            "or localhost:8000"
+            f"{key}: {text!r} is not a host: give one such as en.wikipedia.org, *.python.org, * "
+            "(any) or localhost:8000"
         )
     if port and not port.isdecimal():
-        raise ConfigError(f"{key}: {text!r}: a port is a number")
+        raise ConfigError(f"{key}: {text!r}: the port must be a number")
     return host.rstrip("."), int(port) if port else None
 
 
@@ -181,7 +181,7 @@ def _parse_url(text: str) -> httpx.URL:
 
 
 def _request_to(url: httpx.URL, address: _Address) -> dict[str, Any]:
-    """A request to the address, for the name."""
+    """The arguments of a request to the address, with the host's name in its headers."""
     return {
         "url": url.copy_with(host=str(address)),
         "headers": {

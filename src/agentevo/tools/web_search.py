@@ -1,8 +1,8 @@
-"""Search in the web, as a tool, by an API of the user's choice: one of APIS by name, or any that
-answers with JSON, described by the same fields (`WebSearchApi`).
+"""A tool that searches the web through an API of the user's choice: one of APIS by name, or any
+JSON API, described by the fields of `WebSearchApi`.
 
-The shapes are those of the providers' documents: SearXNG's JSON format, Brave's Web Search,
-Serper's and Tavily's search.
+The formats follow the providers' documentation: SearXNG's JSON format, Brave's Web Search, Serper's
+and Tavily's search.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from agentevo.tools.web_hosts import WebHosts
 
 TIMEOUT_S = 30.0
 MAX_ANSWER = 4_000_000
-"""Bytes of an API's answer."""
+"""The maximum number of bytes of an API's answer."""
 MAX_QUERY = 1000
-"""Characters of a query."""
+"""The maximum number of characters of a query."""
 
 
 class WebSearchApi(pydantic.BaseModel):
-    """How an API is asked, and where its answer has what."""
+    """The form of an API's requests and answers."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
@@ -39,13 +39,13 @@ class WebSearchApi(pydantic.BaseModel):
     query: str = "q"
     """The parameter that holds the query."""
     count: str | None = None
-    """The parameter that says how many results are wanted."""
+    """The parameter for the number of results."""
     parameters: Mapping[str, pydantic.JsonValue] = {}
-    """Others, always the same."""
+    """Other parameters, with constant values."""
     key_header: str | None = None
     """The header that holds the key; Authorization gets it after `Bearer`."""
     results: str = "results"
-    """Where the list of results is: keys with dots between them."""
+    """The path of the list of results: keys with dots between them."""
     title: str = "title"
     link: str = "url"
     text: str = "content"
@@ -93,14 +93,14 @@ class WebSearch:
         allow: Sequence[str] = ("*",),
         deny: Sequence[str] = (),
     ) -> None:
-        """`api`: a name of APIS or the fields of a WebSearchApi. `url`: in place of its own.
-        `api_key`: `${env:NAME}`. Results of hosts that `allow` and `deny` leave out are not shown
+        """`api`: a name from APIS, or the fields of a WebSearchApi. `url`: replaces the API's URL.
+        `api_key`: `${env:NAME}`. Results from hosts that `allow` and `deny` exclude are not shown
         (web_hosts.py). Raises ConfigError."""
         self._api = _api(api, url)
         self._key = key_of("the tool web_search: api_key", api_key)
         if self._api.key_header is not None and self._key is None:
             raise ConfigError(
-                f"the tool web_search: {self._api.url} wants a key: set api_key to ${{env:NAME}}"
+                f"the tool web_search: {self._api.url} needs a key: set api_key to ${{env:NAME}}"
             )
         if self._key is not None and self._api.key_header is None:
             raise ConfigError(
@@ -203,5 +203,5 @@ def _api(option: str | dict[str, Any], url: str | None) -> WebSearchApi:
         raise ConfigError(f"the tool web_search: api.{place}: {wrong['msg']}") from error
 
     if not api.url:
-        raise ConfigError("the tool web_search: url is missing: give that of your server")
+        raise ConfigError("the tool web_search: url is missing: give the URL of your server")
     return api

@@ -1,5 +1,5 @@
-"""Passages by their words: SQLite's FTS5, ranked by BM25. Of a script that puts no space between
-words every letter is one (unspaced.py)."""
+"""Search by words: SQLite's FTS5, ranked by BM25. In scripts without spaces, every letter counts as
+a word (unspaced.py)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from agentevo.tools.corpus import MAX_QUERY, Passage
 from agentevo.tools.unspaced import separate
 
 MAX_TERMS = 32
-"""Words of a query that are looked for, and pairs of them: the rarest say most, but which those are
-is not known."""
+"""The number of words of a query, and of pairs of them, that are searched. The rarest words would
+matter most, but it is not known which these are."""
 LETTERS_OF_A_WORD = 2
-"""Letters of a script without spaces that count as a word."""
+"""The number of letters of a script without spaces that count as one word."""
 _WORD = re.compile(r"\w+")
 
 
 class WordIndex:
-    """Passages by their words."""
+    """A search index by words."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         self._passages = passages
@@ -53,8 +53,8 @@ class WordIndex:
 
 
 def _match(query: str) -> str:
-    """FTS5's query for any of the words, and for any two neighbouring words: a passage with a whole
-    name of several words ranks before one with its words in different places."""
+    """FTS5's query for any of the words and any pair of neighbouring words. A passage with a whole
+    name of several words then ranks before one with these words in different places."""
     query = query[:MAX_QUERY].lower()
     separated = separate(query)
     words = _WORD.findall(separated)

@@ -25,11 +25,11 @@ from agentevo.data.traces.call import (
 )
 
 _BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
-"""Kinds of blocks that this API alone has."""
+"""Kinds of blocks that only this API has."""
 
 
 def is_anthropic(row: Mapping[str, Any]) -> bool:
-    """Whether a row is a record of this API, and not one of OpenAI's, or nothing shows which."""
+    """Whether a row is clearly a record of this API and not of OpenAI's."""
     request, answer = halves(row)
     if answer is not request and isinstance(answer.get("content"), list):
         return "choices" not in answer and "output" not in answer
@@ -74,7 +74,7 @@ def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
 
 
 def _of_blocks(blocks_message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A message of blocks in OpenAI's form; results of tools are messages of their own."""
+    """A message of blocks in OpenAI's form; results of tools become separate messages."""
     content = blocks_message.get("content")
     if not isinstance(content, list):
         return [message(blocks_message)]
@@ -97,7 +97,7 @@ def _of_blocks(blocks_message: Mapping[str, Any]) -> list[dict[str, Any]]:
             result = {"role": "tool", "content": text_of(block.get("content"))}
             results.append(result | {"tool_call_id": block.get("tool_use_id")})
         elif kind != "redacted_thinking":
-            raise RowError("unknown_form", f"a message has a block {kind!r}, which is no text")
+            raise RowError("unknown_form", f"a message has a block {kind!r}, which is not text")
 
     is_said = (
         converted["content"] or converted.get("tool_calls") or converted.get("reasoning_content")
@@ -106,7 +106,7 @@ def _of_blocks(blocks_message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tools(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Those of the client: the server's own, such as web_search, have no schema."""
+    """The client's tools: the server's own, such as web_search, have no schema."""
     tools = request.get("tools")
     if not isinstance(tools, Sequence):
         return tools_of(tools)

@@ -1,4 +1,5 @@
-"""One recorded call of a model, from any recorder, and what all readers of records need."""
+"""One recorded call of a model, from any recorder, and the common functions of all readers of
+records."""
 
 from __future__ import annotations
 
@@ -22,26 +23,28 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
 }
-"""What recorders call a role -> the role."""
+"""A recorder's name of a role -> the role."""
 CUT_OFF = {"length", "max_tokens", "max_output_tokens", "content_filter", "incomplete"}
-"""How answers end that are not whole."""
+"""The finish reasons of incomplete answers."""
 
 
 @dataclass
 class RecordedCall:
-    """A call of a model: the whole history, and last of all its answer."""
+    """A call of a model: the whole history, and its answer at the end."""
 
     where: str
     messages: list[dict[str, Any]]
     """In OpenAI's form."""
     tools: list[dict[str, Any]] | None = None
     is_given: bool = False
-    """Not a record of one call but a conversation to learn, every answer of which is taught."""
+    """Whether it is not a record of one call but a conversation, with every answer to be
+    trained."""
     model: str = ""
 
 
 def message(value: Any) -> dict[str, Any]:
-    """A message in OpenAI's form, or nearly, with what a conversation may hold. Raises RowError."""
+    """A message in OpenAI's form, or almost, reduced to the keys of a conversation. Raises
+    RowError."""
     if not isinstance(value, Mapping):
         raise RowError("unknown_form", f"a message is a {type(value).__name__}, not an object")
 
@@ -97,20 +100,20 @@ def text_of(content: Any) -> str:
         text = part.get("text", part.get("content")) if isinstance(part, Mapping) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RowError("unknown_form", f"a content has a part {kind!r}, which is no text")
+            raise RowError("unknown_form", f"a content has a part {kind!r}, which is not text")
         texts.append(text)
 
     return "".join(texts)
 
 
 def tools_of(values: Any) -> list[dict[str, Any]] | None:
-    """Tools in OpenAI's nesting, from any of the usual forms; entries that are no functions are
+    """Tools in OpenAI's nesting, from any of the usual forms; entries that are not functions are
     left out. Raises RowError."""
     values = parse_value(values, "tools")
     if not values:
         return None
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise RowError("bad_tool_call", "tools is no list of JSON schemas")
+        raise RowError("bad_tool_call", "tools is not a list of JSON schemas")
 
     tools = []
     for value in values:
@@ -118,7 +121,7 @@ def tools_of(values: Any) -> list[dict[str, Any]] | None:
         function = function.get("function", function) if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             if isinstance(value, Mapping) and value.get("type") not in (None, "function"):
-                continue  # a tool of the server's own, such as web_search
+                continue  # a tool of the server itself, such as web_search
             raise RowError("bad_tool_call", "a tool has no name")
 
         schema = function.get("parameters", function.get("input_schema"))
@@ -148,8 +151,8 @@ def parse_value(value: Any, what: str) -> Any:
 
 
 def halves(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The question and the answer: the same where the row is both, or a conversation. Raises
-    RowError."""
+    """The request and the response; both are the row itself if it combines them or is a
+    conversation. Raises RowError."""
     request = row.get("request", row.get("body", row))
     answer = row.get("response", row)
     for _ in range(2):  # a batch wraps both
@@ -157,7 +160,7 @@ def halves(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]
         answer = answer.get("body", answer) if isinstance(answer, Mapping) else answer
 
     if not isinstance(request, Mapping):
-        raise RowError("unknown_form", "its request is no object")
+        raise RowError("unknown_form", "its request is not an object")
     if not isinstance(answer, Mapping):
         raise RowError("failed_call", "it has no answer")
     if answer.get("error"):
@@ -167,10 +170,10 @@ def halves(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]
 
 
 def objects(value: Mapping[str, Any], key: str) -> list[Any]:
-    """The objects under a key. Raises RowError where there are none."""
+    """The objects under a key. Raises RowError if there are none."""
     items = value.get(key)
     if not isinstance(items, list) or not items:
-        raise RowError("empty" if items == [] else "unknown_form", f"{key} is no list, or empty")
+        raise RowError("empty" if items == [] else "unknown_form", f"{key} is not a list, or empty")
     if not all(isinstance(item, Mapping) for item in items):
-        raise RowError("unknown_form", f"{key} holds what is no object")
+        raise RowError("unknown_form", f"{key} has an entry that is not an object")
     return items

@@ -26,7 +26,7 @@ from agentevo.data.traces.call import (
 
 
 def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
-    """The calls in a row; several where one has several answers. Raises RowError."""
+    """The calls in a row; several if a call has several answers. Raises RowError."""
     request, answer = halves(row)
     if "choices" in answer:
         return _of_chat(where, request, answer)
@@ -76,8 +76,8 @@ def _of_responses(
     if answer.get("previous_response_id") or request.get("previous_response_id"):
         raise RowError(
             "unknown_form",
-            "it goes on from a previous_response_id, so its history is not in it: record the "
-            "whole input, or the items of the conversation",
+            "it continues a previous_response_id, so it lacks its history: record the whole "
+            "input, or the items of the conversation",
         )
 
     messages: list[dict[str, Any]] = []
@@ -92,7 +92,7 @@ def _of_responses(
     elif isinstance(history, Sequence):
         messages += _of_items(history)
     else:
-        raise RowError("empty", "its input is not in it")
+        raise RowError("empty", "it lacks its input")
 
     if not is_given:
         replies = _of_items(objects(answer, "output"))
@@ -107,7 +107,7 @@ def _of_responses(
 
 
 def _of_items(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Items of the Responses API as messages: what the assistant says in several is one."""
+    """Items of the Responses API as messages; several items of the assistant become one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if not isinstance(item, Mapping):
@@ -124,7 +124,7 @@ def _of_items(items: Sequence[Any]) -> list[dict[str, Any]]:
             _add(_answer_at(messages, kind), item, kind)
         else:
             raise RowError(
-                "unknown_form", f"an item is of type {kind!r}, which no chat template has"
+                "unknown_form", f"an item is of type {kind!r}, which chat templates don't support"
             )
 
     for converted in messages:
@@ -135,7 +135,7 @@ def _of_items(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _answer_at(messages: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """The assistant's message at the end, or a new one: a text or a thought after a text begins
+    """The assistant's message at the end, or a new one: a text or reasoning after a text begins
     another answer."""
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant" and (

@@ -1,5 +1,5 @@
 """Spans and events of OpenTelemetry's conventions for generative AI
-(https://opentelemetry.io/docs/specs/semconv/gen-ai/), in each of the ways they have been recorded:
+(https://opentelemetry.io/docs/specs/semconv/gen-ai/), in each of their recorded forms:
 
     attributes of a span, or of its event    gen_ai.input.messages, gen_ai.output.messages,
                                              gen_ai.system_instructions, gen_ai.tool.definitions
@@ -9,7 +9,7 @@
     numbered attributes                      gen_ai.prompt.0.role, gen_ai.completion.0.content
 
 A row is an exporter's output: OTLP as JSON (resourceSpans, resourceLogs) or a span as the SDKs
-print it. The records of one span belong together, in whichever rows they are.
+print it. The records of one span are combined, also from different rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNCAPTURED = (
 
 
 def is_telemetry(row: Mapping[str, Any]) -> bool:
-    """Whether a row is what an exporter writes."""
+    """Whether a row is an exporter's output."""
     keys = ("resourceSpans", "resource_spans", "resourceLogs", "resource_logs")
     is_printed = "attributes" in row and ("context" in row or "span_id" in row or "spanId" in row)
     return any(key in row for key in keys) or is_printed
@@ -57,7 +57,7 @@ class ImportedSpan:
 
     @property
     def is_model_call(self) -> bool:
-        """Whether it is a call of a model: not of a tool, an agent or anything else."""
+        """Whether it is a call of a model, and not of a tool or an agent."""
         operation = self.attributes.get("gen_ai.operation.name")
         if operation is not None:
             return operation in _OPERATIONS
@@ -72,7 +72,7 @@ class ImportedSpan:
 
 
 def add_spans(spans: dict[str, ImportedSpan], where: str, row: Mapping[str, Any]) -> None:
-    """Adds what a row has recorded to the spans, by trace and span."""
+    """Adds a row's records to the spans, by trace and span."""
     for number, (kind, record) in enumerate(_records(row)):
         context = record.get("context") or record
         name = f"{_id(context, 'trace')}/{_id(context, 'span')}"
@@ -103,7 +103,7 @@ def add_spans(spans: dict[str, ImportedSpan], where: str, row: Mapping[str, Any]
 
 
 def call_of(span: ImportedSpan) -> RecordedCall:
-    """The call that a span is. Raises RowError."""
+    """The call of a span. Raises RowError."""
     if span.failed:
         raise RowError("failed_call", f"it failed: {span.failed[:200]}")
 
@@ -127,7 +127,7 @@ def call_of(span: ImportedSpan) -> RecordedCall:
 
 
 def _of_attributes(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dict[str, Any]]:
-    """gen_ai.input.messages and its like, as objects or as JSON."""
+    """The messages of gen_ai.input.messages and similar attributes, as objects or as JSON."""
     if _INPUT not in attributes and _OUTPUT not in attributes:
         return []
 
@@ -139,7 +139,7 @@ def _of_attributes(attributes: Mapping[str, Any], events: Sequence[Any]) -> list
     for key in (_INPUT, _OUTPUT):
         values = parse_value(attributes.get(key), key) or []
         if not isinstance(values, Sequence):
-            raise RowError("unknown_form", f"{key} is no list")
+            raise RowError("unknown_form", f"{key} is not a list")
         for value in values[:1] if key == _OUTPUT else values:
             messages += _of_parts(value)
 
@@ -147,7 +147,7 @@ def _of_attributes(attributes: Mapping[str, Any], events: Sequence[Any]) -> list
 
 
 def parsed_or_text(value: Any) -> Any:
-    """JSON where it is some, else the text."""
+    """The value of a JSON text; any other text unchanged."""
     try:
         return parse_value(value, "")
     except RowError:
@@ -155,7 +155,7 @@ def parsed_or_text(value: Any) -> Any:
 
 
 def _of_parts(value: Any) -> list[dict[str, Any]]:
-    """A message of parts; results of tools are messages of their own."""
+    """A message of parts in OpenAI's form; results of tools become separate messages."""
     if not isinstance(value, Mapping) or "parts" not in value:
         return [message(value)]
 
@@ -179,7 +179,7 @@ def _of_parts(value: Any) -> list[dict[str, Any]]:
             named = {"tool_call_id": part["id"]} if part.get("id") else {}
             results.append({"role": "tool", "content": content, **named})
         else:
-            raise RowError("unknown_form", f"a message has a part {kind!r}, which is no text")
+            raise RowError("unknown_form", f"a message has a part {kind!r}, which is not text")
 
     if value.get("finish_reason") in CUT_OFF:
         answer["weight"] = 0
@@ -189,7 +189,8 @@ def _of_parts(value: Any) -> list[dict[str, Any]]:
 
 
 def _of_events(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dict[str, Any]]:
-    """gen_ai.user.message and its like; of several choices the first one counts."""
+    """The messages of gen_ai.user.message and similar events; of several choices the first one
+    counts."""
     messages: list[dict[str, Any]] = []
     answer: dict[str, Any] | None = None
     for name, event_attributes in events:
@@ -218,7 +219,8 @@ def _of_events(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dic
 
 
 def parsed_or_text_of(value: Any) -> Any:
-    """An attribute of an event: lists and objects come as JSON, any other value stays a text."""
+    """An attribute of an event: lists and objects are parsed from JSON, any other value stays a
+    text."""
     if isinstance(value, str) and value[:1] in "[{":
         inner = parsed_or_text(value)
         is_structure = isinstance(inner, list) and inner and isinstance(inner[0], Mapping)
@@ -227,7 +229,7 @@ def parsed_or_text_of(value: Any) -> Any:
 
 
 def _of_numbered(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dict[str, Any]]:
-    """gen_ai.prompt.0.role and its like."""
+    """The messages of gen_ai.prompt.0.role and similar attributes."""
     halves: dict[str, dict[int, dict[str, Any]]] = {"prompt": {}, "completion": {}}
     for key, value in attributes.items():
         if (place := _NUMBERED.fullmatch(key)) is not None:
@@ -292,7 +294,7 @@ def _either(value: Mapping[str, Any], name: str) -> list[Any]:
     snake = re.sub(r"([A-Z])", lambda letter: f"_{letter[1].lower()}", name)
     items = value.get(name, value.get(snake)) or []
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
-        raise RowError("unknown_form", f"{name} is no list of objects")
+        raise RowError("unknown_form", f"{name} is not a list of objects")
     return items
 
 
@@ -301,13 +303,13 @@ def _id(record: Mapping[str, Any], kind: str) -> str:
 
 
 def _attributes(attributes: Any) -> dict[str, Any]:
-    """Attributes as a mapping, whether they are one or OTLP's list of keys and values."""
+    """Attributes as a mapping, from a mapping or from OTLP's list of keys and values."""
     if isinstance(attributes, Mapping):
         return dict(attributes)
     if attributes is None:
         return {}
     if not isinstance(attributes, Sequence):
-        raise RowError("unknown_form", "attributes is no list")
+        raise RowError("unknown_form", "attributes is not a list")
     return {
         str(attribute.get("key")): _value(attribute.get("value"))
         for attribute in attributes

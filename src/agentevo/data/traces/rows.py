@@ -1,10 +1,10 @@
-"""Recorded calls -> rows, each said once.
+"""Converts recorded calls to rows without repetitions.
 
-An agent's calls repeat its history: each holds everything said before. So a call whose whole
+An agent's calls repeat its history: each has all earlier messages. So a call whose whole
 conversation another call continues is part of that one (`continued`), and an equal call is a
-duplicate. Of the remaining calls, an answer is taught if some record has it as the answer of a
-call; what another author put into a history (examples, for instance) is context. A row that
-`agentevo sft` would refuse is left out here already.
+duplicate. Of the remaining calls, an answer is trained if some record has it as the answer of a
+call; other assistant messages in a history (examples, for instance) are context. A row that
+`agentevo sft` would refuse is left out here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Imported:
     """In the form `messages`."""
     report: RowReport
     num_other_spans: int
-    """Spans that are no calls of a model."""
+    """The number of spans that are not calls of a model."""
 
 
 def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
@@ -91,8 +91,7 @@ def _read(
 
 @contextmanager
 def _of_no_form() -> Iterator[None]:
-    """A foreign record may have any value anywhere: an unexpected value makes it a record of no
-    known form."""
+    """A block in which an unexpected value of a record raises RowError for an unknown form."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:
@@ -111,9 +110,9 @@ def _merge_calls(calls: Sequence[RecordedCall], report: RowReport) -> Iterator[d
             if not message_digests:
                 raise RowError("empty", "no messages")
             if message_digests[-1] in gone_on:
-                raise RowError("continued", "another record goes on from it, and has all of it")
+                raise RowError("continued", "another record continues it, and has all of it")
             if message_digests[-1] in known_ends:
-                raise RowError("duplicate", "a record before it says the same")
+                raise RowError("duplicate", "an earlier record is the same")
 
             row = _row(call, message_digests, answered)
             known_ends.add(message_digests[-1])
@@ -140,8 +139,8 @@ def _row(call: RecordedCall, digests: list[bytes], answered: set[bytes]) -> dict
 
 
 def _digests(call: RecordedCall) -> list[bytes]:
-    """For each message, a digest of the conversation up to it. It leaves out ids of tool calls,
-    which recorders create again, the spelling of arguments, and thoughts, which clients leave
+    """For each message, a digest of the conversation up to it. It ignores the ids of tool calls,
+    which recorders create again, the spelling of arguments, and reasoning, which clients leave
     out."""
     digest = sha256(json.dumps(call.tools, sort_keys=True).encode())
     digests = []
@@ -171,8 +170,8 @@ def _said(call: Any) -> Any:
 
 
 def _rows(source: str) -> Iterator[SourceRow]:
-    """As read_rows, and JSON files of single objects, one after another, as exporters write
-    them."""
+    """Like read_rows, and also reads JSON files of single objects, one after another, as exporters
+    write them."""
     path = Path(source).expanduser()
     if path.suffix != ".json" or not path.is_file():
         yield from read_rows(source)

@@ -15,4 +15,4 @@ from agentevo.tool_servers.lessons.shop import Shop
 LESSONS: dict[str, Lesson] = {
     lesson.tool: lesson for lesson in (Hotel(), Arithmetic(), Shop(), Copying(), Facts())
 }
-"""By the name of the tool."""
+"""The lessons by the name of their tool."""

@@ -1,5 +1,5 @@
-"""Notes in files, for `files`: a word is to be put into a file of its own; it stands in a note, or
-in the file that the note names. The state decides."""
+"""Notes in files, for `files`: a word must be copied into a new file; it is in a note, or in the
+file that the note names. The final state decides."""
 
 from __future__ import annotations
 

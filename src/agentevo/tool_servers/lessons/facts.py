@@ -1,5 +1,5 @@
-"""Questions about an invented world, for `search`: where a person lives, and what the city is known
-for, which takes a second search. The answer is a word."""
+"""Questions about an invented world, for `search`: where a person lives, or what that city is known
+for, which needs a second search. The answer is a word."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GOODS = [
     "lace",
 ]
 WORLD = 17
-"""Seed of the world, which is one and the same for all tasks."""
+"""The seed of the world, which is the same for all tasks."""
 _LIVES = re.compile(r"lives in (\w+)")
 _KNOWN = re.compile(r"known for (\w+)")
 

@@ -1,11 +1,11 @@
-"""A lesson: tasks for one tool, and what solves them.
+"""A lesson: tasks for one tool, and a solver for them.
 
-Tasks are drawn with a seed. A hash of each query decides whether it is held out (a share of
-HELD_OUT), so no query is both trained on and held out, whatever seeds and counts are used.
+Tasks are random with a seed. A hash of each query decides whether it is held out (a share of
+HELD_OUT), so no query is both trained on and held out, for any seeds and counts.
 
-Demonstrations are played with the real tools: a solver makes its calls, reads their results, and
-says its answer. `quits` is the share of its steps at which it gives up instead, which leaves a
-policy that was taught by it something to learn from reward.
+Demonstrations use the real tools: a solver makes its calls, reads their results, and gives its
+answer. `quits` is the share of its steps at which it stops instead, so that a policy trained on
+them can still learn from reward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HELD_OUT = 0.2
 AT_ONCE = 16
 GIVES_UP = "I do not know."
 _TRIES = 2000
-"""Draws in a row that give nothing new, after which there is nothing more."""
+"""The number of random tasks in a row without a new one, after which the search ends."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,27 @@ class Lesson(Protocol):
 
     @property
     def rewards(self) -> Sequence[str]:
-        """Names of rewards that judge the answer; none where the tool's state does."""
+        """The names of rewards that judge the answer; empty if the tool's state decides."""
         ...
 
     def draw(self, draw: random.Random) -> dict[str, Any]:
-        """A task: `query`, `answer` where one is judged, and the tool's own metadata."""
+        """A random task: `query`, `answer` if the answer is judged, and the tool's own metadata."""
         ...
 
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
-        """What solves it, after these results: the next call, or the answer."""
+        """The solver's next step after these results: a call, or the answer."""
         ...
 
     def corpus(self) -> list[dict[str, str]]:
-        """Passages that the tool is given; none where it needs none."""
+        """The passages for the tool; empty if it needs none."""
         ...
 
 
 def lesson_tasks(
     lesson: Lesson, count: int, seed: int, *, held_out: bool = False
 ) -> list[dict[str, Any]]:
-    """So many different tasks, as rows of a file of tasks. Raises AgentEvoError where the lesson
-    has fewer."""
+    """`count` different tasks, as rows of a file of tasks. Raises AgentEvoError if the lesson has
+    fewer."""
     draw = random.Random(f"{lesson.tool}-{seed}-{held_out}")
     rows: dict[str, dict[str, Any]] = {}
     num_misses = 0
@@ -87,7 +87,7 @@ def lesson_tasks(
 
     if len(rows) < count:
         raise AgentEvoError(
-            f"the lesson {lesson.tool} has not {count:,} tasks that differ: ask for fewer"
+            f"the lesson {lesson.tool} has fewer than {count:,} different tasks: use fewer"
         )
 
     part = "eval" if held_out else "train"
@@ -111,7 +111,7 @@ def demonstrations(
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """One conversation for each task, as rows for `agentevo sft`. `options`: those of the tool.
-    Raises AgentEvoError for a completed one that is not worth 1."""
+    Raises AgentEvoError for a completed conversation that does not score 1."""
     yield from run_coroutine(_demonstrate(lesson, tasks, seed, quits, dict(options or {})))
 
 
@@ -172,7 +172,7 @@ async def _play(
 
 
 def task_of_row(row: Mapping[str, Any]) -> Task:
-    """As a file of tasks would have it: other keys are metadata."""
+    """The task of a row, as in a file of tasks: other keys are metadata."""
     fields = ("id", "query", "answer")
     metadata = {key: value for key, value in row.items() if key not in fields}
     return Task(id=row["id"], query=row["query"], answer=row.get("answer"), metadata=metadata)

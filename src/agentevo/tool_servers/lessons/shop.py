@@ -1,5 +1,5 @@
-"""A shop's prices, for the database: a price is set, or made that of another thing, which has to be
-read first. The state decides."""
+"""A shop's prices, for the database: a price is set to a number, or to the price of another item,
+which must be read first. The final state decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lesson as files: tasks to train on, others that are held out, and demonstrations."""
+"""Writes a lesson as files: training tasks, held-out tasks, and demonstrations."""
 
 from __future__ import annotations
 
