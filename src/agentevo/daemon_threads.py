@@ -37,7 +37,7 @@ class OwnThread:
         if len(_left) >= MAX_LEFT:
             raise AgentEvoError(
                 f"{len(_left)} {who}s of attempts that have ended still run and keep their "
-                "threads: give what they wait for deadlines of its own, and start anew"
+                "threads: give each of their waits a deadline, and restart this process"
             )
 
         self._who = who

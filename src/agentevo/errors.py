@@ -58,7 +58,7 @@ class OverreachError(AgentEvoError):
     def __init__(self, error: BaseException, who: str) -> None:
         what = f"SystemExit({shown(error.code)})" if isinstance(error, SystemExit) else ""
         super().__init__(
-            f"{what or describe_error(error)}: {who} can't end the process that it plays in"
+            f"{what or describe_error(error)}: {who} can't end the process that it runs in"
         )
 
 

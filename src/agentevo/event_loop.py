@@ -172,8 +172,8 @@ class NoticesBlocks:
         if self._blocked_s >= self.TELL_S and not self._has_told:
             self._has_told = True
             to_stderr(
-                f"{self._what} has kept the event loop to itself for {self._blocked_s:.1f} s, in "
-                f"which nothing else went on: {self._remedy}"
+                f"{self._what} has blocked the event loop for {self._blocked_s:.1f} s, in which "
+                f"nothing else ran: {self._remedy}"
             )
 
 
@@ -286,7 +286,11 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     for task in unfinished:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             loop.call_exception_handler(
-                {"message": "a task failed while it was ended", "exception": error, "task": task}
+                {
+                    "message": "a task failed while it was being cancelled",
+                    "exception": error,
+                    "task": task,
+                }
             )
 
     loop.set_exception_handler(lambda loop, context: None)  # no code waits for what is left

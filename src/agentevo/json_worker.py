@@ -81,7 +81,7 @@ class JsonWorker:
                     piece = os.read(self._process.stdout.fileno(), 65536)
                     if not piece:
                         raise RuntimeError(
-                            f"the process of {self._name} ended; it was to {purpose}"
+                            f"the process of {self._name} ended before it could {purpose}"
                         )
 
                     line += piece

@@ -48,8 +48,8 @@ class OwnLoop:
         if self._loop is None:
             if self._num_left >= MAX_LEFT:
                 raise EnvironmentFailure(
-                    f"{self._name} has blocked its event loop {self._num_left} times: give what "
-                    "its functions wait for deadlines of its own, and start anew"
+                    f"{self._name} has blocked its event loop {self._num_left} times: give each "
+                    f"wait in its functions a deadline, and restart this process"
                 )
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()

@@ -93,7 +93,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except ParseError as error:
         raise ConfigError(f"{path}: is damaged: {error}: restore or delete it") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: is damaged: it is no JSON object: restore or delete it")
+        raise ConfigError(f"{path}: is damaged: it is not a JSON object: restore or delete it")
     return value
 
 

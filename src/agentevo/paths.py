@@ -76,7 +76,7 @@ def _place_problem(folder: Path) -> str:
         except NotADirectoryError:
             pass  # a file above it: found there
         except OSError as error:
-            return f"can't be looked at ({error.strerror})"
+            return f"can't be read ({error.strerror})"
 
         place = place.parent
 
@@ -85,13 +85,13 @@ def _place_problem(folder: Path) -> str:
         return what if place == folder.absolute() else f"can't be made: {_shown(place)} {what}"
 
     if not os.access(place, os.W_OK | os.X_OK):
-        return f"can't be made: nothing may be written into {_shown(place)}"
+        return f"can't be made: no permission to write into {_shown(place)}"
 
     try:
         with tempfile.TemporaryFile(dir=place) as trial:
             trial.write(bytes(TRIAL_BYTES))
     except OSError as error:
-        return f"can't be made: {_shown(place)} takes no file ({error.strerror or error})"
+        return f"can't be made: {_shown(place)} accepts no file ({error.strerror or error})"
 
     return ""
 

@@ -46,7 +46,7 @@ async def with_retries(
             except (StoreUnavailableError, DeadlineExceededError) as error:
                 if time.monotonic() + pause >= ends:
                     raise StoreUnavailableError(
-                        f"{what}: given up after {within_s:g} s: {error}"
+                        f"{what}: stopped trying after {within_s:g} s: {error}"
                     ) from error
                 reporter.note_failure(error)
             else:

@@ -39,12 +39,13 @@ class RoutedExperts(msgspec.Struct, frozen=True):
         if min(self.layers, self.top_k, self.num_experts) < 1 or self.num_experts > 2**15:
             raise ValueError(
                 f"routed experts: {self.layers} layers that choose {self.top_k} of "
-                f"{self.num_experts} experts are no routing"
+                f"{self.num_experts} experts are not a valid routing"
             )
 
         if len(self.data) % self.bytes_per_token:
             raise ValueError(
-                f"routed experts: {len(self.data)} bytes are no rows of {self.bytes_per_token}"
+                f"routed experts: {len(self.data)} bytes can't be divided into rows of "
+                f"{self.bytes_per_token}"
             )
 
         if self.data and int(self.array().max()) >= self.num_experts:
@@ -76,7 +77,7 @@ class RoutedExperts(msgspec.Struct, frozen=True):
         """The rows from `start` up to `stop`. Raises ValueError where there are fewer."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise ValueError(
-                f"routed experts: rows {start} to {stop} of {self.num_tokens} are asked for"
+                f"routed experts: rows {start} to {stop} of {self.num_tokens} are requested"
             )
         size = self.bytes_per_token
         return msgspec.structs.replace(self, data=self.data[start * size : stop * size])

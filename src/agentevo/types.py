@@ -241,7 +241,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         last_text = self.messages[-1].text if self.messages else ""
         return (
             f"<Turn {self.index}{extends}: {len(self.prompt_ids)} new prompt tokens, "
-            f"{len(self.completion_ids)} drawn ({self.finish_reason}), said {shown(last_text)}>"
+            f"{len(self.completion_ids)} sampled ({self.finish_reason}), said {shown(last_text)}>"
         )
 
     def __post_init__(self) -> None:
@@ -345,7 +345,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         num = len(self.turns)
         return (
             f"<Trajectory {self.id!r}: {became}, {num} turn{'s' * (num != 1)}, "
-            f"{self.num_completion_tokens()} tokens drawn>"
+            f"{self.num_completion_tokens()} tokens sampled>"
         )
 
     @property

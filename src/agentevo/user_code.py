@@ -127,8 +127,8 @@ class _Watch:
     def message(self, places: str) -> str:
         """The message at the deadline."""
         return (
-            f"{self._what} has not ended within {self._longest_s:g} s "
-            f"({VARIABLE}=SECONDS allows more). It stands at:\n{places}"
+            f"{self._what} has not ended within {self._longest_s:g} s ({VARIABLE}=SECONDS allows "
+            f"more). It is now at:\n{places}"
         )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -141,7 +141,7 @@ class _Watch:
             return
         if notice_s < self._longest_s:
             to_stderr(
-                f"{self._what} takes long: {self._longest_s:g} s are allowed. It stands at:\n"
+                f"{self._what} takes long: the limit is {self._longest_s:g} s. It is now at:\n"
                 f"{self._places()}"
             )
 

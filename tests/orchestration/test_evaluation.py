@@ -87,8 +87,8 @@ def test_greedy_and_sampled():
     assert found["val-aux/coins/failed_by/greedy/timeout"] == 1
     assert found["val-aux/coins/failed_by/sampled/timeout"] == 2
     assert evaluated.failures == (
-        "3 of 12 failed: 3 took longer than agent.timeout_s=300 s; they count neither in success "
-        "nor in reward"
+        "3 of 12 failed: 3 took longer than agent.timeout_s=300 s; success and reward do not "
+        "include them"
     )
     assert solved_share(found) == pytest.approx(1 / 4), "what the best checkpoint is chosen by"
     assert found["val-core/coins/n"] == 4

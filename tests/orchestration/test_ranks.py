@@ -195,7 +195,7 @@ def test_a_process_that_dies_ends_all_and_the_run_goes_on(key, single, tmp_path)
             assert others not in said or said.index(first) < said.index(others), said
             assert "words of its own" in (folder / "logs" / "rank-1.log").read_text()
         else:
-            assert "is gone without a word" in said, said
+            assert "ended without an error message" in said, said
 
     code, said = launched(folder, 2, *words, "--resume")
     assert code == 0, said

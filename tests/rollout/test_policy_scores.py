@@ -170,7 +170,7 @@ def test_an_engine_that_fails_is_no_attempts_failure(play, monkeypatch):
         raise EngineUnavailableError("nobody is there")
 
     engine.score = score
-    with pytest.raises(EngineError, match=r"given up after 2 tries.*nobody is there"):
+    with pytest.raises(EngineError, match=r"failed 2 times.*nobody is there"):
         play(2, engine=engine)
 
     assert asked

@@ -191,5 +191,5 @@ def test_held_out_pairs_are_drawn_by_the_seed_and_never_trained_on(tmp_path):
     assert parts() == [train, held] != parts(run={"seed": 1})
 
     tree["rm"]["eval_share"] = 0.0
-    with pytest.raises(ConfigError, match=r"holds out 0: at least one is needed.*rm\.eval"):
+    with pytest.raises(ConfigError, match=r"holds out 0: at least one must be held out.*rm\.eval"):
         parts()

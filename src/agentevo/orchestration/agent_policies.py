@@ -200,8 +200,9 @@ class EarlierVersions:
             return folder.read(version)
         except EngineError as error:
             raise CheckpointError(
-                f"agents.{agent} is to play with version {version} now, which {folder.folder} does "
-                f"not have as it was written ({error}): restore it from a copy, or begin another "
+                f"agents.{agent} plays with version {version} next, but its copy in "
+                f"{folder.folder} is missing or changed ({error}): restore it from a copy, or "
+                f"begin another "
                 "run"
             ) from error
 

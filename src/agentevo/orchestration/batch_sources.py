@@ -157,7 +157,8 @@ class RolloutBatches(WithoutHeldOutData):
         credited = self._ask_credit(trained)
         if credited.dropped:
             problem = (
-                f"step {record.step} can't be done again: algorithm.credit fails where it did not"
+                f"step {record.step} can't be repeated: algorithm.credit fails now, and did not "
+                f"when the step was committed"
             )
             raise TrainingError("\n".join([problem, *credited.warnings]))
 
@@ -210,6 +211,6 @@ class GivenPairs(WithoutHeldOutData):
         """Raises ConfigError if the pairs differ from those with which the run was started."""
         if state != self.state_dict():
             raise ConfigError(
-                "data.pairs, data.pairs_from: these are not the pairs that the run was started "
-                "with: restore them, or start again with run.overwrite=true"
+                "data.pairs, data.pairs_from: the pairs differ from those that the run was "
+                "started with: restore them, or start again with run.overwrite=true"
             )

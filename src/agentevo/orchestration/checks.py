@@ -259,7 +259,7 @@ def _system_remedy(agent: AgentSection) -> str:
     """How to do without the system message of the recipe's agent; empty where the agent has
     none."""
     if isinstance(agent, CodeAgentSection):
-        return f"agent.type={agent.type} always has one, so choose another model or agent"
+        return f"agent.type={agent.type} always has one: choose another model or agent"
     if getattr(agent, "system_prompt", None) is None:
         return ""
     return "set agent.system_prompt=null" + (

@@ -128,7 +128,7 @@ class Components:
     def sampler(self) -> Sampler:
         """The sampler, which lets the agent attempt tasks."""
         if self.agent is None:
-            raise ConfigError("there is nothing to play: give the recipe an environment")
+            raise ConfigError("there are no tasks to attempt: give the recipe an environment")
 
         context = context_length(self.model.config)
         return Sampler(
@@ -154,7 +154,7 @@ def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
     if section.name == "tiny":
         raise ConfigError(
             f"{checkpoint} is an adapter, and model.name=tiny can't be its base: set model.name "
-            "to the model it was made for"
+            f"to the base model of the adapter"
         )
 
     return section.model_copy(

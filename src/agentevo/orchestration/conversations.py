@@ -171,7 +171,7 @@ class ConversationBatches:
 
         if state["digest"] != self._digest:
             raise ConfigError(
-                "data: its conversations are not those that the run was started with: restore "
+                "data: its conversations differ from those that the run was started with: restore "
                 "them, or start again with run.overwrite=true"
             )
 
@@ -271,7 +271,7 @@ def load_sft_data(
 
     if not conversations.train:
         raise ConfigError(
-            "data: no row is left to train on:\n"
+            "data: no usable row to train on:\n"
             + "\n".join(line for report in conversations.reports for line in report.lines())
         )
 
@@ -385,11 +385,12 @@ def best_attempts(
             answer = answer_of(attempt)
             if any(answer.says(previous) for previous in accepted):
                 report.add(
-                    name, RowError("duplicate", f"says what a better attempt at {task} says")
+                    name,
+                    RowError("duplicate", f"has the same answer as a better attempt at {task}"),
                 )
             elif len(accepted) == per_task:
                 report.add(
-                    name, RowError("beyond_per_task", f"{per_task} of {task} are taken already")
+                    name, RowError("beyond_per_task", f"{per_task} of {task} are used already")
                 )
             else:
                 accepted.append(answer)

@@ -48,7 +48,7 @@ def plan_devices(count: int, ranks: int, engines: int, per_engine: int) -> Devic
         if fitting:
             remedy = f"set rollout.engines={fitting}"
         elif ranks > count:
-            remedy = f"start {count} ranks of the trainer at most"
+            remedy = f"start at most {count} ranks of the trainer"
 
         raise ConfigError(
             f"rollout.engines={engines}: {engines} x {per_engine} devices for engines and {ranks} "

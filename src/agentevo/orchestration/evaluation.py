@@ -34,7 +34,7 @@ class Evaluated:
         if not self.errors:
             return ""
         words = failure_words(self.errors, self.num_attempts)
-        return f"{words}; they count neither in success nor in reward"
+        return f"{words}; success and reward do not include them"
 
     def notes(self, config: RunConfig, *, is_first: bool = True) -> list[str]:
         """The lines under the table of an evaluation's numbers. Only the first table explains what

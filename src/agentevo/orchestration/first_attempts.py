@@ -62,7 +62,7 @@ def _describe_failure(
     failed = f"{what}: {failure_words(errors, num_attempts)}"
     trace = parts.sampler.failures.trace_of(errors[0])
     place = name_place(trace)
-    where = f"raised in {place}: its traceback stands above" if place else trace
+    where = f"raised in {place}: its traceback is above" if place else trace
     return "\n".join(filter(None, (failed, where)))
 
 
@@ -85,4 +85,4 @@ def _begin_again(config: RunConfig, command: str) -> str:
             "with --resume or without"
         )
 
-    return f"nothing was trained: mend it, and begin again in the same folder {how}"
+    return f"nothing was trained: fix it, and start again in the same folder {how}"

@@ -26,9 +26,13 @@ IN_VAIN_STEPS = 3
 while one step waits."""
 PAGE = 64
 _AGAIN = (
-    "once that is mended, `agentevo store retry RUN` queues such tasks again, and --resume goes on"
+    "after you fixed the cause, `agentevo store retry RUN` queues such tasks again, and --resume "
+    "continues"
 )
-_GOES_ON = "once that is mended, the same command with --resume goes on (`agentevo learn`: without)"
+_GOES_ON = (
+    "after you fixed the cause, the same command with --resume continues (`agentevo learn`: without "
+    "it)"
+)
 
 
 class LostAttempts:

@@ -118,7 +118,7 @@ def reference_players(
                 lambda environment: mean_baselines(environment.config, seeds, config.max_actions)
             )
     except (ConfigError, EnvironmentFailure) as error:
-        note(f"what a random and an optimal player reach is not known: {error}")
+        note(f"the success of a random and an optimal player is unknown: {error}")
         return None
 
 

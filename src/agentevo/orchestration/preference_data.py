@@ -120,7 +120,7 @@ def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[lis
 
     if not groups:
         raise ConfigError(
-            f"data.pairs_from: {folder}: its {len(trajectories)} training attempts make no pair "
+            f"data.pairs_from: {folder}: its {len(trajectories)} training attempts give no pair "
             f"for {algorithm.loss}: "
             "give a run whose groups have different rewards, or lower algorithm.pair_margin"
         )

@@ -112,7 +112,7 @@ class RunProgress(msgspec.Struct):
             return (
                 f"{committed}, and {reason}, so nothing is trained: give "
                 f"{'--resume and ' * (command == 'learn')}evaluation.stop_after=0, or above "
-                f"{self.evaluations_since_best}, to go on"
+                f"{self.evaluations_since_best}, to continue"
             )
 
         if command == "sft":  # their number follows from the data
@@ -121,7 +121,7 @@ class RunProgress(msgspec.Struct):
         compared = "less" if num_steps < self.step else "no more"
         return (
             f"{committed} and trainer.steps={num_steps} is {compared}, so nothing is trained: give "
-            f"{'--resume and ' * (command == 'learn')}trainer.steps above {self.step} to go on"
+            f"{'--resume and ' * (command == 'learn')}trainer.steps above {self.step} to continue"
         )
 
     def shortcomings(self, num_steps: int, *, trains: bool = True) -> list[str]:
@@ -135,16 +135,16 @@ class RunProgress(msgspec.Struct):
             why = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             remarks.append(
                 f"This run has trained on no token in {self.step} step{'s' * (self.step != 1)}, "
-                "so its weights are those that it began with"
+                "so its weights are the initial ones"
                 + (f" (dropped attempts: {why})." if why else ".")
             )
 
         if self.groups and self.groups == self.equal_groups:
             remarks.append(
                 f"In every one of {self.groups} group{'s' * (self.groups != 1)} all attempts had "
-                "the same reward: there was nothing to tell better ones by. `agentevo doctor` says "
-                "what may help; a scorer that always says the same, and a task that is too hard or "
-                "too easy, look like this."
+                "the same reward: no attempt was better than another. `agentevo doctor` lists "
+                "remedies; causes are a scorer that always gives the same score, and tasks that "
+                "are too hard or too easy."
             )
 
         if words := not_comparable(read_evaluations(self.before), read_evaluations(self.after)):

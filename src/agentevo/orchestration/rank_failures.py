@@ -59,9 +59,9 @@ class Failures:
 
         if first is None:
             return TrainingError(
-                f"another one of the {self.world} processes that train together is gone without a "
-                "word (killed, or out of memory), or has not answered in time: see what its "
-                "launcher says, and resume the run"
+                f"another one of the {self.world} processes that train together ended without an "
+                f"error message (killed, or out of memory), or did not answer in time: see its "
+                f"launcher's output, and resume the run"
             )
 
         return TrainingError(f"process {first[0]} of {self.world} failed first: {first[1]}")
@@ -131,5 +131,5 @@ class RankLog:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         except OSError as error:  # a full disk loses the log, and nothing depends on it
-            print(f"{self._path} is not written any more: {error}", file=sys.stderr)
+            print(f"{self._path} can't be written any more: {error}", file=sys.stderr)
             self._path = None

@@ -168,7 +168,7 @@ def _send_home(ranks: RunRanks, rank: int) -> None:
 def follow(config: RunConfig) -> None:
     """Makes the first process's calls until it ends; blocks."""
     with catch_sigterm() as when_sigterm, join_ranks(config) as ranks:
-        assert ranks is not None, "only one of several processes follows"
+        assert ranks is not None, "only a process of a training with several processes can follow"
 
         when_sigterm(ranks.stops.announce)
         follower: _RankFollower | None = None

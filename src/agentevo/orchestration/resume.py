@@ -69,20 +69,20 @@ async def find_resume_point(
         await checks.tasks()
 
         if last is None and is_given_up(config.run_dir):
-            note("nothing was trained before, so the run begins again")
+            note("nothing was trained before, so the run starts again")
             await with_retries(
                 lambda: store.rewind(-1), within_s=STORE_RETRY_S, what="deleting failed attempts"
             )
 
     for step, error in unusable:
-        note(f"the checkpoint of step {step} is left out and deleted: {error}")
+        note(f"the checkpoint of step {step} is unusable and was deleted: {error}")
         shutil.rmtree(checkpoints.path(step))
 
     if checkpoints.folder.is_dir():
         checkpoints.forget_after(committed)
 
     if newest is not None:
-        redone = f"; {len(steps)} committed steps after it are done again" if steps else ""
+        redone = f"; {len(steps)} committed steps after it are repeated" if steps else ""
         note(f"resuming after step {committed} from {checkpoints.path(newest)}{redone}")
 
     path = checkpoints.path(newest) if newest is not None else None

@@ -41,7 +41,7 @@ from agentevo.training.checkpoint import Checkpoints
 
 REMEDY = (
     "nothing was trained or deleted: restore it from a copy, or begin another run (`agentevo "
-    "audit` lists everything that is not as it was written)"
+    "audit` lists everything that has changed since it was written)"
 )
 Unusable = list[tuple[int, CheckpointError]]
 
@@ -62,8 +62,8 @@ class ResumeChecks:
         for name, digests in ({} if self._head is None else self._head.files).items():
             if name != SUMMARY and file_digest(self._folder / name) not in digests:
                 raise CheckpointError(
-                    f"{self._folder / name} is not what this run has written: put it back, and "
-                    "give what should change as overrides on the command line"
+                    f"{self._folder / name} differs from what this run wrote: restore it, and "
+                    f"give changes as overrides on the command line"
                 )
 
     def reach(self, checkpoints: Checkpoints, last: StepRecord | None) -> None:
@@ -87,15 +87,15 @@ class ResumeChecks:
             where = checkpoints.folder if later else self._folder
             raise CheckpointError(
                 f"{where} has {evidence}, but the store {self._url} ends at step {committed}: it "
-                "is new, older, or another run's, or has lost steps. Nothing was deleted: restore "
-                f"the store, or, to give up all that came after step {committed}, delete "
+                f"is new, older, another run's, or has lost steps. Nothing was deleted: restore "
+                f"the store, or, to abandon all steps after step {committed}, delete "
                 f"{', '.join([*names, HEAD] if ahead else names)} in {self._folder}"
             )
 
         if last is not None and self._head is None:
             self.warnings.append(
-                f"{HEAD} was missing when the run was resumed after step {committed}: nothing says "
-                "whether the store had later steps"
+                f"{HEAD} was missing when the run was resumed after step {committed}: it is "
+                f"unknown whether the store had later steps"
             )
 
     async def log(self, last: StepRecord | None) -> None:
@@ -111,7 +111,8 @@ class ResumeChecks:
         # the head.
         if newest > last.step + 1 and self._head is not None:
             raise CheckpointError(
-                f"{path} is not what was logged: it has rows up to step {newest}, and the store "
+                f"{path} differs from what was logged: it has rows up to step {newest}, and the "
+                f"store "
                 f"ends at step {last.step}; {REMEDY}"
             )
 
@@ -122,7 +123,7 @@ class ResumeChecks:
         records = await self._steps(end - 1) if end else []
         if end and (end == last.step or records[0].record.get(LOG) != digests[end]):
             raise CheckpointError(
-                f"{path} is not what was logged, at the latest from step {end} on; {REMEDY}"
+                f"{path} differs from what was logged, at the latest from step {end} on; {REMEDY}"
             )
 
         self.warnings.append(
@@ -149,7 +150,7 @@ class ResumeChecks:
                 return newest, unusable
 
             unusable.append(
-                (newest, CheckpointError("it is whole, but the run has no record of saving it"))
+                (newest, CheckpointError("it is complete, but the run has no record of saving it"))
             )
             limit = newest - 1
 
@@ -186,8 +187,8 @@ class ResumeChecks:
 
         if broken:
             raise CheckpointError(
-                f"{self._folder}: the record of step {broken[0]} in the store {self._url} is not "
-                f"the one that was committed; {REMEDY}"
+                f"{self._folder}: the record of step {broken[0]} in the store {self._url} "
+                f"differs from the one that was committed; {REMEDY}"
             )
 
         return records
@@ -204,7 +205,7 @@ class ResumeChecks:
                 )
             except TrainingError as error:
                 raise CheckpointError(
-                    f"step {record.step} can't be done again: {error}; {REMEDY}"
+                    f"step {record.step} can't be repeated: {error}; {REMEDY}"
                 ) from error
 
         groups: dict[str, str] = {}
@@ -219,8 +220,8 @@ class ResumeChecks:
                 is_lost = row.tokens_deleted and row.state != "dropped"
                 if is_lost or not (row.tokens_deleted or is_as_written(row)):
                     raise CheckpointError(
-                        f"trajectory {row.trajectory.id!r} in the store {self._url} is not what "
-                        f"was written; {REMEDY}"
+                        f"trajectory {row.trajectory.id!r} in the store {self._url} differs from "
+                        f"what was written; {REMEDY}"
                     )
 
                 if (row.state == "failed") == (row.trajectory.status == "completed"):
@@ -260,7 +261,8 @@ class ResumeChecks:
         changed = await with_retries(read, within_s=STORE_RETRY_S, what="checking the tasks")
         if changed:
             raise CheckpointError(
-                f"task {changed[0]!r} in the store {self._url} is not the one that was added; "
+                f"task {changed[0]!r} in the store {self._url} differs from the one that was "
+                f"added; "
                 f"{REMEDY}"
             )
 
@@ -276,5 +278,5 @@ class ResumeChecks:
             return [trajectory async for trajectory in self._store.trajectories(**which)]  # type: ignore[arg-type]
 
         return await with_retries(
-            read, within_s=STORE_RETRY_S, what="checking what will be trained on"
+            read, within_s=STORE_RETRY_S, what="checking the attempts to train on"
         )

@@ -405,7 +405,7 @@ class ColocatedRollouts:
         if self._task is not None and self._task.done():
             self._task.result()
             raise EngineError(
-                "the sampler ended while the trainer waits for attempts: this is a defect, "
+                "the sampler ended while the trainer was waiting for attempts: this is a bug, "
                 "please report it"
             )
 
@@ -496,8 +496,8 @@ class DisaggregatedRollouts:
         if self._waiting_since is not None and time.monotonic() - self._waiting_since > ALONE_S:
             self._waiting_since = math.inf
             self._note(
-                f"no attempts after {ALONE_S:g} s: `agentevo sample` makes them, with the engines "
-                "of `agentevo serve`, both of this recipe"
+                f"no attempts after {ALONE_S:g} s: start `agentevo sample` and `agentevo serve` "
+                f"with this recipe"
             )
 
     def training(self) -> AbstractAsyncContextManager[None]:

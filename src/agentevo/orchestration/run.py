@@ -88,7 +88,7 @@ def train(
         return
 
     if resume and is_given_up(config.run_dir):
-        view.note(f"nothing was trained in {short(config.run_dir)}, so its run begins again")
+        view.note(f"nothing was trained in {short(config.run_dir)}, so its run starts again")
         resume = False
 
     confirm = None
@@ -289,7 +289,7 @@ def _begin_view(config: RunConfig, command: Command, view: LiveView) -> None:
         view.note(f"{world} processes train together: {config.trainer.parallel.shared_by(world)}")
         if command == "train" and not config.rollout.samplers and not config.data.given:
             view.note(
-                f"the first of them samples, and {world - 1} wait meanwhile: `agentevo launch "
+                f"the first of them samples, and {world - 1} wait for it: `agentevo launch "
                 "... --set engines=N --set samplers=1` gives engines devices of their own"
             )
 

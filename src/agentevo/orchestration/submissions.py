@@ -97,15 +97,15 @@ class Submissions:
         for pending in self._under_way.values():
             if shared := ids & {trajectory.id for trajectory in pending.trajectories}:
                 raise ConfigError(
-                    f"train: the attempt {min(shared)!r} is in another submission that is under "
-                    "way: no attempt is trained on twice; trainer.epochs makes several passes"
+                    f"train: the attempt {min(shared)!r} is in another submission in progress: "
+                    f"no attempt is trained on twice; trainer.epochs makes several passes"
                 )
 
             for task in pending.tasks:
                 if tasks.get(task.id, task) != task:
                     raise ConfigError(
-                        f"train: the task {task.id!r} is another one in a submission that is "
-                        "under way: give another task another id"
+                        f"train: the task {task.id!r} has other content in a submission in "
+                        f"progress: give each task its own id"
                     )
 
     @property
@@ -219,7 +219,7 @@ class SubmittedRollouts:
         await with_retries(
             lambda: self._parts.store.rewind(step),
             within_s=STORE_RETRY_S,
-            what="deleting what no step has committed",
+            what="deleting attempts that no step has committed",
         )
         await self._parts.weights.begin(step)
 

@@ -230,7 +230,7 @@ class TrainingRun:
             await with_retries(
                 lambda: store.rewind(start.end.step, keep=True),
                 within_s=STORE_RETRY_S,
-                what="releasing what was reserved",
+                what="releasing reserved attempts",
             )
 
         if start.steps and start.checkpoint is None:
@@ -238,7 +238,7 @@ class TrainingRun:
 
         for number, step in enumerate(start.steps, start=1):
             if self.is_stopped():
-                self.view.note("stopped while committed steps were done again: nothing was changed")
+                self.view.note("stopped while repeating committed steps: nothing was changed")
                 return
             self.view.phase("doing again", f"step {step.step} ({number}/{len(start.steps)})")
             await self._replay_step(step)
@@ -284,13 +284,13 @@ class TrainingRun:
         now = trained.get("actor/grad_norm")
         if (was is None) != (now is None):
             raise TrainingError(
-                f"step {step.step}, done again from its plan, has gradient norm {now}; when it was "
+                f"step {step.step}, repeated from its plan, has gradient norm {now}; when it was "
                 f"committed {was}: has the recipe changed?"
             )
 
         if was is not None and now is not None and abs(now - was) > SAME * max(abs(was), 1e-6):
             self.warn(
-                f"step {step.step}, done again from its plan, has a gradient norm of {now:.6g}; "
+                f"step {step.step}, repeated from its plan, has a gradient norm of {now:.6g}; "
                 f"when it was committed {was:.6g}"
             )
 
@@ -379,10 +379,10 @@ class TrainingRun:
                 try:
                     self.keep_checkpoint()
                 except AgentEvoError as error:
-                    self.view.warn(f"the checkpoint that was asked for could not be saved: {error}")
+                    self.view.warn(f"the requested checkpoint could not be saved: {error}")
                     control.answer(request, f"failed: {error}", is_done=False)
                 else:
-                    control.answer(request, f"the checkpoint of step {step} is there")
+                    control.answer(request, f"the checkpoint of step {step} exists")
 
             if not control.is_pause_asked or self.is_stopped():
                 break
@@ -390,7 +390,9 @@ class TrainingRun:
             has_paused = True
             control.note_pause(step)
             folder = short(self.parts.config.run_dir)
-            self.view.phase(PAUSED, f"after step {step}; agentevo control {folder} resume goes on")
+            self.view.phase(
+                PAUSED, f"after step {step}; agentevo control {folder} resume continues"
+            )
             started = time.perf_counter()
             await asyncio.sleep(LOOK_S)
             self._clock += time.perf_counter() - started  # a pause is no part of `wall_s`
@@ -415,7 +417,7 @@ class TrainingRun:
         committed. A resumed run does the step again, with the same attempts. `committed`: the
         progress before the step."""
         step = self.progress.step
-        self.view.note(f"stopped within the evaluation after step {step}: it is done again")
+        self.view.note(f"stopped within the evaluation after step {step}: a resumed run repeats it")
         self.progress = committed
 
     async def step(self) -> None:
@@ -514,7 +516,9 @@ class TrainingRun:
                 self._numbers_digest = file_digest(folder / name_of(step))
             except OSError as error:
                 if not self._has_told_of_numbers:
-                    self.view.note(f"tracking.token_numbers: {error}; the run goes on without")
+                    self.view.note(
+                        f"tracking.token_numbers: {error}; the run continues without them"
+                    )
                 self._has_told_of_numbers = True
 
     def observe(self, step: int, metrics: dict[str, float]) -> None:
