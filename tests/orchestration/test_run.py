@@ -179,7 +179,7 @@ def test_a_folder_with_something_else_is_refused_even_with_overwrite(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
     for options in ((), ("run.overwrite=true",)):
-        with pytest.raises(ConfigError, match="is not empty and not a run"):
+        with pytest.raises(ConfigError, match="is not empty and is not a run"):
             train(small_config(tmp_path / "run", *options), view=quiet_view())
     assert (tmp_path / "run" / "thesis.tex").read_text() == "years of work"
     assert len(list((tmp_path / "run").iterdir())) == 1

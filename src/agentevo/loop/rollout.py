@@ -121,7 +121,7 @@ class Rollout:
                 except InfrastructureFailure as error:
                     failures += 1
                     if failures == RETRIES.max_failures:
-                        raise EngineError(f"given up after {failures} tries: {error}") from error
+                        raise EngineError(f"failed {failures} times, last with: {error}") from error
 
             await asyncio.sleep(RETRIES.delay_s(failures))
 

@@ -30,8 +30,8 @@ _AGAIN = (
     "continues"
 )
 _GOES_ON = (
-    "after you fixed the cause, the same command with --resume continues (`agentevo learn`: without "
-    "it)"
+    "after you fixed the cause, the same command with --resume continues (`agentevo learn`: "
+    "without it)"
 )
 
 

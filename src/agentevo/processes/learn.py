@@ -40,8 +40,7 @@ def check_learn(config: RunConfig, *, may_fetch: bool = True) -> GivenTasks | No
 
     if config.data.given:
         raise ConfigError(
-            "data gives what is trained on, so there is nothing for samplers to do: use agentevo "
-            "train"
+            "data provides the training data, so no samplers are needed: use agentevo train"
         )
 
     secret = RunSecret(config.run_dir / "engines", config.rollout.engine_secret)

@@ -94,7 +94,7 @@ class SandboxServer:
             if scope["type"] != "websocket":
                 status = 426 if is_known else 401
                 answer = PlainTextResponse(
-                    f"a server of sandboxes: ask by a WebSocket at {wire.PATH}, with the key\n",
+                    f"a server of sandboxes: connect by WebSocket to {wire.PATH}, with the key\n",
                     status,
                     {"Connection": "close"},
                 )
@@ -125,7 +125,7 @@ class SandboxServer:
         limits = self.section.model_dump()
         unknown = sorted(overrides.keys() - set(wire.REQUESTED))
         if unknown:
-            raise SandboxError(f"{unknown[0][:60]!r} is nothing that a client asks for")
+            raise SandboxError(f"{unknown[0][:60]!r} is not a key that a client may set")
 
         try:
             section = SandboxSection.model_validate({**limits, **overrides, "type": self.kind})
@@ -188,7 +188,7 @@ class _SandboxSession:
             try:
                 message = wire.read_request(content)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise ProtocolBreach(f"no message of a client: {error}") from error
+                raise ProtocolBreach(f"not a client message: {error}") from error
 
             if isinstance(message, wire.Answer):
                 waiting = self._calls.get(message.number)
@@ -207,10 +207,10 @@ class _SandboxSession:
             async with asyncio.timeout(OPEN_S):
                 first = await self._requests.get()
         except TimeoutError:
-            raise ProtocolBreach(f"no sandbox was asked for within {OPEN_S:g} s") from None
+            raise ProtocolBreach(f"no sandbox was requested within {OPEN_S:g} s") from None
 
         if not isinstance(first, wire.Open):
-            raise ProtocolBreach("a request before a sandbox was asked for")
+            raise ProtocolBreach("a request before a sandbox was requested")
 
         server = self._server
         try:
@@ -266,7 +266,7 @@ class _SandboxSession:
     ) -> wire.Done | wire.Failed:
         """Raises Violation."""
         if isinstance(request, wire.Open):
-            raise ProtocolBreach("a second sandbox was asked for: each has a connection of its own")
+            raise ProtocolBreach("a second sandbox was requested: each needs its own connection")
         try:
             return wire.Done(request.id, await self._value(sandbox, request))
         except SandboxError as error:
@@ -322,7 +322,7 @@ class _SandboxSession:
             async with asyncio.timeout(SEND_S), self._sending:
                 await self._websocket.send_bytes(wire.to_json(message))
         except TimeoutError:
-            raise ProtocolBreach(f"the client took nothing for {SEND_S:g} s") from None
+            raise ProtocolBreach(f"the client read nothing for {SEND_S:g} s") from None
         except RuntimeError as error:  # the client has left
             raise WebSocketDisconnect from error
 
@@ -340,7 +340,7 @@ def serve_sandboxes(
     """Serves until the process is asked to stop; blocks. `folder` holds the key, which is made if
     there is none. Raises ConfigError before anything is created, also where no sandbox works."""
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder: give another one for the server's key")
+        raise ConfigError(f"{folder} is not a folder: give another one for the server's key")
 
     with (
         asked_to_stop() as stop,

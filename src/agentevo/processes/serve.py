@@ -247,7 +247,7 @@ class VersionFollower:
             except EngineError as error:
                 version = self._engine.version
                 served = (
-                    f"version {version} goes on serving"
+                    f"version {version} continues to serve"
                     if version != NO_VERSION
                     else "nothing is served yet"
                 )

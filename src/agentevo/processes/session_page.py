@@ -97,16 +97,16 @@ _REFERENCES, _COMPONENTS = msgspec.json.schema_components(
 _SCHEMAS: dict[type, Any] = dict(zip(_RECORDS, _REFERENCES, strict=True))
 _COUNTS = {"type": "object", "additionalProperties": {"type": "number"}}
 _OF_ALL = {
-    401: "No key, or one that opens something else.",
+    401: "The key is missing, or is not valid here.",
     429: "Too many requests, sessions or rewards.",
     503: "The gateway is starting, or no engine serves yet.",
     504: "No answer in time.",
 }
-_OF_ONE = {404: "There is no such session."}
+_OF_ONE = {404: "The session does not exist."}
 _OF_BODY = {
-    400: "A body that is wrong.",
-    408: "The body has not come in time.",
-    413: "The body is too long.",
+    400: "The body is not valid.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
 }
 
 
@@ -170,9 +170,9 @@ OPEN = _told(
 )
 ALL = _told("All attempts that are remembered", _SCHEMAS[SessionList], {}, of_one=False)
 STATS = _told("Counts of sessions and engines", _COUNTS, {}, of_one=False)
-STATE = _told("How far an attempt is", _SCHEMAS[SessionState], {})
-REWARD = _told("A reward of the attempt", _SCHEMAS[SessionState], _BUSY, body=PostedReward)
-END = _told("The attempt is over", _SCHEMAS[SessionState], _BUSY, body=EndBody)
+STATE = _told("The progress of an attempt", _SCHEMAS[SessionState], {})
+REWARD = _told("Post a reward for the attempt", _SCHEMAS[SessionState], _BUSY, body=PostedReward)
+END = _told("End the attempt", _SCHEMAS[SessionState], _BUSY, body=EndBody)
 TRAJECTORY = _told("The attempt as it was recorded", _SCHEMAS[Trajectory], _BUSY)
 
 

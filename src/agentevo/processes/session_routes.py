@@ -116,7 +116,7 @@ class SessionRoutes:
             if body.size is not None and body.group is None:
                 raise Refusal("size is the number of a group's attempts: name one", param="size")
             if body.next and (body.task, body.group) != (None, None):
-                raise Refusal("next is a task and a group of the run's: leave yours out")
+                raise Refusal("`next` selects a task and a group of the run: leave out yours")
 
             task = None if body.task is None else Task(**msgspec.structs.asdict(body.task))
             session = await self._there(
@@ -272,8 +272,8 @@ def _refusal_of(error: Exception) -> Refusal:
 
 def _stranger() -> Refusal:
     return Refusal(
-        "the key is wrong or missing: send `Authorization: Bearer` with what is in gateway/secret "
-        "of the run's folder, or with the session's own key",
+        "the key is wrong or missing: send `Authorization: Bearer` with the content of "
+        "gateway/secret in the run's folder, or with the session's own key",
         status=401,
         kind="authentication_error",
         code="invalid_api_key",

@@ -169,8 +169,7 @@ class Children:
                     self._look_after(child)
         except Exception as error:  # noqa: BLE001 (it would be lost, and children no longer replaced)
             self._failure = ChildFailedError(
-                f"samplers and engines are not looked after any more: {type(error).__name__}: "
-                f"{error}"
+                f"samplers and engines are no longer supervised: {type(error).__name__}: {error}"
             )
             self._failure.__cause__ = error
 
@@ -195,8 +194,8 @@ class Children:
             return
 
         what = (
-            f"{child.name} failed {MAX_FAILURES} times before it was good for anything (the "
-            f"last time: {how}); {child.log} ends with:"
+            f"{child.name} failed {MAX_FAILURES} times before it did any work (the last time: "
+            f"{how}); {child.log} ends with:"
         )
         self._failure = ChildFailedError("\n".join([what, *_end_of(child.log)]))
 

@@ -147,14 +147,16 @@ def _check_folder(sweep: Sweep) -> None:
         "a sweep" if is_sweep_folder(sweep.dir) else "a run" if is_run_folder(sweep.dir) else None
     )
     if holds is not None and not sweep.overwrite:
-        remedy = "go on with it with --resume, give" if holds == "a sweep" else "give"
+        remedy = "continue it with --resume, give" if holds == "a sweep" else "give"
         raise ConfigError(
             f"{sweep.dir} holds {holds} already: {remedy} another run.dir, or delete it with "
             "run.overwrite=true"
         )
 
     if holds is None and sweep.dir.is_dir() and any(sweep.dir.iterdir()):
-        raise ConfigError(f"{sweep.dir} is not empty and not a sweep: give another run.dir")
+        raise ConfigError(
+            f"{sweep.dir} is not empty and is not a sweep's folder: give another run.dir"
+        )
 
 
 def _start_of(member: Member) -> Start:

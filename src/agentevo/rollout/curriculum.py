@@ -70,7 +70,7 @@ class TaskCurriculum:
                 f"{orphan!r}: {VARIANT_OF} is no task to train on" if orphan else "all are variants"
             )
             raise ConfigError(
-                f"tasks.curriculum: {what}: give the tasks that they are harder variants of, too"
+                f"tasks.curriculum: {what}: also give the tasks that they are harder variants of"
             )
 
     def _pairs(self) -> list[tuple[Task, str]]:
@@ -93,7 +93,7 @@ class TaskCurriculum:
         """Records the results of a committed step, in order of the steps. Raises ValueError for a
         step out of order."""
         if step != self._known + 1:
-            raise ValueError(f"step {step} is told after step {self._known}")
+            raise ValueError(f"step {step} is reported after step {self._known}")
         self._known = step
         for name, (good, attempts) in solved.items():
             task_id = name if name in self._place else name.rpartition("~")[0]

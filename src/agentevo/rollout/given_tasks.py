@@ -38,7 +38,7 @@ from agentevo.types import QUERY_MESSAGES, QUEUED_FOR_STEP, Task
 ID_KEYS = ("id", "task_id")
 SCORER_KEYS = ("scorer",)
 RESERVED_KEYS = {
-    QUERY_MESSAGES: "a query that is a chat",
+    QUERY_MESSAGES: "a query that is a list of messages",
     QUEUED_FOR_STEP: "the step that a task is queued for",
     PROPOSES: "the step that a proposer is asked for",
 }
@@ -110,7 +110,8 @@ def _read(
             task = task_of(row.value, fields)
             if task.id in taken:
                 raise RowError(
-                    "duplicate_task", f"{task.id!r} is the task of {taken[task.id]} already"
+                    "duplicate_task",
+                    f"{task.id!r} is already the id of the task of {taken[task.id]}",
                 )
             if has_files:
                 _check_files(task)

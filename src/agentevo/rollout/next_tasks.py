@@ -48,7 +48,7 @@ class NextTasks:
         if self._tasks is None:
             raise Refusal(
                 "this run has no tasks of its own to hand out: name files in its recipe (tasks), "
-                "or bring the task along",
+                "or send a task with the request",
                 param="next",
             )
 
@@ -123,8 +123,8 @@ class NextTasks:
             await tasks.learn(self._store)
             if not tasks.is_known(self._step + 1):
                 raise Refusal(
-                    f"which tasks step {self._step + 1} has follows from steps that are not "
-                    "trained yet: ask again",
+                    f"which tasks step {self._step + 1} has depends on steps that are not "
+                    f"trained yet: ask again",
                     status=503,
                     kind="server_error",
                 )

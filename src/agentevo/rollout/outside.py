@@ -220,7 +220,8 @@ class OutsideAgent:
                 touched = self._touched.get(group, touched)
 
         raise OutsideFailure(
-            f"nobody opened this attempt within agent.timeout_s={self._within_s:g} s of the last "
+            f"no client opened this attempt within agent.timeout_s={self._within_s:g} s of the "
+            f"last "
             "one of its group"
         )
 
@@ -325,8 +326,8 @@ class OutsideSessions:
         """Raises Refusal where there is none."""
         if session_id not in self._sessions:
             raise Refusal(
-                f"there is no session {session_id!r}, or its group was written long ago: the run's "
-                "store has it",
+                f"there is no session {session_id!r}, or its group was written long ago: look in "
+                f"the run's store",
                 status=404,
             )
         return self._sessions[session_id][0]
@@ -437,8 +438,8 @@ class OutsideSessions:
             raise
         except StoreError as error:
             raise Refusal(
-                f"the task {task.id[:60]!r} is known with another content: give it an id of its "
-                "own, or send it as it was",
+                f"the task {task.id[:60]!r} has other content in this run: give the task its own "
+                f"id, or send it unchanged",
                 status=409,
                 param="task",
             ) from error
@@ -457,12 +458,12 @@ class OutsideSessions:
             self._names = {label[1] for label in matches if label is not None}
 
         if name in self._names:
-            raise Refusal(f"the group {name} was written already: give it another name", status=409)
+            raise Refusal(f"the group {name} was already written: use another name", status=409)
 
         if self._config.rollout.policy == "wait":
             raise Refusal(
-                "this run trains on its own tasks in their order (rollout.policy=wait), so nobody "
-                "would train on a group: set rollout.staleness=1 rollout.policy=mask, or leave "
+                "this run trains on its own tasks in their order (rollout.policy=wait), so it "
+                "would not train on a group: set rollout.staleness=1 rollout.policy=mask, or leave "
                 "the group out",
                 param="group",
             )
@@ -471,7 +472,8 @@ class OutsideSessions:
         """Raises Refusal for a session that does not belong to the group."""
         if task is not None and task != opened.task:
             raise Refusal(
-                f"the group {opened.name} is of another task: attempts are compared at one task",
+                f"the group {opened.name} has another task: only attempts at the same task are "
+                f"compared",
                 status=409,
                 param="task",
             )

@@ -111,7 +111,7 @@ def _answers_of(row: Mapping[str, Any]) -> list[str]:
     stated = [answer.strip() for answer in answers if isinstance(answer, str) and answer.strip()]
     if not stated:
         raise RowError(
-            "no_answer", "the row has no answer, a text or a list of texts: it can't be judged"
+            "no_answer", "the row has no answer (a text or a list of texts), so it can't be judged"
         )
     return list(dict.fromkeys(stated))
 

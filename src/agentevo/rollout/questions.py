@@ -130,8 +130,8 @@ def encode_question(question: Question) -> bytes:
     surrogate pair, and see `task_of_question`; UnknownNameError for an unknown scorer."""
     if not isinstance(question, Question):
         raise TypeError(
-            f"the family's read returned {shown(question)}: return an agentevo.Question, or raise "
-            "ValueError where the reply asks none"
+            f"the family's read returned {shown(question)}: return an agentevo.Question, or "
+            f"raise ValueError if the reply has no question"
         )
 
     number = question.difficulty
@@ -145,10 +145,10 @@ def encode_question(question: Question) -> bytes:
     try:
         text = json.dumps(msgspec.structs.asdict(question), allow_nan=False)
     except ValueError as error:
-        raise TypeError(f"a question holds what JSON can't: {error}") from error
+        raise TypeError(f"a question has a value that JSON can't represent: {error}") from error
 
     if len(text) > LARGEST:
-        raise TypeError(f"a question of {len(text)} bytes: {LARGEST} are the most")
+        raise TypeError(f"a question of {len(text)} bytes: the limit is {LARGEST}")
 
     row = json.loads(text)
     check_text(row)

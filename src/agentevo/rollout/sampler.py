@@ -417,7 +417,7 @@ def _given_up(tries: int, error: InfrastructureFailure) -> EngineError:
     remedy = (
         "" if has_remedy else "; if memory is short, lower engine.kv_cache_gb or engine.max_running"
     )
-    return kind(f"given up after {tries} tries: {error}{remedy}")
+    return kind(f"failed {tries} times, last with: {error}{remedy}")
 
 
 async def _with_retries(call: Callable[[], Awaitable[T]], what: str) -> T:

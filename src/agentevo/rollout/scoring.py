@@ -54,8 +54,8 @@ Calls = Mapping[str, AttemptCalls]
 """Trajectory id -> where its calls are recorded. Of one that is absent none is."""
 
 NO_POLICY = (
-    "the reward {!r} failed: it asks the policy's engine, which is not at hand here: use it in "
-    "runs whose attempts `agentevo train` or `agentevo sample` makes"
+    "the reward {!r} failed: it needs the policy's engine, which this process does not have: use "
+    "it in runs whose attempts `agentevo train` or `agentevo sample` makes"
 )
 OWN_REWARD = "own_reward"
 """Metric of an attempt that others rank: what the agent returned or the environment paid."""
@@ -157,8 +157,9 @@ class NamedReward:
         for name in getattr(self._item, "models_asked", ()):
             if name not in self._models:
                 raise ConfigError(
-                    f"rewards: {self.config.title} asks the remote model {name!r}, and the recipe "
-                    f"has none of that name: add remote_models.{name} with its model and base_url "
+                    f"rewards: {self.config.title} asks the remote model {name!r}, and the "
+                    f"recipe has no model of that name: add remote_models.{name} with its model "
+                    f"and base_url "
                     "(docs/remote_models.md)"
                 )
 

@@ -86,7 +86,7 @@ class ProposalTasks:
         except Exception as error:
             trace = traceback_of(error)
             raise ConfigError(
-                f"tasks.self_play: the family's prompt(rng) gives nothing to ask: "
+                f"tasks.self_play: the family's prompt(rng) returns no valid prompt: "
                 f"{describe_error(error)}: return a text, or chat messages that end with the user's"
                 + (f"\n{trace}" if trace else "")
             ) from error

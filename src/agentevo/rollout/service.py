@@ -397,7 +397,7 @@ class SamplerService:
                 raise InfrastructureFailure(
                     f"{trajectory.id}: an engine drew a token under version {oldest}, too old "
                     f"for step {step} with "
-                    f"rollout.staleness={self._rollout.staleness}: it came back with old weights"
+                    f"rollout.staleness={self._rollout.staleness}: it restarted with old weights"
                 )
 
     async def _write(self, work: _SampledWork, trajectories: list[Trajectory]) -> None:
@@ -453,8 +453,8 @@ class SamplerService:
         if task_id not in self._noted:
             self._noted.add(task_id)
             self._note(
-                f"{self._worker}: task {task_id} is set aside as poison, nothing will be trained "
-                f"on for it: {error}"
+                f"{self._worker}: task {task_id} is set aside as poison, so no attempt at it is "
+                f"trained on: {error}"
             )
 
     async def _let_go(

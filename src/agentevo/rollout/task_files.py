@@ -40,7 +40,8 @@ def convert_rows(source: str, read_form: str, form: str, report: RowReport) -> l
             task = task_of(row.value, TaskFields(), read_form, RENAME)
             if task.id in taken:
                 raise RowError(
-                    "duplicate_task", f"{task.id!r} is the task of {taken[task.id]} already"
+                    "duplicate_task",
+                    f"{task.id!r} is already the id of the task of {taken[task.id]}",
                 )
             rows.append(row_of(task, form))
         except RowError as error:

@@ -322,8 +322,8 @@ def _check_ids(tasks: Mapping[str, Task]) -> None:
     reserved = [task.id for task in tasks.values() if QUEUED_FOR_STEP in task.metadata]
     if reserved:
         raise ConfigError(
-            f"tasks: {reserved[0]!r} has {QUEUED_FOR_STEP!r} in its metadata, where a queued "
-            "task's step is kept: rename the key"
+            f"tasks: {reserved[0]!r} has {QUEUED_FOR_STEP!r} in its metadata, which is reserved "
+            f"for a queued task's step: rename the key"
         )
 
     repeated = next(
@@ -336,8 +336,8 @@ def _check_ids(tasks: Mapping[str, Task]) -> None:
     )
     if repeated is not None:
         raise ConfigError(
-            f"tasks: the id {repeated!r} is what a repetition of "
-            f"{repeated.rpartition('~')[0]!r} is called: give it another"
+            f"tasks: the id {repeated!r} is reserved for a repetition of "
+            f"{repeated.rpartition('~')[0]!r}: use another id"
         )
 
 

@@ -56,7 +56,7 @@ class TaskStages:
     def note_step(self, step: int, success: float | None) -> None:
         """Records the results of a committed step, in order of the steps."""
         if step != len(self._success) + 1:
-            raise ValueError(f"step {step} is told after step {len(self._success)}")
+            raise ValueError(f"step {step} is reported after step {len(self._success)}")
         self._success[step] = success
 
     def is_known(self, step: int) -> bool:
@@ -121,7 +121,7 @@ def check_stage(stage: TaskStage, count: int, tasks: Sequence[Task], at_least: i
     if count:
         raise ConfigError(
             f"tasks.stages: the stage {stage.name!r}{what} has {count} of {len(tasks)} tasks, and "
-            f"a step needs trainer.groups_per_step={at_least}: let it have more, or set fewer "
+            f"a step needs trainer.groups_per_step={at_least}: give it more tasks, or set fewer "
             "groups"
         )
 

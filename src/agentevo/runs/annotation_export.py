@@ -32,9 +32,9 @@ Format = Literal["sft", "pairs", "labels", "judge"]
 FORMATS: tuple[Format, ...] = ("sft", "pairs", "labels", "judge")
 Row = dict[str, Any]
 GONE = "the attempt is not in the store"
-SILENT = "nothing was said in it"
-TOOLS = "it has tools, which a pair's file has no place for"
-SAME = "both say the same"
+SILENT = "it has no reply"
+TOOLS = "it has tools, which a file of pairs can't hold"
+SAME = "both replies are the same"
 OTHER_TASK = "the two conversations differ before the first answer"
 HELD_OUT = "it is of a held-out task (--held-out takes it)"
 NOT_WHOLE = "the last reply was cut off by the token limit"
@@ -92,7 +92,7 @@ async def export_annotations(
             reasons = "; ".join(f"{number} left out: {why}" for why, number in left_out.items())
             raise ConfigError(
                 f"no annotation gives a row of the format {form}: "
-                f"{reasons or 'nobody has annotated an attempt (agentevo annotate)'}"
+                f"{reasons or 'no attempt is annotated (agentevo annotate)'}"
             )
 
     return count, left_out

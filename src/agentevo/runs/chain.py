@@ -43,8 +43,8 @@ ROWS = "rows"
 SUMMARY = "summary.json"
 HEAD = "head.json"
 OLDER = (
-    "its steps were recorded by an older version of AgentEvo, whose records can't be checked: use "
-    "that version, or begin the run again with run.overwrite=true"
+    "its steps were recorded by an older version of AgentEvo, whose records can't be checked: "
+    "use that version, or start the run again with run.overwrite=true"
 )
 
 
@@ -126,8 +126,8 @@ def read_head(folder: Path) -> Head | None:
         return msgspec.json.decode(path.read_bytes(), type=Head)
     except (ConfigError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{path} can't be read ({error}): restore it from a copy, or delete it to go on from "
-            "the newest step that the store has"
+            f"{path} can't be read ({error}): restore it from a copy, or delete it to continue "
+            f"from the newest step that the store has"
         ) from error
 
 

@@ -46,7 +46,7 @@ def measured_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
             else [check_run_folder(folder)]
         )
         if not inside:
-            raise ConfigError(f"{folder}: no run of this sweep has begun yet")
+            raise ConfigError(f"{folder}: no run of this sweep has started yet")
 
         for run_folder in inside:
             measured.setdefault(run_folder.resolve(), _measure_run(run_folder))

@@ -87,7 +87,9 @@ def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
     """Asks the trainer of that session; a request that was made already is made once. Raises
     ConfigError where it can't be written."""
     if not _ID.fullmatch(id):
-        raise ConfigError(f"{id[:70]!r} is no id of a request: use letters, digits and -, 8 to 64")
+        raise ConfigError(
+            f"{id[:70]!r} is not a valid request id: use letters, digits and -, 8 to 64"
+        )
 
     request = ControlRequest(id=id, do=do, session=session, at=time.time(), who=who)
     place = folder / REQUESTS
@@ -98,8 +100,8 @@ def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
         create_atomic(place / f"{id}.json", msgspec.json.encode(request).decode())
     except OSError as error:
         raise ConfigError(
-            f"{place} can't be written ({error.strerror or error}), so nothing was asked: make "
-            "room, or make the run's folder writable"
+            f"{place} can't be written ({error.strerror or error}), so no request was made: make "
+            f"room, or make the run's folder writable"
         ) from error
 
 
@@ -264,7 +266,7 @@ class RunControl:
                 self._pauses = []
 
             for pause in given_up:
-                self.answer(pause, "it was asked to go on before it stood still", is_done=False)
+                self.answer(pause, "the run was asked to continue before it paused", is_done=False)
 
             self.answer(request, "it goes on" if was_asked else "it was not paused")
         elif request.do == "pause":
@@ -284,7 +286,7 @@ class RunControl:
             else:
                 return
 
-        self._report(f"{problem}: the run goes on, and nobody can ask it for anything")
+        self._report(f"{problem}: the run continues, but takes no requests")
 
     def _report(self, problem: str) -> None:
         """Once for each problem: a disk that is full is so for long."""

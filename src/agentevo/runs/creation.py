@@ -101,7 +101,9 @@ def check_folder(config: RunConfig) -> None:
         )
 
     if not exists and _has_something(folder) and not was_killed_early(folder):
-        raise ConfigError(f"{short(folder)} is not empty and not a run: give another run.dir")
+        raise ConfigError(
+            f"{short(folder)} is not empty and is not a run's folder: give another run.dir"
+        )
     check_free(folder)
 
 

@@ -177,8 +177,8 @@ def run_store_url(path: Path) -> str:
     url = _section(path, "store").get("url")
     if url is not None and not isinstance(url, str):
         raise ConfigError(
-            f"{path / 'config.yaml'}: store.url: {shorten(str(url))} is not a text: "
-            "restore the file"
+            f"{path / 'config.yaml'}: store.url: {shorten(str(url))} is not a string: restore "
+            f"the file"
         )
     return url or f"sqlite:///{path / 'store.sqlite'}"
 

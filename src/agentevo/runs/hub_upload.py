@@ -37,10 +37,10 @@ STALL_S = 120.0
 _REMEDIES = {
     401: "the token is not valid: set HF_TOKEN to one that may write, or log in again with "
     "`hf auth login`",
-    403: "the token may not write to {repo}: take one that may, or another name",
-    404: "it has no place for these files: see that HF_ENDPOINT is a hub that takes large files",
-    413: "a file is larger than it takes: save smaller files, or raise the hub's limit",
-    501: "it has no place for these files: see that HF_ENDPOINT is a hub that takes large files",
+    403: "the token may not write to {repo}: use one that may, or another name",
+    404: "it does not accept these files: check that HF_ENDPOINT is a hub for large files",
+    413: "a file is larger than the hub's limit: save smaller files, or raise the limit",
+    501: "it does not accept these files: check that HF_ENDPOINT is a hub for large files",
     507: "it has no room left: delete something there, or use another account",
 }
 """Status -> what to do."""
@@ -62,7 +62,7 @@ def push_to_hub(
     """
     folder = find_folder(source)
     if not HUB_NAME.fullmatch(repo):
-        raise ModelError(f"{repo[:100]!r} is no name of a repository: write ORG/NAME")
+        raise ModelError(f"{repo[:100]!r} is not a repository name: write ORG/NAME")
 
     manifest.verify_model(folder)
     import huggingface_hub
@@ -71,7 +71,8 @@ def push_to_hub(
     token = huggingface_hub.get_token()
     if token is None:
         raise ModelError(
-            "the hub wants a token that may write: set HF_TOKEN, or log in with `hf auth login`; "
+            "the hub requires a token that may write: set HF_TOKEN, or log in with `hf auth "
+            "login`; "
             "nothing was uploaded"
         )
 
@@ -122,8 +123,8 @@ def find_folder(source: str | Path) -> Path:
     run, which = split_run(folder)
     if run is None:
         raise ModelError(
-            f"{str(source)[:200]!r} is no run with a checkpoint and no folder of a model or "
-            "adapter: give RUN, RUN@last, RUN@STEP or such a folder"
+            f"{str(source)[:200]!r} is neither a run with a checkpoint nor the folder of a model "
+            f"or adapter: give RUN, RUN@last, RUN@STEP or such a folder"
         )
 
     return run_checkpoint(run, which)
@@ -209,12 +210,12 @@ def _failure(repo: str, error: Exception, endpoint: str) -> str:
 
     retry_advice = "check the network and try again; nothing was uploaded"
     if status or "ValueError" in kinds:  # some refusals are in the body of an answer
-        remedy = _REMEDIES.get(status, "see what the hub says of it, and try again")
+        remedy = _REMEDIES.get(status, "check the hub's message, and try again")
         return (
             f"the hub refused {repo} ({reason}): {remedy.format(repo=repo)}; nothing was uploaded"
         )
     if "TimeoutException" in kinds:
-        return f"the upload to the hub ({endpoint}) stood still for {STALL_S:g} s: {retry_advice}"
+        return f"the upload to the hub ({endpoint}) stalled for {STALL_S:g} s: {retry_advice}"
     if kinds & {"RemoteProtocolError", "ReadError", "WriteError"}:
-        return f"the hub ({endpoint}) broke the connection off ({reason}): {retry_advice}"
+        return f"the hub ({endpoint}) closed the connection ({reason}): {retry_advice}"
     return f"the hub ({endpoint}) can't be reached ({reason}): {retry_advice}"

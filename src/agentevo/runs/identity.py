@@ -125,8 +125,8 @@ async def confirm_run(
         _refuse_others(changed, short(folder), _remedy(folder))
     elif changed and not _is_trainers(folder):
         raise ConfigError(
-            f"{short(folder)}: no trainer of this run has been here, so the recipe can't be "
-            "changed here: give the run.dir of its trainer, or leave --resume out"
+            f"{short(folder)}: this run's trainer never used this folder, so the recipe can't be "
+            f"changed here: give the run.dir of its trainer, or leave --resume out"
         )
     else:
         check_resume(config, started_separately=True)
@@ -156,7 +156,7 @@ def _is_trainers(folder: Path) -> bool:
 def _remedy(folder: Path) -> str:
     remedy = f" (give {folder / 'config.yaml'} as the recipe"
     if not _is_trainers(folder):
-        remedy += ", or delete this folder if the run's trainer has changed it in its own"
+        remedy += ", or delete this folder if the trainer has changed it in its own folder"
     return remedy + ")"
 
 
@@ -172,7 +172,7 @@ def _refuse_others(changed: dict[str, tuple[Any, Any]], place: str, remedy: str 
         raise ConfigError(
             f"{place} is a run with {', '.join(shown)}{omitted}: all processes of a run need the "
             f"same recipe and overrides{remedy}; {how}another run.dir"
-            f"{'' if remedy else ' and rollout.weights.url'} begins another run"
+            f"{'' if remedy else ' and rollout.weights.url'} starts another run"
         )
 
 
@@ -210,7 +210,9 @@ def _check_place(config: RunConfig) -> None:
     check_new_folder(folder, "run.dir")
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if "config.yaml" not in names and any(not name.startswith(STAGING) for name in names):
-        raise ConfigError(f"{short(folder)} is not empty and not a run: give another run.dir")
+        raise ConfigError(
+            f"{short(folder)} is not empty and is not a run's folder: give another run.dir"
+        )
 
 
 async def _held(
@@ -224,7 +226,7 @@ async def _held(
             return await with_retries(
                 lambda: content_of(store),
                 within_s=STORE_RETRY_S,
-                what="looking whether the store is empty",
+                what="checking that the store is empty",
                 notify=note,
             )
 
@@ -307,6 +309,6 @@ class SharedConfig:
 
     def _wrong(self) -> ConfigError:
         return ConfigError(
-            f"{self.place}/{CONFIG_FILE} is no configuration of a run: give rollout.weights.url an "
-            "address of its own"
+            f"{self.place}/{CONFIG_FILE} is not a run's configuration: set rollout.weights.url "
+            f"to an address that only this run uses"
         )

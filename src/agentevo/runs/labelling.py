@@ -122,7 +122,7 @@ def annotation_of(
         )
 
     if reply is not None and last_answer(trajectory) is None:
-        raise ConfigError("nothing was said in this attempt that could be edited")
+        raise ConfigError("this attempt has no reply to edit")
 
     return Annotation(
         attempt=trajectory.id,
@@ -149,7 +149,7 @@ def preference_of(
     """Which of two attempts a person finds better, by its id; empty for neither. Raises ConfigError
     for another id."""
     if better not in ("", shown_first.id, shown_second.id):
-        raise ConfigError("the better one is one of these two, or neither")
+        raise ConfigError("`better` must be one of these two attempts, or neither")
 
     first, second = (
         (shown_second, shown_first) if better == shown_second.id else (shown_first, shown_second)

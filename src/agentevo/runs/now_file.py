@@ -82,8 +82,8 @@ class NowFile:
 
         if self._problem:
             self._note(
-                f"{self._path} could not be written ({self._problem}): what shows runs does not "
-                "know what this one did"
+                f"{self._path} could not be written ({self._problem}): pages and commands that "
+                f"show runs lack the newest state of this one"
             )
 
     def _write_on(self) -> None:

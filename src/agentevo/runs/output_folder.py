@@ -45,7 +45,7 @@ def check_empty(folder: Path, *, but: Collection[str]) -> None:
         return
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} is no folder that can be read ({describe_error(error)}): give another --out"
+            f"{folder} is not a readable folder ({describe_error(error)}): give another --out"
         ) from error
 
     if any(name not in but for name in names):

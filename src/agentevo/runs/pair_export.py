@@ -47,7 +47,7 @@ async def export_pairs(
                 file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
 
         if not report.used:
-            what = report.lines() or ["it has no training attempts of which two are of one group"]
+            what = report.lines() or ["no group has two training attempts"]
             raise ConfigError("\n".join(["no pair was written:", *what]))
 
     return report

@@ -54,8 +54,8 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
             os.close(handle)
     except OSError as error:
         raise ConfigError(
-            f"{path} can't be written ({error.strerror or error}), so nothing was changed: make "
-            "room, or make the folder writable"
+            f"{path} can't be written ({error.strerror or error}), so the change was not made: "
+            f"make room, or make the folder writable"
         ) from error
 
 

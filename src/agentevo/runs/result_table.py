@@ -281,8 +281,8 @@ def _read_sweep(folder: Path) -> list[RunResult]:
     results = _finished_in(folder)
     if not results:
         raise ConfigError(
-            f"{folder}: no run of this sweep has finished yet: go on with `agentevo train RECIPE "
-            "--resume`"
+            f"{folder}: no run of this sweep has finished yet: continue it with `agentevo train "
+            f"RECIPE --resume`"
         )
     return results
 
@@ -291,7 +291,9 @@ def _finished_in(folder: Path) -> list[RunResult]:
     """The results of a sweep's finished runs: by variant as the sweep has them, then by seed."""
     variants = sources.read_yaml(folder / SWEEP_FILE).get("variants", {})
     if not isinstance(variants, dict):
-        raise ConfigError(f"{folder / SWEEP_FILE}: is damaged: variants is no mapping: restore it")
+        raise ConfigError(
+            f"{folder / SWEEP_FILE}: is damaged: variants is not a mapping: restore it"
+        )
 
     order = list(variants)
     results = [
@@ -313,8 +315,8 @@ def _read_run(folder: Path) -> RunResult:
     summary = finished_summary(check_run_folder(folder))
     if summary is None:
         raise ConfigError(
-            f"{folder}: this run has not come to its end: go on with `agentevo train RECIPE "
-            "--resume`"
+            f"{folder}: this run has not finished: continue it with `agentevo train RECIPE "
+            f"--resume`"
         )
     return _result(folder, summary)
 

@@ -70,8 +70,8 @@ def check_resume(
             f"{first_command} RECIPE "
             "--resume`, or give another run.dir"
             if "loop" not in (first_command, command)
-            else f"{short(folder)} is {KINDS.get(first_command, KINDS['train'])}: resume it so, or "
-            "give another folder"
+            else f"{short(folder)} is {KINDS.get(first_command, KINDS['train'])}: resume it with "
+            f"its own command, or give another folder"
         )
 
     changed = changes(config)
@@ -88,9 +88,7 @@ def check_resume(
     if refused:
         raise ConfigError(
             f"{short(folder)} was started with {refused[0]}={changed[refused[0]][0]!r}, "
-            "and its tasks "
-            "are queued for that: resume it so, or "
-            "give another run.dir"
+            "and its tasks are queued for that: resume it with that value, or give another run.dir"
         )
 
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
@@ -114,7 +112,7 @@ def check_resume(
 def note_changes(changed: Mapping[str, tuple[Any, Any]], note: Callable[[str], None]) -> None:
     """Says which keys the run continues with that had other values."""
     for key, (was, now) in changed.items():
-        note(without_passwords(f"from here on with {key}={now!r}, which was {was!r}"))
+        note(without_passwords(f"from now on with {key}={now!r}, which was {was!r}"))
 
 
 def is_fixed(key: str) -> bool:

@@ -269,7 +269,7 @@ def _best(
     for name, task in good.items():
         if taken[task] == per_task:
             report.rows += 1
-            error = RowError("beyond_per_task", f"{per_task} of {task} are taken already")
+            error = RowError("beyond_per_task", f"{per_task} of {task} are exported already")
             report.add(name, error)
             continue
 
@@ -302,7 +302,7 @@ def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str
     """A row of the file. Raises RowError for one that can't be taught, or is there already."""
     content = _content(row, trajectory.id)
     if content in seen_contents:
-        raise RowError("duplicate", "an attempt before it says the same")
+        raise RowError("duplicate", "an earlier attempt has the same reply")
 
     seen_contents.add(content)
     about = {
@@ -316,7 +316,5 @@ def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str
 async def _nothing(store: Store, split: Split) -> str:
     counts: Counter[str] = Counter(summary.split for summary in await store.summaries())
     contents = ", ".join(f"{count} of the split {name}" for name, count in sorted(counts.items()))
-    remedy = (
-        f"it has {contents}: choose one with --split" if contents else "it holds no attempt yet"
-    )
+    remedy = f"it has {contents}: choose one with --split" if contents else "it has no attempt yet"
     return f"the store has no attempt of the split {split}: {remedy}"
