@@ -169,7 +169,7 @@ def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
         forged = msgspec.structs.replace(turns[0], completion_ids=[5] * len(turns[0].logprobs))
         wrong = msgspec.structs.replace(group.trajectories[0], turns=[forged])
         other = msgspec.structs.replace(group, trajectories=[wrong, *group.trajectories[1:]])
-        with pytest.raises(SealError, match="is not what this run's engine drew"):
+        with pytest.raises(SealError, match="is not what this run's engine sampled"):
             await model.train([other])
         with pytest.raises(SealError):
             await model.train([msgspec.structs.replace(group, seals={})])

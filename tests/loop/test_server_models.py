@@ -33,9 +33,9 @@ async def trained(model, task):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"tracking": {"tensorboard": "${oc.env:SECRET_OF_THE_SERVER}"}}, r"fills in no \$"),
-        ({"model": {"name": "${oc.env:SECRET_OF_THE_SERVER}"}}, r"fills in no \$"),
-        ({"sampling": {"stop": ["${run.dir}"]}}, r"fills in no \$"),
+        ({"tracking": {"tensorboard": "${oc.env:SECRET_OF_THE_SERVER}"}}, r"does not resolve \$"),
+        ({"model": {"name": "${oc.env:SECRET_OF_THE_SERVER}"}}, r"does not resolve \$"),
+        ({"sampling": {"stop": ["${run.dir}"]}}, r"does not resolve \$"),
         ({"agent": {"type": "command", "command": ["true"]}}, "client's own function"),
         ({"model": {"name": "/etc"}}, "no path"),
         ({"model": {"name": "/no/such/folder"}}, "no path"),

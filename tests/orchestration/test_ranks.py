@@ -264,7 +264,7 @@ def test_what_several_processes_can_not_do_is_refused(words, world, message, mon
     [
         (["trainer.parallel.context=3"], "context=3 does not divide the model's 4 attention"),
         (["trainer.parallel.tensor=3"], "tensor is not possible with 4 attention heads"),
-        (["trainer.parallel.expert=2"], "has no experts that lie stacked"),
+        (["trainer.parallel.expert=2"], "has no experts that are stacked"),
         (["trainer.parallel.pipeline=5"], "pipeline=5 does not divide the model's . layers"),
     ],
 )

@@ -298,7 +298,7 @@ def test_an_engine_without_time_ends_the_run_with_what_to_do_about_it(
     config = agent_config(tmp_path / "run", engine={"timeout_s": 1e-4})
     with pytest.raises(
         EngineError,
-        match=r"failed 5 times, last with: .*no completion within 0\.0001 s .*: raise engine\.timeout",
+        match=r"failed 5 times, last with: .*completion within 0\.0001 s .*: raise engine\.timeout",
     ):
         train(config, agent=agent, tasks=TASKS, view=quiet_view())
 

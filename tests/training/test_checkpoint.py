@@ -134,7 +134,7 @@ def test_nothing_saved_yet(tmp_path):
     checkpoints = Checkpoints(tmp_path / "none", 2)
     assert checkpoints.steps() == []
     assert checkpoints.best_step is None
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         checkpoints.find("last")
 
 

@@ -64,8 +64,8 @@ class _Elsewhere:
 
     async def complete(self, model: str, *arguments: Any, **options: Any) -> NoReturn:
         raise BadRequestError(
-            f"{model} is a remote model of the program, whose key is not here: ask it there, by "
-            f"policy.model({model!r})"
+            f"{model} is a remote model of the program, which alone has its key: call it there, "
+            f"by policy.model({model!r})"
         )
 
 
@@ -96,7 +96,7 @@ class _AttemptUnderWay:
         """That of one of several agents, or of the only one. Raises BadRequestError."""
         conversations = self.policy.conversations
         if agent not in conversations:
-            agent_names = ", ".join(filter(None, conversations)) or "none: there is but one"
+            agent_names = ", ".join(filter(None, conversations)) or "none: one agent has no name"
             raise BadRequestError(f"there is no agent {agent!r} (known: {agent_names})")
         return conversations[agent]
 
@@ -156,13 +156,16 @@ class Attempts:
 
         attempt = self._open[self._handles[new.id]]
         if attempt.new != new:
-            raise BadRequestError(f"the attempt {new.id!r} is another one: give a new one a new id")
+            raise BadRequestError(
+                f"the attempt {new.id!r} has the id of another attempt: give "
+                f"each attempt its own id"
+            )
         assert attempt.opened is not None
         return attempt.opened
 
     def _begin(self, new: NewAttempt, has_session: bool) -> None:
         if self._is_closed:
-            raise EngineUnavailableError("the run has ended: no attempt begins")
+            raise EngineUnavailableError("the run has ended: no new attempt can start")
 
         if new.id in self._handles:  # asked for twice while all had to wait
             self._slots.release()
@@ -197,14 +200,14 @@ class Attempts:
         attempt = self._find(handle)
         if ask.id not in attempt.asks:
             if len(attempt.asks) >= MAX_ASKS:
-                raise BadRequestError(f"an attempt makes {MAX_ASKS} calls at most")
+                raise BadRequestError(f"an attempt can make at most {MAX_ASKS} calls")
             conversation = attempt.conversation(ask.agent)
             attempt.asks[ask.id] = attempt.start(self._generate(conversation, ask))
 
         task = attempt.asks[ask.id]
         await asyncio.wait([task])
         if task.cancelled():
-            raise UnknownAttemptError("this attempt was ended while it asked: begin it again")
+            raise UnknownAttemptError("this attempt was ended during a call: start it again")
 
         return task.result()
 
@@ -306,8 +309,8 @@ class Attempts:
         attempt = self._open.get(handle)
         if attempt is None:
             raise UnknownAttemptError(
-                "this attempt is not under way: it has ended, nothing was asked of it for long, or "
-                "the server was started anew; begin it again"
+                "this attempt is not under way: it has ended, had no request for too long, or "
+                "the server was restarted; start it again"
             )
 
         attempt.seen_at = time.monotonic()

@@ -134,7 +134,7 @@ class Client:
         them itself, the server does not know them, and every program passes them again."""
         if not re.fullmatch(NAME, name):
             raise ConfigError(
-                f"{shown(name)} is no name for a model: use letters, digits, `-`, `_` and `.`"
+                f"{shown(name)} is not a valid model name: use letters, digits, `-`, `_` and `.`"
             )
 
         options = {
@@ -201,7 +201,7 @@ def _failure(answer: httpx.Response) -> Exception:
         return error_of(decode(answer.content, WireFailure))
     except Exception:  # noqa: BLE001 (it is no server of ours)
         return EngineUnavailableError(
-            f"{answer.request.url} answers {answer.status_code}: it is no `agentevo server`"
+            f"{answer.request.url} answers {answer.status_code}: it is not an `agentevo server`"
         )
 
 
@@ -313,6 +313,6 @@ class _ServedModel:
                         await in_thread(file.write, piece)
         except httpx.TransportError as error:
             raise EngineUnavailableError(
-                f"{name} of the checkpoint of step {checkpoint.step} did not come to its end "
+                f"{name} of the checkpoint of step {checkpoint.step} was not received completely "
                 f"({type(error).__name__}): fetch it again"
             ) from error

@@ -40,8 +40,8 @@ def _check_model_name(place: str, name: Any) -> None:
 
     if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):
         raise ConfigError(
-            f"{place}: {shown(name)} is no known model: a server takes "
-            f"{', '.join(known_models.names())}, tiny and org/name, and no path"
+            f"{place}: {shown(name)} is not a known model: a server accepts "
+            f"{', '.join(known_models.names())}, tiny and org/name, but no path"
         )
 
 
@@ -50,7 +50,7 @@ def _check_template(place: str, template: Any) -> None:
         return
     if "{%" not in template and "{{" not in template:
         raise ConfigError(
-            f"{place}: a server reads no file of a client's choice: give "
+            f"{place}: a server does not read files that a client names: give "
             f"{', '.join(CHAT_TEMPLATES)} or the template itself"
         )
     if len(template) > MAX_TEMPLATE:
@@ -66,16 +66,16 @@ def _check_layers(place: str, names: Any) -> None:
     for name in [names] if isinstance(names, str) else names or ():
         if not isinstance(name, str) or not _LAYER_NAME.fullmatch(name):
             raise ConfigError(
-                f"{place}: {shown(name)} is no name of a layer, such as q_proj: a server takes no "
-                "regular expression of a client's"
+                f"{place}: {shown(name)} is not the name of a layer, such as q_proj: a server "
+                f"accepts no regular expressions from a client"
             )
 
 
 def _check_engine(place: str, name: Any) -> None:
     if name not in ENGINES:
         raise ConfigError(
-            f"{place}: {shown(name)}: a server takes {' and '.join(ENGINES)}: others ask addresses "
-            "and start programs of a client's choice"
+            f"{place}: {shown(name)}: a server takes {' and '.join(ENGINES)}: other engines call "
+            f"addresses or start programs that a client names"
         )
 
 
@@ -147,8 +147,8 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     ),
 }
 """What a client may set, each with the check of its value; `agents` has such keys by name."""
-_ONE_PROCESS = "a server draws and trains in one process of its own"
-_NO_FILE = "a server takes no file of a client's choice"
+_ONE_PROCESS = "a server samples and trains in a single process"
+_NO_FILE = "a server does not use files that a client names"
 REFUSED: Mapping[str, str] = {
     "algorithm.advantage_function": "a server runs no code of a client's",
     "algorithm.credit": "a server runs no code of a client's",
@@ -163,10 +163,10 @@ REFUSED: Mapping[str, str] = {
     "rollout.weights": _ONE_PROCESS,
     "run.dir": "it keeps the run in its own folder",
     "run.name": "it keeps the run in its own folder",
-    "run.overwrite": "a model that is there stays",
+    "run.overwrite": "a server never replaces an existing model",
     "run.threads": "the server's machine is shared",
-    "tracking.backends": "a server sends nothing where a client says: log what `train` returns in "
-    "your own program, or ask who runs the server",
+    "tracking.backends": "a server sends no data to addresses that a client names: log what "
+    "`train` returns in your own program, or ask the server's operator",
     "trainer.optimizer_from": _NO_FILE,
     "trainer.parallel": _ONE_PROCESS,
 }
@@ -180,7 +180,7 @@ def check_sections(sections: Mapping[str, Any]) -> None:
     for place, text in _texts("", sections):
         if "${" in text:
             raise ConfigError(
-                f"{place}: a server fills in no ${{...}} of a client's: give the value itself"
+                f"{place}: a server does not resolve ${{...}} from a client: give the value itself"
             )
 
     for name, section in sections.items():
@@ -214,7 +214,7 @@ def _refusal(place: str, name: str, keys: Mapping[str, Any]) -> str:
     """Why a client may not set this key."""
     if place == "agent":
         return (
-            "the agent is the client's own function: a server takes "
+            "the agent is the client's own function: a server accepts only "
             f"agent.{' and agent.'.join(keys)}"
         )
 
@@ -224,7 +224,7 @@ def _refusal(place: str, name: str, keys: Mapping[str, Any]) -> str:
 
     guess = nearest(name, list(keys))
     hint = f": did you mean {place}.{guess}?" if guess else f", such as {', '.join(keys)}"
-    return f"no key that a client of a server may set{hint}"
+    return f"not a key that a client may set{hint}"
 
 
 def brings_template(config: RunConfig) -> bool:

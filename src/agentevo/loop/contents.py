@@ -37,8 +37,8 @@ def check_outcome(trajectory: Trajectory, *, is_baseline: bool = False) -> None:
         turn.overrides is None and turn.temperature == 0 for turn in trajectory.turns
     ):
         raise ConfigError(
-            f"train: the attempt {shown(trajectory.id)} is greedy, which only evaluates: submit "
-            "attempts that were drawn"
+            f"train: the attempt {shown(trajectory.id)} is greedy, which is for evaluation only: "
+            f"submit sampled attempts"
         )
 
 
@@ -55,5 +55,6 @@ def check_id(name: object, what: str) -> None:
     """Raises ConfigError for an id that is no text, or too long."""
     if not isinstance(name, str) or len(name) > LONGEST_ID:
         raise ConfigError(
-            f"{shown(name)} is no id of {what}: give a text of at most {LONGEST_ID} characters"
+            f"{shown(name)} is not a valid id of {what}: give a text of at most {LONGEST_ID} "
+            f"characters"
         )

@@ -211,7 +211,7 @@ async def _body(request: Request, longest: int = MAX_BODY, within_s: float = BOD
                     )
                 pieces.append(piece)
     except TimeoutError as error:
-        raise BadRequestError(f"the body did not come within {within_s:g} s") from error
+        raise BadRequestError(f"the body did not arrive within {within_s:g} s") from error
 
     return b"".join(pieces)
 

@@ -27,7 +27,7 @@ def encode(record: Any) -> bytes:
     try:
         return _ENCODER.encode(record)
     except (TypeError, NotImplementedError, RecursionError, UnicodeEncodeError) as error:
-        raise BadRequestError(f"this can't be sent: {error}") from error
+        raise BadRequestError(f"this value can't be sent: {error}") from error
 
 
 def decode(content: bytes, kind: type[T]) -> T:

@@ -90,7 +90,7 @@ class TrainableModel:
         that step has no checkpoint."""
         target = Path(to)
         if await in_thread(target.exists):
-            raise ConfigError(f"{target} is there already: give the name of a new folder")
+            raise ConfigError(f"{target} already exists: give the name of a new folder")
         if step == "last":
             await self.save()
 

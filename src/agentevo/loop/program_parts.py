@@ -58,8 +58,8 @@ class ProgramParts:
         ]
         plain = {name: plain_option(agent, named=False) for name, agent in agents.items()}
         problems += [
-            f"agents: {name!r} is a remote model too, and clients could not tell which they ask: "
-            "give one of them another name"
+            f"agents: {name!r} is also the name of a remote model, so clients could not "
+            f"distinguish them: rename one of them"
             for name, config in plain.items()
             if name in remote_models and not (_is_remote(config) and config["remote"] == name)
         ]
@@ -71,7 +71,7 @@ class ProgramParts:
             if model not in remote_models
         ]
         problems += [
-            f"agents.{name}.remote: nothing else can be said of a remote model's agent"
+            f"agents.{name}.remote: a remote model's agent has no other keys"
             for name in played
             if len(plain[name]) > 1
         ]

@@ -47,7 +47,7 @@ class Sealer:
         is_text = isinstance(seal, str) and seal.isascii()
         if not is_text or not hmac.compare_digest(expected, str(seal)):
             raise SealError(
-                f"the attempt {trajectory.id!r} is not what this run's engine drew: its turns, "
-                "its task, its group or its number were changed, or it is another run's; rewards "
-                "may be changed, tokens may not"
+                f"the attempt {trajectory.id!r} is not what this run's engine sampled: its "
+                f"turns, task, group or number were changed, or it belongs to another run; you "
+                f"can change rewards, but not tokens"
             )

@@ -76,7 +76,7 @@ class LoopServer:
         if not done:
             raise TimeoutError
         if task.cancelled():
-            raise EngineUnavailableError("the server is stopping: ask again when it is back")
+            raise EngineUnavailableError("the server is stopping: try again after it has restarted")
         if self._jobs.get(key) is task:
             del self._jobs[key]
 
@@ -100,7 +100,7 @@ class LoopServer:
         if service is not None and service.is_ending and service.has_failed:
             raise service.error_of_end()
         if service is None or not service.is_open:
-            raise ModelNotOpenError(f"the model {name!r} is not open here: open it first")
+            raise ModelNotOpenError(f"the model {name!r} is not open on this server: open it first")
         return service
 
     async def open(self, name: str, sections: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ class LoopServer:
     def _config(self, name: str, sections: dict[str, Any]) -> RunConfig:
         if not re.fullmatch(NAME, name):
             raise ConfigError(
-                f"{name!r} is no name for a model: use letters, digits, `-`, `_` and `.`"
+                f"{name!r} is not a valid model name: use letters, digits, `-`, `_` and `.`"
             )
         check_sections(sections)
         return loop_config(self.folder / name, only_from_the_hub(sections))
@@ -194,7 +194,7 @@ class LoopServer:
         )
         for error in results:
             if isinstance(error, BaseException):
-                self._note(f"a model did not end well: {error}")
+                self._note(f"a model ended with an error: {error}")
 
 
 class _SessionDoor:
@@ -250,7 +250,7 @@ def serve_loops(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{folder} can't be made ({error.strerror}): give another folder"
+                f"{folder} can't be created ({error.strerror}): give another folder"
             ) from error
 
         context = door.server_context()
@@ -286,7 +286,7 @@ def serve_loops(
                 note(f"training for clients at {address}\n  the key is in {loop_door.secret.file}")
                 while not stop():
                     await asyncio.sleep(LOOK_S)
-                note("stopping: a step that is under way is finished first")
+                note("stopping: a step in progress is finished first")
 
             note("stopped")
 

@@ -341,7 +341,7 @@ class LoopService:
         """The result of a submission, once it is committed."""
         if name not in self._steps:
             if not self._submissions.has(name):
-                raise ModelNotOpenError("this submission is not under way here: submit it again")
+                raise ModelNotOpenError("this submission is unknown here: submit it again")
             await asyncio.shield(self._submissions.future(name))
 
         (record, *_) = await self._parts.store.steps(after=self._steps[name] - 1)
@@ -377,8 +377,8 @@ class LoopService:
 
             if stored_digest != encode_task(group.task).digest:
                 raise ConfigError(
-                    f"train: the task {group.task.id!r} is not the one of an earlier step: give "
-                    "another task another id"
+                    f"train: the task {group.task.id!r} differs from the task of that id in an "
+                    f"earlier step: give each task its own id"
                 )
 
     async def save(self) -> None:
@@ -429,7 +429,7 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
     tasks: dict[str, Task] = {}
     for group in groups:
         if group.id.startswith(f"{group.task.id}/{GREEDY}@"):
-            raise ConfigError(f"train: the group {group.id} is greedy, which only evaluates")
+            raise ConfigError(f"train: the group {group.id} is greedy, so only for evaluation")
         if tasks.setdefault(group.task.id, group.task) != group.task:
             raise ConfigError(f"train: two tasks have the id {group.task.id!r}")
 
@@ -441,7 +441,7 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
         if group.baseline is not None and group.task.id in compared:
             raise ConfigError(
                 f"train: two groups of the task {group.task.id!r}, each with a baseline: a step "
-                "compares a task's attempts with one"
+                f"uses one baseline for each task"
             )
 
         compared.add(group.task.id)
@@ -451,7 +451,7 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
                     f"train: the attempt {member.id!r} is not of the group {group.id}"
                 )
             if member.id in seen_ids:
-                raise ConfigError(f"train: the attempt {member.id!r} is there twice")
+                raise ConfigError(f"train: the attempt {member.id!r} appears twice")
             seen_ids.add(member.id)
             sealer.check(member, group.seals.get(member.id))
             check_outcome(member, is_baseline=member is group.baseline)
@@ -477,12 +477,12 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
     for is_set, key, why in (
         (agent not in ("environment", "function"), f"agent.type={agent}", "the program plays"),
         (config.environment is not None, "environment", "the program plays"),
-        (config.tasks.given, "tasks", "the program says what its groups are of"),
+        (config.tasks.given, "tasks", "the program chooses the tasks of its groups"),
         (config.rollout.samplers > 0, "rollout.samplers", "the program samples"),
-        (config.data.given, "data", "the program submits what is trained on"),
-        (config.cold_start.episodes > 0, "cold_start", "there is no environment to show"),
+        (config.data.given, "data", "the program submits the training data"),
+        (config.cold_start.episodes > 0, "cold_start", "there is no environment to demonstrate"),
         (config.evaluation.stop_after > 0, "evaluation.stop_after", "the program evaluates"),
-        (config.profile.enabled, "profile", "the program's own time is no part of a step"),
+        (config.profile.enabled, "profile", "the program's own time is not part of a step"),
     ):
         if is_set:
             raise ConfigError(f"{key}: {why}: leave it out")

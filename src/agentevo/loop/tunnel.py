@@ -49,8 +49,8 @@ def pinned_context(address: EngineAddress) -> ssl.SSLContext:
     fingerprint = fingerprint_of(shown)
     if not hmac.compare_digest(fingerprint, address.certificate):
         raise ConfigError(
-            f"{address.url} shows the certificate {fingerprint} and not {address.certificate}, by "
-            "which it is known: another server, or somebody in between; it was told nothing"
+            f"{address.url} shows the certificate {fingerprint} and not {address.certificate}, "
+            f"which identifies it: it is another server, or an intermediary; nothing was sent"
         )
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

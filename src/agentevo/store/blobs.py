@@ -277,7 +277,7 @@ def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
         start = stop
 
     if len(routed) != num_turns or start != len(data):
-        raise ValueError(f"routed experts of {len(routed)} turns, and there are {num_turns}")
+        raise ValueError(f"it has routed experts of {len(routed)} turns, but {num_turns} turns")
 
     return routed
 

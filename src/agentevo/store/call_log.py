@@ -105,7 +105,7 @@ class CallLog:
             if self._closed or self._num_held >= MAX_HELD or self._num_started >= MAX_STARTS:
                 self.dropped += 1
                 if not self._closed:
-                    many = f"more than {MAX_STARTS} began within {FLUSH_S:g} s"
+                    many = f"more than {MAX_STARTS} started within {FLUSH_S:g} s"
                     self._problem = self._problem or many
                 return False
 
@@ -146,7 +146,7 @@ class CallLog:
             self._writing = []
 
         if self.dropped:
-            why = self._problem or "the run ended before the store had taken them"
+            why = self._problem or "the run ended before they were written to the store"
             self._tell(f"{self.dropped} calls of attempts were not recorded: {why}")
 
     def _work(self) -> None:

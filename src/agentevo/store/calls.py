@@ -65,7 +65,7 @@ def checked_call_filters(filters: CallFilter) -> tuple[str | None, CallState | N
 
 def check_recorder(recorder: str) -> None:
     if not re.fullmatch("[0-9a-f]+", recorder):
-        raise StoreError(f"{recorder!r} is no recorder of calls: it is what their ids begin with")
+        raise StoreError(f"{recorder!r} is not a recorder of calls: use the beginning of their ids")
 
 
 def encode_call(call: Call, seen_at: float | None) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def encode_call(call: Call, seen_at: float | None) -> dict[str, Any]:
         attributes = _JSON.encode(call.attributes).decode()
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise StoreError(
-            f"call {call.id!r} of {call.trajectory_id!r} can't be stored: {error}; attributes are "
-            "texts, numbers and truth values"
+            f"call {call.id!r} of {call.trajectory_id!r} can't be stored: {error}; attributes "
+            f"must be texts, numbers or booleans"
         ) from error
 
     row = {name: getattr(call, name) for name in COLUMNS}

@@ -235,7 +235,7 @@ def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
         if stored.digest not in (b"", encoded.digest):
             raise StoreError(
                 f"trajectory {stored.trajectory.id!r} is not the one that was exported (its digest "
-                "differs): the file or the store that it comes from was changed"
+                "differs): the file or its source store was changed"
             )
         return msgspec.structs.replace(encoded, row=row)
 
@@ -333,8 +333,8 @@ def _all_metrics(trajectory: Trajectory) -> dict[str, float]:
         if name.startswith((REWARD_PARTS, TIMINGS)):
             kind = "parts of the reward" if name.startswith(REWARD_PARTS) else "times"
             raise ValueError(
-                f"the metric {name!r} has a name that {kind} have: choose another, or give it as "
-                "one of them"
+                f"the metric {name!r} has a name that is reserved for {kind}: rename it, or "
+                f"report it as one of them"
             )
 
     return trajectory.metrics | {

@@ -97,8 +97,8 @@ async def export_store(store: Store, path: Path | str) -> int:
 
         if await _progress(store) != before:
             raise StoreError(
-                f"can't export to {path}: the run goes on, and its rows would be of different "
-                "moments: stop it first"
+                f"can't export to {path}: the run is still writing, so its rows would be from "
+                f"different moments: stop it first"
             )
 
     return count
@@ -163,7 +163,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 except (msgspec.MsgspecError, KeyError, ValueError) as error:
                     what = f"unknown kind {error}" if isinstance(error, KeyError) else error
                     raise UnusableStoreError(
-                        f"{path}: line {number} is no line of `agentevo store export`: {what}"
+                        f"{path}: line {number} is not a line of `agentevo store export`: {what}"
                     ) from error
     except (OSError, EOFError) as error:
         raise UnusableStoreError(

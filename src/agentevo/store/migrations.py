@@ -135,8 +135,9 @@ def migrations(database: str, version: int, where: str) -> list[Migration]:
     missing = [old for old in range(version, SCHEMA_VERSION) if old not in available]
     if missing:
         raise UnusableStoreError(
-            f"{where} says that its schema is {version}, which no AgentEvo has made (the oldest is "
-            f"{min(available)}): it is damaged; restore it from a copy; it was left as it is"
+            f"{where} says that its schema is {version}, which no AgentEvo version used (the "
+            f"oldest is "
+            f"{min(available)}): it is damaged; restore it from a copy; it was not changed"
         )
 
     return [available[old] for old in range(version, SCHEMA_VERSION)]

@@ -53,8 +53,8 @@ async def check_or_make(
     hello = await client.admin.command("hello")
     if "setName" not in hello and hello.get("msg") != "isdbgrid":
         raise UnusableStoreError(
-            f"store {where}: this server has no transactions, without which nothing "
-            "here is exactly-once: start mongod with "
+            f"store {where}: this server has no transactions, which a store needs to be "
+            f"exactly-once: start mongod with "
             "--replSet rs0 and call rs.initiate() once (a single member is enough), or use "
             "PostgreSQL"
         )
@@ -63,8 +63,8 @@ async def check_or_make(
     if schema is not None:
         if schema["version"] > SCHEMA_VERSION:
             raise UnusableStoreError(
-                f"store {where}: its schema {schema['version']} is a newer AgentEvo's, "
-                f"this knows up to {SCHEMA_VERSION}: upgrade "
+                f"store {where}: its schema {schema['version']} is of a newer AgentEvo, this one "
+                f"supports up to {SCHEMA_VERSION}: upgrade "
                 "with pip install -U agentevo; it was left as it is"
             )
 
@@ -81,7 +81,7 @@ async def check_or_make(
 
     await _refuse_foreign(database, where)
     if not create:
-        raise NoStoreError(f"store {where}: no store in this database: check the URL")
+        raise NoStoreError(f"store {where}: this database has no store: check the URL")
 
     for name, indexes in INDEXES.items():
         for columns in indexes:
@@ -110,8 +110,8 @@ async def _refuse_foreign(database: Any, where: str) -> None:
     for name in sorted(own_collections & set(await database.list_collection_names())):
         if await database[name].find_one({}) is not None:
             raise UnusableStoreError(
-                f"store {where}: the database holds a collection {name!r} of something else: give "
-                "another name"
+                f"store {where}: the database holds a collection {name!r} that is not "
+                f"AgentEvo's: give another name"
             )
 
 

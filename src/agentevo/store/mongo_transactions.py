@@ -85,8 +85,7 @@ class Transactions:
                 raise self._unavailable(what, retried_errors[-1]) from retried_errors[-1]
             raise DeadlineExceededError(
                 f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; the server "
-                "may be gone or busy: calling again is "
-                "harmless"
+                f"may be down or busy; you can safely repeat the call"
             ) from error
         except ConnectionFailure as error:
             raise self._unavailable(what, error) from error
@@ -95,8 +94,8 @@ class Transactions:
 
     def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
         return StoreUnavailableError(
-            f"store {self.where}: {what}: {error}: the database can't be used now; calling again "
-            "is harmless"
+            f"store {self.where}: {what}: {error}: the database can't be used now; you can safely "
+            f"repeat the call"
         )
 
     async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T:

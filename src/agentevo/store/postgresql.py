@@ -280,7 +280,8 @@ def _parse(url: str) -> tuple[URL, str]:
 
     if unknown := sorted(set(address.query) - {"schema", *_OPTIONS}):
         raise UnusableStoreError(
-            f"{unknown[0]!r} is no option of a PostgreSQL store: after the ? may stand schema, "
+            f"{unknown[0]!r} is not an option of a PostgreSQL store: options after the ? are "
+            f"schema, "
             f"{', '.join(_OPTIONS)}"
         )
 
@@ -326,8 +327,8 @@ async def _check_or_make_schema(
 
     if names:
         raise UnusableStoreError(
-            f"{store.where}: the schema {store.schema!r} holds other tables: give another with "
-            "?schema=NAME; it was left as it is"
+            f"{store.where}: the schema {store.schema!r} has other tables: give another with "
+            f"?schema=NAME; it was not changed"
         )
 
     if not create:

@@ -8,8 +8,8 @@ from agentevo.errors import StoreError, UnusableStoreError
 def older_schema(where: str, version: object) -> UnusableStoreError:
     """The error for a store that may only be read and is of an older version."""
     return UnusableStoreError(
-        f"{where} has the schema {version} of an older AgentEvo, and it may only be read here: "
-        "`agentevo store migrate URL|RUN_DIR` brings it to this version"
+        f"{where} has the schema {version} of an older AgentEvo, but it is open for reading only "
+        f"here: `agentevo store migrate URL|RUN_DIR` updates it to this version"
     )
 
 

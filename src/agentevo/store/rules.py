@@ -52,7 +52,7 @@ def holds(row: TaskPlace | None, lease: Lease, target: str | tuple[str, ...]) ->
         return False
 
     if row.state != "leased":
-        refused = f"can't become {' or '.join(states)}" if states else "has no lease to renew"
+        refused = f"can't become {' or '.join(states)}" if states else "has no lease"
         raise StoreError(f"task {name!r} is already {row.state} and {refused}")
 
     return True
@@ -74,7 +74,7 @@ def expired_event(worker: str | None, fencing_id: int, at: float) -> TaskEvent:
         worker=worker or "",
         fencing_id=fencing_id,
         at=at,
-        error="the lease ran out: did its worker die?",
+        error="the lease ran out: its worker may have died",
     )
 
 

@@ -130,17 +130,17 @@ class SQLStore(Streaming):
     def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
         reason = getattr(error, "orig", None) or error
         return StoreUnavailableError(
-            f"store {self.where}: {what}: {reason}: the database can't be used now; calling "
-            "again is harmless"
+            f"store {self.where}: {what}: {reason}: the database can't be used now; you can safely "
+            f"repeat the call"
         )
 
     def _too_late(self, what: str, started_at: float) -> DeadlineExceededError:
         waited_s = time.monotonic() - started_at
         limit_s = self._away_s if waited_s < 2 * self._away_s else self._timeout_s
         return DeadlineExceededError(
-            f"store {self.where}: {what}: no answer within {limit_s:g} s; another "
-            "process may hold the write lock, or the disk "
-            "is slow, or the server is gone: calling again is harmless"
+            f"store {self.where}: {what}: no answer within {limit_s:g} s; another process may "
+            f"hold the write lock, the disk may be slow, or the server down; you can safely "
+            f"repeat the call"
         )
 
     async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:

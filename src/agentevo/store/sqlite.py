@@ -124,7 +124,7 @@ def _drive(work: Coroutine[Any, Any, T]) -> T:
     except StopIteration as done:
         return cast(T, done.value)
     work.close()
-    raise RuntimeError("a transaction on SQLite waited for something else than its connection")
+    raise RuntimeError("a transaction on SQLite awaited something other than its connection")
 
 
 class SQLiteStore(SQLStore):
@@ -350,7 +350,7 @@ class SQLiteStore(SQLStore):
 def _path_of(url: str) -> Path:
     if not url.startswith(_URL_PREFIX) or url.removeprefix(_URL_PREFIX) in ("", ":memory:"):
         raise UnusableStoreError(
-            f"{url!r} names no SQLite file: write sqlite:///relative/path or "
+            f"{url!r} has no path of an SQLite file: write sqlite:///relative/path or "
             "sqlite:////absolute/path"
         )
     return Path(url.removeprefix(_URL_PREFIX)).expanduser().absolute()

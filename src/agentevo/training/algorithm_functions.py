@@ -84,14 +84,14 @@ def _loss(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Terms:
 
         for metric, values in measured.items():
             if metric in OF_THE_STEP:
-                raise TrainingError(f"a step has a metric {metric!r} already: choose another name")
+                raise TrainingError(f"a step already has a metric {metric!r}: use another name")
             _check_tensor(f"the metric {metric!r}", values, (shape,), inputs.logp.device)
     except Exception as error:
         raise _refusal(
             f"{POLICY_LOSSES.key}: {_name(function)}",
             error,
-            "return a tensor of floats [S, T] like inputs.logp, or that and a mapping from names "
-            "of metrics to such tensors",
+            "return a tensor of floats [S, T] like inputs.logp, or a pair of it and a mapping "
+            "from metric names to such tensors",
         ) from error
 
     return losses, dict(measured)
@@ -163,7 +163,7 @@ def _try_loss(function: Callable[[LossInputs], Any]) -> None:
     if not bool(torch.isfinite(gradients).all()):
         raise ValueError(f"{what}: a gradient of a trained token is not finite")
     if not bool(gradients.any()):
-        raise ValueError(f"{what}: the loss does not depend on inputs.logp: nothing would train")
+        raise ValueError(f"{what}: the loss does not depend on inputs.logp: it would train nothing")
 
     padded = {name: torch.nn.functional.pad(table, (0, 2)) for name, table in tables.items()}
     row_trials = [
@@ -181,8 +181,9 @@ def _try_loss(function: Callable[[LossInputs], Any]) -> None:
             torch.allclose(together, result, rtol=1e-4, atol=1e-6) for together, result in pairs
         ):
             raise ValueError(
-                f"{what}: a row {how} has another loss or gradient than among others, so that "
-                "micro-batches would change the update: compute each row from its own tokens, "
+                f"{what}: a row {how} has another loss or gradient than together with other "
+                f"rows, so micro-batches would change the update: compute each row from its own "
+                f"tokens, "
                 "where inputs.mask is True, and leave means over rows to algorithm.aggregation"
             )
 

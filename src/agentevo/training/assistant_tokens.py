@@ -124,7 +124,7 @@ class AssistantTokens:
 
             rest = _without_oldest_turn(messages) if self.too_long == "shorten" else None
             if rest is None:
-                what = "even its last turn alone" if shortened else "it"
+                what = "even with its last turn alone" if shortened else "it"
                 raise RowError(
                     "too_long",
                     f"{what} has {longest} tokens, the limit is {self.max_tokens} "
@@ -179,7 +179,9 @@ class AssistantTokens:
 
             if mask[0]:
                 raise RowError(
-                    "template", "it begins with what the assistant says, which nothing predicts"
+                    "template",
+                    "it begins with a message of the assistant, which has no context "
+                    "to predict it from",
                 )
 
         return parts
@@ -204,8 +206,8 @@ class AssistantTokens:
                 if not whole_text.startswith(prompt_text):
                     raise RowError(
                         "template",
-                        f"message {place + 1}: the template begins it otherwise than its own "
-                        "generation prompt: edit the template, "
+                        f"message {place + 1}: the template does not begin it with its own "
+                        f"generation prompt: edit the template, "
                         "or mark what the assistant says with {% generation %}",
                     )
 
@@ -218,8 +220,8 @@ class AssistantTokens:
             if end is None:
                 raise RowError(
                     "template",
-                    f"message {place + 1}: the template puts no special token behind it: nothing "
-                    "tells where it ends",
+                    f"message {place + 1}: the template puts no special token after it, so its "
+                    f"end is unknown",
                 )
 
             if not parts or prompt[: len(parts[-1][0])] != parts[-1][0]:
@@ -306,8 +308,7 @@ class AssistantTokens:
         if missing:
             raise RowError(
                 "template",
-                f"the template leaves out {missing[0]}: choose a model whose template has a place "
-                "for it",
+                f"the template leaves out {missing[0]}: choose a model whose template supports it",
             )
 
     def _is_same(self, rendering: str, messages: Chat, tools: Chat | None) -> bool:

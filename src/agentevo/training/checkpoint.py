@@ -86,7 +86,8 @@ class Checkpoints:
         steps = self.steps()
         if not steps:
             raise UnusableCheckpointError(
-                f"{self.folder} has no whole checkpoint: train with checkpoint.every above 0, or "
+                f"{self.folder} has no complete checkpoint: train with checkpoint.every above 0, "
+                f"or "
                 "let a run finish"
             )
 
@@ -179,8 +180,8 @@ class Checkpoints:
             older = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(
                 f"{self.path(step)} could not be written ({error}): make room there and resume; "
-                "nothing of it was left behind, whole "
-                f"checkpoints of other steps stay (of steps: {older})"
+                f"no part of it remains, and the complete checkpoints of other steps are "
+                f"unchanged (steps: {older})"
             ) from error
 
         return sealed.sha256
@@ -336,8 +337,8 @@ class Checkpoints:
             write_atomic(self.folder / INDEX, index)
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder / INDEX} could not be written ({error}): make room there "
-                "and resume; the checkpoints are as they were"
+                f"{self.folder / INDEX} could not be written ({error}): make room there and "
+                f"resume; the checkpoints are unchanged"
             ) from error
 
 

@@ -57,15 +57,16 @@ def classifier_of(
         except ValueError as error:
             raise ModelError(
                 f"transformers has no sequence classifier of the architecture {config.model_type}: "
-                "choose a model of another one"
+                "choose a model of another architecture"
             ) from error
 
     trunk = policy.base_model.state_dict()
     missing, unexpected = model.base_model.load_state_dict(trunk, strict=False)
     if missing or unexpected:
         raise ModelError(
-            f"the classifier of the architecture {config.model_type} has another trunk than the "
-            f"model (first: {[*missing, *unexpected][0]}): choose a model of another one"
+            f"the classifier of the architecture {config.model_type} differs from the model in "
+            f"its trunk (first: {[*missing, *unexpected][0]}): choose a model of another "
+            f"architecture"
         )
 
     parameter = next(policy.parameters())
@@ -92,7 +93,7 @@ def encode_pairs(
 
         if chosen == rejected:
             raise ConfigError(
-                f"{line.where}: chosen and rejected read the same in the last {max_tokens} tokens: "
+                f"{line.where}: chosen and rejected are the same in the last {max_tokens} tokens: "
                 "raise rm.max_tokens, or remove the line"
             )
 

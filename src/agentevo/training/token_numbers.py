@@ -46,7 +46,7 @@ class SampleNumbers(msgspec.Struct, frozen=True, array_like=True):
         changes = np.frombuffer(self.changes, dtype="<f2").astype(np.float32)
         entropies = np.frombuffer(self.entropies, dtype="<f2").astype(np.float32)
         if not len(places) == len(changes) == len(entropies):
-            raise ValueError("the numbers of a sample are not equally many")
+            raise ValueError("the columns of a sample differ in length")
         return places, changes, entropies
 
 

@@ -40,8 +40,9 @@ def masks_of(
 
             if grammars is None:
                 raise TrainingError(
-                    f"turn {turn.index} of {trajectory.id} was drawn under a grammar, which this "
-                    "trainer can't apply: give Trainer(grammars=Grammars(tokenizer, vocabulary))"
+                    f"turn {turn.index} of {trajectory.id} was sampled under a grammar, which "
+                    f"this trainer can't apply: give Trainer(grammars=Grammars(tokenizer, "
+                    f"vocabulary))"
                 )
 
             try:
@@ -59,7 +60,7 @@ def masks_of(
 
     if num_unmasked:
         LOG.warning(
-            "%d tokens that were drawn under a grammar are not trained: %s", num_unmasked, problem
+            "%d tokens that were sampled under a grammar are not trained: %s", num_unmasked, problem
         )
 
     return masks, {"trainer/unmasked_tokens": float(num_unmasked)} if masks else {}

@@ -105,8 +105,8 @@ class CreditAsker:
         self._num_failures += 1
         if self._num_failures >= MAX_IN_A_ROW:
             raise TrainingError(
-                f"{shown}\n{self._num_failures} groups in a row have failed so: the weights were "
-                "not changed; mend the function, and --resume does this step again"
+                f"{shown}\n{self._num_failures} groups in a row have failed like this: the "
+                f"weights were not changed; fix the function, and --resume repeats this step"
             ) from error
 
         kind = type(error).__name__

@@ -209,7 +209,7 @@ def _one_temperature(samples: Sequence[Sample]) -> float:
     if len(temperatures) != 1:
         raise ValueError(
             f"one pass has one temperature, not {sorted(temperatures)}: pack samples of "
-            "different temperatures apart"
+            f"different temperatures separately"
         )
     return temperatures.pop()
 

@@ -177,7 +177,7 @@ def _reward_parts(rows: Sequence[SampleRow]) -> dict[str, torch.Tensor]:
     if silent is not None:
         raise TrainingError(
             f"trajectory {silent} has a reward without parts, and algorithm.advantage=gdpo "
-            "normalises each part: return them as "
+            f"normalises each part: return the parts as "
             "Outcome(reward_parts={...}), or choose grpo"
         )
 

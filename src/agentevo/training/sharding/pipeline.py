@@ -70,8 +70,8 @@ def check_pipeline(model: PreTrainedModel, size: int) -> None:
 
     if model.config.get_text_config().tie_word_embeddings:
         raise _refusal(
-            "the model's embeddings are its output layer, too (tie_word_embeddings), so first and "
-            "last stage would both have them",
+            "the model's embeddings are also its output layer (tie_word_embeddings), so the "
+            "first and the last stage would both have them",
             "set it to 1, and use trainer.parallel.shard",
         )
 
@@ -83,8 +83,8 @@ def check_pipeline(model: PreTrainedModel, size: int) -> None:
     if set(plan) != PLAN or unsupported or model.get_output_embeddings() is None:
         what = f" ({unsupported[0]} is something else)" if unsupported else ""
         raise _refusal(
-            f"{type(model).__name__} is not known to be embeddings, layers that take hidden states "
-            f"alone, a norm and an output layer{what}",
+            f"{type(model).__name__} is not known to consist of embeddings, layers that take "
+            f"hidden states alone, a norm and an output layer{what}",
             "set it to 1, and use trainer.parallel.shard",
         )
 

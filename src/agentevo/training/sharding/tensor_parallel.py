@@ -145,7 +145,7 @@ def _check(model: PreTrainedModel, parts: dict[str, str], ranks: Ranks) -> None:
             style in (COLUMN, ROW) and type(module).__name__.endswith("Linear")
         )
         if not is_supported or (style == HEAD_NORM and not hasattr(module, "weight")):
-            raise _refusal(f"{kind}, whose {name} is cut by the rule {style!r}", "use shard")
+            raise _refusal(f"{kind}, whose {name} needs the unknown rule {style!r}", "use shard")
 
         parent = model.get_submodule(name.rpartition(".")[0])
         for parameter_name, _ in parent.named_parameters():
