@@ -1,4 +1,4 @@
-"""A user's blocking code on a thread of its own: code that hangs costs only what waits for it.
+"""Runs a user's blocking code on a thread of its own: code that hangs blocks only its caller.
 
 A thread has the context of its caller: calls that are recorded in it (store/call_log.py) belong to
 the attempt. A thread can't be killed: one without a waiting caller is abandoned, and a process
@@ -28,11 +28,11 @@ _left: set[threading.Thread] = set()
 
 
 class OwnThread:
-    """Runs functions one after the other on one thread: some objects insist on that. `who` is whose
-    code it is, for messages, such as "agent"."""
+    """Runs functions one after the other on one thread: some objects require one thread. `who`
+    names the code's owner in messages, such as "agent"."""
 
     def __init__(self, who: str) -> None:
-        """Raises AgentEvoError if too many threads were left behind already."""
+        """Raises AgentEvoError if too many threads were abandoned already."""
         _left.intersection_update(threading.enumerate())
         if len(_left) >= MAX_LEFT:
             raise AgentEvoError(
@@ -52,7 +52,7 @@ class OwnThread:
         return self._given_up is not None and not self._given_up.done()
 
     async def call(self, function: Callable[[], T]) -> T:
-        """What the function returns or raises. Cancelled, it leaves the thread behind."""
+        """What the function returns or raises. If cancelled, it abandons the thread."""
         answer = self._ask(function)
         try:
             return await asyncio.wrap_future(answer)
@@ -84,8 +84,7 @@ class OwnThread:
         return not self._thread.is_alive()
 
     def end(self, last: Callable[[], object] = lambda: None) -> None:
-        """The thread ends with `last`, after its calls. No caller waits for that or is notified of
-        it."""
+        """The thread runs `last` after its calls and then ends. No caller waits for that."""
 
         def work() -> None:
             with suppress(BaseException):

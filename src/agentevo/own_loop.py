@@ -1,7 +1,7 @@
 """An event loop on a thread of its own, for foreign code that may block it.
 
 All attempts of a world share it, since the objects that they share (clients, locks) belong to one
-loop. Blocking code delays only these attempts. Where the loop does not respond after an attempt was
+loop. Blocking code delays only these attempts. If the loop does not respond after an attempt was
 cancelled, it is abandoned with the attempts that hang on it, and later attempts get a new one; a
 process tolerates MAX_LEFT abandoned loops.
 """

@@ -1,5 +1,5 @@
-"""Paths that a user gave: checks for what can't be a path, and for where no folder can be made,
-before anything is created."""
+"""Checks of paths from a user, before anything is created: whether a text can be a path, and
+whether a folder can be created there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_NEIGHBOURS = 2000
 
 
 def name_problem(path: str) -> str:
-    """Why a text can't be a path and what to do, or empty. The function does not check whether the
+    """Why a text can't be a path, and the remedy; or empty. The function does not check whether the
     path exists."""
     if "\0" in path:
         return "has a NUL character, which no path has: remove it"
@@ -56,7 +56,7 @@ def short(path: Path) -> str:
 
 
 def check_new_folder(folder: Path, key: str) -> None:
-    """Raises ConfigError where a folder can't be made or written into; `key` is the key that sets
+    """Raises ConfigError if a folder can't be created or written into; `key` is the key that sets
     another. A file without a name tests the place, and disappears when this returns or the process
     dies."""
     problem = name_problem(f"{folder.absolute()}/{'x' * LONGEST_OWN}") or _place_problem(folder)

@@ -1,15 +1,14 @@
-"""Penalties of tokens that a text has already, and biases of tokens: their effect on a model's
-logits, for code that draws under them and for code that computes the same distribution again.
+"""Penalties of tokens that a text already has, and biases of tokens: their effect on a model's
+logits, for the code that samples under them and the code that recomputes the distribution.
 
-With logits z, r = repetition and c the number of times that a token has been drawn in this
-completion:
+With logits z, r = repetition and c the number of times that a token was sampled in this completion:
 
     z' = R(z) - presence * [c > 0] - frequency * c + logit_bias
     R(z) = z / r if z > 0 else z * r    for a token of the prompt or of the completion, else z
 
 (https://platform.openai.com/docs/api-reference/chat for the first two and the bias, arXiv
-1909.05858, section 4.1, for R). Temperature, filters and grammar come after. What they change at a
-place follows from the tokens before it, so it is never recorded: a turn has its penalties.
+1909.05858, section 4.1, for R). Temperature, filters and grammar apply afterwards. The changes at a
+place follow from the tokens before it, so only the penalties of a turn are recorded.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be drawn under them."""
+        """Why no token can be sampled under them."""
         for name in ("presence", "frequency"):
             value = getattr(self, name)
             if not abs(value) <= LARGEST_PENALTY:  # nor is NaN

@@ -99,7 +99,7 @@ def is_shown() -> bool:
 
 
 class ProgressBar:
-    """The number of what is done, for the code that does it."""
+    """The counter of done work, for the code that does it."""
 
     def __init__(
         self, what: str, total: float | None, unit: str, look: Callable[[], float] | None = None
@@ -116,11 +116,11 @@ class ProgressBar:
         self.done += count
 
     def to(self, done: float) -> None:
-        """So much is done in all."""
+        """Sets the total of done work."""
         self.done = done
 
     def counted_now(self) -> float:
-        """What is done by now."""
+        """The amount of work done so far."""
         if self._look is not None:
             self.done = self._look()
         return self.done
@@ -146,7 +146,7 @@ class ProgressBar:
         return time.monotonic() - self._began
 
     def count_text(self) -> str:
-        """`12,000 of 50,000 rows (24%)`; of what has no number nothing."""
+        """`12,000 of 50,000 rows (24%)`; empty for a bar without a number."""
         if self.total is None:
             return f"{_amount(self.done, self.unit)}" if self.done else ""
         share = f" ({min(self.done / self.total, 1.0):.0%})" if self.total else ""

@@ -1,5 +1,5 @@
-"""Calling a store again whose database is away: every call may be repeated, so a service repeats it
-until its time for that is over."""
+"""Retries calls of a store whose database is unavailable. Every call may be repeated, so a service
+repeats it until a time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentevo.errors import DeadlineExceededError, StoreUnavailableError
 T = TypeVar("T")
 
 STORE_RETRY_S = 600.0
-"""How long a run's processes wait for a database that is away before they give up."""
+"""How long a run's processes wait for an unavailable database before they fail."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 SILENT_S = 5.0
@@ -34,8 +34,8 @@ async def with_retries(
     that double from FIRST_PAUSE_S to LONGEST_PAUSE_S. Refusals are raised at once; what still fails
     after `within_s` seconds is raised as StoreUnavailableError.
 
-    `notify` receives a line with what is waited for, why and until when: at the first failure or
-    after SILENT_S, then every TELL_S, and when the wait is over."""
+    `notify` receives a line with the name of the call, the reason of the wait and its end: at the
+    first failure or after SILENT_S, then every TELL_S, and when the wait is over."""
     ends = time.monotonic() + within_s
     pause = FIRST_PAUSE_S
     reporter = _Reporter(what, within_s, notify)

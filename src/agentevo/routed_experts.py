@@ -1,15 +1,15 @@
-"""Which experts the routers of a mixture chose, token by token.
+"""The experts that the routers of a mixture chose for each token.
 
 A turn has a row for each token that was computed for it first: the last token of the turn that it
-continues, its prompt, and its completion without the last token, which nothing was predicted from
+continues, its prompt, and its completion without the last token, from which no token was predicted
 yet. So along a path of the turn tree the rows of its turns, one after the other, are those of its
 tokens except the last:
 
     rows(path) = sum over its turns of (prompt tokens + completion tokens) - 1
 
-The row of a token is that of the pass in which the token after it was drawn (for a prompt's other
-tokens: of the pass before that draw). Too few or too many rows are refused wherever they appear,
-and never filled up or cut.
+The row of a token is from the pass in which the token after it was sampled (for a prompt's other
+tokens: of the pass before that draw). A wrong number of rows is always refused, and never padded or
+cut.
 """
 
 from __future__ import annotations

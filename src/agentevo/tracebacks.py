@@ -1,4 +1,4 @@
-"""What a user's code raised, as its author wants to see it."""
+"""Tracebacks of a user's code, reduced to the parts that help its author."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _RELAYS = tuple(
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Where a user's code raised the error, then its causes; places in AgentEvo are left out, and
-    of installed packages all except the one that raised. Empty where that says no more than the
-    error's first line, and for a server that is away, which is not an error of the code."""
+    """Where a user's code raised the error, then its causes. Places in AgentEvo are left out, and
+    so are those in installed packages except the one that raised. Empty if that adds nothing to the
+    error's first line, and for an unreachable server, which is not an error of the code."""
     if error is None:
         return ""
 
@@ -71,7 +71,7 @@ def name_place(text: str) -> str:
 
 def describe_failure(error: BaseException) -> str:
     """`Kind: message` of an error that a user's code raised, and below it the place; without places
-    where Python refused the arguments, so that none of that code has run."""
+    if Python refused the arguments, so that none of that code ran."""
     frames = traceback.extract_tb(error.__traceback__)
     has_run = any(not frame.filename.startswith((_OURS, *_RELAYS)) for frame in frames)
     is_refused_call = isinstance(error, TypeError) and not has_run
@@ -92,8 +92,8 @@ def format_places(error: BaseException) -> str:
 
 
 def format_stack(thread_id: int, below: CodeType = threading.Thread.run.__code__) -> str:
-    """Where in a user's code a running thread stands, the innermost place last; only what the
-    function with the code `below` has called. Empty where that is AgentEvo's alone."""
+    """Where in a user's code a running thread stands, the innermost place last; only the calls
+    below the function with the code `below`. Empty if all of them are AgentEvo's."""
     frame = sys._current_frames().get(thread_id)
     frames = []
     while frame is not None and frame.f_code is not below:
