@@ -179,7 +179,7 @@ def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
             await model.train([group, group])
 
         greedy = await answer.group(model, TASKS[0], greedy=True)
-        with pytest.raises(ConfigError, match="only evaluates"):
+        with pytest.raises(ConfigError, match="only for evaluation"):
             await model.train([greedy])
         with pytest.raises(ConfigError, match="no attempt has completed"):
             await model.train([group.without(*(one.id for one in group.completed))])

@@ -162,7 +162,7 @@ def test_a_runs_folder_is_its_best_checkpoint(tmp_path):
         resolve(str(tmp_path))
 
     index.write_text('{"steps": [], "best": null}')
-    with pytest.raises(ModelError, match="no complete checkpoint"):
+    with pytest.raises(ModelError, match="no whole checkpoint"):
         resolve(str(tmp_path))
 
 
@@ -181,5 +181,5 @@ def test_a_runs_folder_is_its_best_checkpoint(tmp_path):
 def test_a_torn_list_of_checkpoints_is_said_to_be_torn(content, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "index.json").write_text(content)
-    with pytest.raises(ModelError, match=r"index\.json is torn|no complete checkpoint"):
+    with pytest.raises(ModelError, match=r"index\.json is torn|no whole checkpoint"):
         resolve(str(tmp_path))

@@ -176,7 +176,7 @@ def test_reference_players_of_an_environment_that_breaks_are_unknown(monkeypatch
     monkeypatch.setattr("agentevo.orchestration.players.make", Broken)
     monkeypatch.setattr("agentevo.environments.make", Broken)
     assert reference_players(parts) is None
-    assert "KeyboardInterrupt" in notes[0] and "is not known" in notes[0]
+    assert "KeyboardInterrupt" in notes[0] and "is unknown" in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_folders_that_are_no_sweep_are_refused(tmp_path):
 
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "thesis.txt").touch()
-    with pytest.raises(ConfigError, match="not empty and not a sweep"):
+    with pytest.raises(ConfigError, match="not empty and is not a sweep"):
         run_sweep(sweep_in(tmp_path / "s", "run.overwrite=true"), view=quiet()[0])
 
     (tmp_path / "s" / "config.yaml").touch()

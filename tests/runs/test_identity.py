@@ -274,7 +274,7 @@ def test_a_recipe_can_be_changed_where_head_json_was_deleted(machine, tmp_path):
 def test_a_sampler_alone_is_told_what_to_do_with_its_folder(small_config, tmp_path):
     """Without an object store nobody knows of the trainer's change."""
     ensure_run_folder(small_config(tmp_path / "run"))
-    with pytest.raises(ConfigError, match=r"or delete this folder if the run's trainer has chang"):
+    with pytest.raises(ConfigError, match=r"or delete this folder if the trainer has changed"):
         ensure_run_folder(small_config(tmp_path / "run", MORE))
     with pytest.raises(ConfigError) as refused:
         ensure_run_folder(small_config(tmp_path / "run", "run.seed=9"))

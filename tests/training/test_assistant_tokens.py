@@ -357,7 +357,7 @@ def test_what_a_template_can_not_say():
         "}}{% endif %}{% endfor %}"
     )
     assert (
-        "nothing predicts"
+        "no context to predict it from"
         in refused(tokenizer_with(begins), talk(("user", "q"), ("assistant", "a"))).detail
     )
 
