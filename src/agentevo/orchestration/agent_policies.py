@@ -132,8 +132,7 @@ def _engine(
 
 @torch.no_grad()
 def _share(model: PreTrainedModel, main: PreTrainedModel) -> None:
-    """Replaces the model's tensors by the main model's tensors where neither is trained and both
-    are equal."""
+    """Replaces the model's tensors by the main model's if neither is trained and both are equal."""
     fixed = {name: p for name, p in main.named_parameters() if not p.requires_grad}
     modules = dict(model.named_modules())
     for name, parameter in list(model.named_parameters()):
@@ -163,8 +162,8 @@ class EarlierVersions:
         self._loaded: dict[str, int] = {}
 
     async def advance(self, step: int, *, is_reloaded: bool) -> None:
-        """The trained policies now have version `step`. `is_reloaded`: they were loaded, so nothing
-        that was swapped in before counts. Raises CheckpointError."""
+        """The trained policies now have version `step`. `is_reloaded`: they were loaded, so weights
+        that were swapped in before do not count. Raises CheckpointError."""
         for name, section in self._config.agents.items():
             if not section.is_earlier or section.weights_of is None:
                 continue

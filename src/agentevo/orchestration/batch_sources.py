@@ -41,7 +41,7 @@ class BatchSource(Protocol):
     def prepare(self, collected: Collected, step: int) -> PreparedBatch: ...
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
-        """Raises TrainingError if the store no longer has what the step trained on."""
+        """Raises TrainingError if the store no longer has the step's training data."""
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
         """Metrics of the policy on held-out data; empty where there is none. Raises StopAskedError
@@ -66,7 +66,7 @@ class BatchSource(Protocol):
 
 
 class WithoutHeldOutData:
-    """What the sources without held-out data have in common: held-out tasks measure the policy."""
+    """The common base of sources without held-out data: held-out tasks measure the policy."""
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
         return {}
@@ -143,7 +143,7 @@ class RolloutBatches(WithoutHeldOutData):
         return CreditedGroups() if self._credit is None else self._credit.ask(trajectories)
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
-        """Made from the step's plan and the attempts in the store."""
+        """Makes the samples from the step's plan and the attempts in the store."""
         plan = StepPlan.of(record.step, record.record)
 
         async def read() -> list[Trajectory]:

@@ -1,4 +1,4 @@
-"""Everything that a run works with: model, engine, agent, sampler and store, built once from the
+"""The parts of a run: model, engine, agent, sampler and store, built once from the
 configuration."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Components:
     store: Store
     tasks: TaskSource
     agent: Agent | None
-    """None where nothing is played: supervised fine-tuning without an environment."""
+    """None if no task is attempted: supervised fine-tuning without an environment."""
     calls: CallLog
     note: Callable[[str], None] = to_stderr
     """Receives messages for the user."""
@@ -228,8 +228,8 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
     uses_run_engines: bool = False,
 ) -> AsyncIterator[Components]:
     """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see
-    `checkpoint_section`; `loaded` is what `load_policy` has found already; `transport`: how the
-    engine gets what is trained (`local_transport`); `note` shows a message to the user;
+    `checkpoint_section`; `loaded`: the result of an earlier `load_policy`; `transport`: how the
+    engine gets the trained weights (`local_transport`); `note` shows a message to the user;
     `may_play=False`: a program's own loop plays, and this process does not; `traced`: its calls go
     where the recipe's `tracing` says; `uses_run_engines`: this process makes no engine and asks the
     run's other ones."""

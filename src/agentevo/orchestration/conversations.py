@@ -1,7 +1,6 @@
-"""What `agentevo sft` trains on: conversations from files, episodes of the environment's solver,
-the best stored attempts of another run.
-
-Everything that is not used is in a RowReport, with its reason and its place.
+"""The training data of `agentevo sft`: conversations from files, episodes of the environment's
+solver, the best stored attempts of another run. A RowReport lists every unused row with its reason
+and its place.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ LEFT_OUT = " left out, "
 BAD_ROWS = "bad_rows.jsonl"
 """In the run's folder: every row that is not used."""
 Conversations = dict[str, list[TokenRow]]
-"""Name -> the samples of one conversation, which stay together."""
+"""Name -> the samples of one conversation. They stay together."""
 
 
 @dataclass
 class SFTData:
-    """Everything, encoded."""
+    """All encoded conversations."""
 
     train: Conversations = field(default_factory=dict)
     held_out: Conversations = field(default_factory=dict)
@@ -129,7 +128,7 @@ class ConversationBatches:
         return metrics
 
     def opening_metrics(self) -> dict[str, float]:
-        """How many rows were read, and what became of them."""
+        """How many rows were read and used."""
         return {
             key: value for report in self._data.reports for key, value in report.metrics().items()
         }

@@ -1,5 +1,5 @@
-"""How good the policy is on held-out tasks, compared with a random and an optimal player under the
-same limits."""
+"""Measures the policy on held-out tasks, next to a random and an optimal player under the same
+limits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def reference_players(parts: Components) -> Baselines | None:
 
 
 def meaning_of_success(config: RunConfig) -> str:
-    """The meaning of the numbers of a graded agent; empty for an environment's own success."""
+    """Explains the numbers of a graded agent; empty for an environment's own success."""
     if config.environment is not None and isinstance(config.agent, EnvironmentAgentSection):
         return ""
 

@@ -35,7 +35,7 @@ def solver_answers(parts: Components) -> Callable[[str], list[Sample]] | None:
 
 
 def given_pairs(parts: Components) -> list[list[Pair]] | None:
-    """The recipe's own pairs, by line or by group; None where it gives none. Raises ConfigError for
+    """The recipe's own pairs, by line or by group; None if it has none. Raises ConfigError for
     pairs that can't be read."""
     preference = parts.config.algorithm.preference()
     return None if preference is None else _given_groups(parts, preference)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Rating(msgspec.Struct, frozen=True):
-    """What an evaluation says about the weights of a step; 0: before the first step."""
+    """An evaluation of the weights of a step; 0: before the first step."""
 
     step: int
     value: float
@@ -125,8 +125,8 @@ class RunProgress(msgspec.Struct):
         )
 
     def shortcomings(self, num_steps: int, *, trains: bool = True) -> list[str]:
-        """Lines about a run that has ended after `num_steps` steps and has not done what its
-        numbers suggest. `trains`: the run was meant to train on attempts."""
+        """Lines about a run that has ended after `num_steps` steps, if its numbers are misleading.
+        `trains`: the run was meant to train on attempts."""
         remarks: list[str] = []
         if self.step < num_steps:
             return remarks

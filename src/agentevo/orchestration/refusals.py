@@ -1,5 +1,4 @@
-"""Runs checks that are independent of one another, and raises everything that they refuse
-together."""
+"""Runs independent checks, and raises all their problems together."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ T = TypeVar("T")
 
 
 class Refusals:
-    """What the checks have refused so far."""
+    """The refusals so far."""
 
     def __init__(self) -> None:
         self._errors: list[ConfigError] = []

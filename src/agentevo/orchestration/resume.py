@@ -1,10 +1,8 @@
-"""Resuming: from the newest whole checkpoint, the committed steps after it are done again from
-their plans.
-
-The store records for every committed step what it trained on, in which order
+"""Resumes a run from the newest complete checkpoint, and repeats the committed steps after it from
+their plans. The store records for every committed step what it trained on, in which order
 (training/batching/step_plan.py). Therefore nothing that was completed is lost, nothing is in the
 weights twice, and version numbers keep their meaning, for any process that was killed and any torn
-checkpoint: in the extreme all steps are done again from the first weights.
+checkpoint: in the extreme case all steps are repeated from the initial weights.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class ResumePoint:
     end: End = field(default_factory=End)
     """The newest committed step."""
     steps: list[StepRecord] = field(default_factory=list)
-    """Committed steps after the checkpoint, to be done again."""
+    """Committed steps after the checkpoint, which are repeated."""
     warnings: tuple[str, ...] = ()
 
 
@@ -46,12 +44,12 @@ async def find_resume_point(
     run's own weights: as they were first saved, or as a resume saved them that had done the step
     again.
 
-    Of a run that was given up before its first step, only the tasks remain, and they are queued
+    Of a run that was abandoned before its first step, only the tasks remain, and they are queued
     again. Everything that training will read is checked before anything is changed
     (resume_checks.py).
 
-    Raises CheckpointError, and changes nothing, where the store, config.yaml or a record is not
-    what this run has written.
+    Raises CheckpointError, and changes nothing, if the store, config.yaml or a record differs from
+    what this run wrote.
     """
     async with await open_run_store(config.store_url) as store:
         checks = ResumeChecks(config, store)

@@ -1,10 +1,9 @@
-"""What a resume checks before it trains on anything that an earlier life of the run has left:
-files, records, trajectories.
+"""Checks of a resume before it trains on data from an earlier life of the run: files, records,
+trajectories.
 
-A store and a folder that were not modified pass. Anything that the trainer would read in another
-form than it was written is refused, with the remedy. Only what will be read is checked, so the cost
-grows with the steps that are done again and the attempts that wait, and not with the run. `agentevo
-audit` checks all of a run.
+A store and a folder that were not modified pass. The checks refuse, with the remedy, any changed
+data that the trainer would read. Only what will be read is checked, so the cost grows with the
+repeated steps and the waiting attempts, and not with the run. `agentevo audit` checks all of a run.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ class ResumeChecks:
             )
 
     async def log(self, last: StepRecord | None) -> None:
-        """metrics.jsonl must contain what was logged. Where its last steps are missing, which a
-        power cut can cause, a warning says so."""
+        """metrics.jsonl must contain all logged rows. If its last steps are missing, which a power
+        cut can cause, a warning says so."""
         if last is None or LOG not in last.record:
             return
 
@@ -194,9 +193,8 @@ class ResumeChecks:
         return records
 
     async def trajectories(self, steps: list[StepRecord], committed: int) -> None:
-        """The attempts of the steps that are done again must be what those steps were trained on.
-        The attempts that wait for the next steps, or were evaluated since, must be as they were
-        written."""
+        """The attempts of the repeated steps must be those that the steps were trained on. Attempts
+        that wait for the next steps, or that evaluated the policy since, must be unchanged."""
         for record in steps:
             stored = await self._read(trained_step=record.step)
             try:

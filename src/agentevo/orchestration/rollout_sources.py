@@ -161,7 +161,7 @@ class GroupStream:
     """Groups from the store, as samplers finish them.
 
     A step that was reserved and not committed when its trainer was killed gets the same groups
-    again: its weights may already have served, and drawn tokens with its number. If they have
+    again: its weights may already have served, and sampled tokens under its number. If they have
     (`serves_early`) and nothing is reserved, the step trained on nothing, and does so again.
     """
 
@@ -194,7 +194,7 @@ class GroupStream:
         reserved."""
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
-        """See RolloutSource.round. Raises StopAskedError, and TrainingError where waiting is
+        """See RolloutSource.round. Raises StopAskedError, and TrainingError if waiting is
         useless."""
         attempts = await (
             self._own_groups(step)
@@ -278,7 +278,7 @@ class GroupStream:
         return RolloutRound(await self._groups(groups))
 
     async def _has_served(self, step: int) -> bool:
-        """Whether weights of this step, which is not committed, have drawn tokens."""
+        """Whether weights of this uncommitted step have sampled tokens."""
         ready = await self._read(state="ready", split="train")
         return any(step in turn.versions for row in ready for turn in row.trajectory.turns)
 
@@ -377,7 +377,7 @@ class ColocatedRollouts:
                 self._slept_s += time.perf_counter() - started
 
     def _keep_version(self) -> None:
-        """Under `wait`, groups in progress are drawn from the present weights until they end."""
+        """Under `wait`, groups in progress are sampled from the present weights until they end."""
         rollout = self._config.rollout
         changing = self._parts.sampler.engines
         for engine in dict.fromkeys(

@@ -173,7 +173,7 @@ class Submissions:
 
     @property
     def current(self) -> Submission:
-        """The submission that the trainer works on, or has worked on last."""
+        """The submission that the trainer is working on, or the last one."""
         assert self._current is not None
         return self._current
 

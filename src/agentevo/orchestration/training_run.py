@@ -1,5 +1,5 @@
-"""The steps of a run: what happens in each, in order, and what is committed of it. `run.py` opens
-and closes the run around them."""
+"""The steps of a run: the actions of each in order, and what it commits. `run.py` opens and closes
+the run around them."""
 
 from __future__ import annotations
 
@@ -221,8 +221,8 @@ class TrainingRun:
         before that.
 
         For the step after it, which a kill may have left reserved, the same attempts are taken
-        again (rollout_sources.py). Where these are the attempts of the step's own tasks, no other
-        choice among them is kept: the recipe may choose otherwise now.
+        again (rollout_sources.py). If these are the attempts of the step's own tasks, an earlier
+        selection among them is dropped, because the recipe may select differently now.
         """
         is_synchronous = isinstance(self.rollouts, SynchronousRollouts)
         if is_synchronous or self.parts.config.rollout.policy == "wait":
@@ -578,8 +578,8 @@ class TrainingRun:
             return work.result()
 
     async def _milestones(self, *, last: bool) -> dict[str, str] | None:
-        """Evaluates and saves the step that has just been computed, when these are due; returns
-        what is known of the checkpoint."""
+        """Evaluates and saves the step that has just been computed, when these are due; returns the
+        checkpoint's entry for the record."""
         config = self.parts.config
         step = self.progress.step
         value = None

@@ -1,14 +1,13 @@
 """Annotations as training data: rows for `agentevo sft`, pairs and labelled answers for
-`data.pairs` of `agentevo train`, and what a judge is calibrated by.
-
-sft     attempts that are right, as `agentevo trajectories export --sft` writes them, and edited
-        last replies, where that reply alone is taught unless the attempt is right
+`data.pairs` of `agentevo train`, and data to calibrate a judge. sft     attempts that are right, as
+`agentevo trajectories export --sft` writes them, and edited
+        last replies, of which only that reply is trained unless the attempt is right
 pairs   better against worse from where two conversations part, edited against original reply
 labels  attempts that are right or wrong as {"prompt", "completion", "label"}, for kto and rft
 judge   each verdict with the reward, its parts and the conversation
 
-A pair's file has no place for tools, so attempts with tools are left out of pairs and labels.
-Attempts at held-out tasks are verdicts for a judge, and rows to train on only if asked for.
+A file of pairs can't hold tools, so attempts with tools are left out of pairs and labels. Attempts
+at held-out tasks are verdicts for a judge, and rows to train on only if asked for.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ async def export_annotations(
     *,
     held_out: bool = False,
 ) -> tuple[int, Counter[str]]:
-    """Writes the rows to `path` (.jsonl or .jsonl.gz): how many, and reason -> annotations that
-    gave none. `held_out`: attempts of evaluations are trained on, too. Raises ConfigError, with
-    nothing written, if there is no row."""
+    """Writes the rows to `path` (.jsonl or .jsonl.gz). Returns their number, and reason ->
+    annotations that gave none. `held_out`: attempts of evaluations are trained on, too. Raises
+    ConfigError, with nothing written, if there is no row."""
     attempt_ids = set(annotations.attempts) | {name for pair in annotations.pairs for name in pair}
     attempts: dict[str, Trajectory] = {}
     for name in attempt_ids:
@@ -196,8 +195,8 @@ def _first_answer(messages: Sequence[Row]) -> int:
 
 
 def pair_of(chosen: list[Row], rejected: list[Row]) -> Row:
-    """From the first message in which two conversations differ; back to the answer before it, where
-    that is none of the assistant's."""
+    """The messages from the first one in which two conversations differ; if that is not the
+    assistant's, from the answer before it."""
     if chosen == rejected:
         raise LeftOutError(SAME)
 

@@ -1,13 +1,13 @@
-"""Asking a run that is under way to stop, save, pause or continue, through its folder, so from any
+"""Requests to a running run to stop, save, pause or continue, through its folder, so from any
 process and any machine that shares it.
 
-    RUN/control.json       who trains now (a session), whether it is paused, its newest answers
+    RUN/control.json the current trainer (a session), whether it is paused, its newest answers
     RUN/control/ID.json    one request; its trainer deletes it with its answer
 
-A request names the session that it is for, and its id: one that comes late, or was left behind,
-never reaches a later trainer of the same folder, and one that is sent twice is done once. A thread
-of the trainer looks every LOOK_S, so a folder that hangs never holds up training. Every answer is
-added to the run's changes.jsonl as well. What is asked is done between two steps.
+A request names the session that it is for, and its id: a late or leftover request never reaches a
+later trainer of the same folder, and a request that is sent twice is carried out once. A thread of
+the trainer looks every LOOK_S, so a folder that hangs never delays training. Every answer is added
+to the run's changes.jsonl as well. Requests are carried out between two steps.
 
 Not promised: an answer of a trainer that was killed, or whose folder can't be written.
 """
@@ -47,7 +47,7 @@ _ID = re.compile(r"[0-9a-zA-Z-]{8,64}")
 
 
 class ControlRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user asks of a run."""
+    """A user's request to a run."""
 
     id: str
     do: Action
@@ -57,7 +57,7 @@ class ControlRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a request."""
+    """The result of a request."""
 
     id: str
     do: str
@@ -106,7 +106,7 @@ def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
 
 
 def answer_to(folder: Path, id: str) -> ControlAnswer | None:
-    """What became of a request; None as long as it waits."""
+    """The result of a request; None while it waits."""
     session = read_session(folder)
     return (
         next((answer for answer in session.answers if answer.id == id), None) if session else None
@@ -165,7 +165,7 @@ class RunControl:
         return taken
 
     def note_pause(self, step: int) -> None:
-        """The run stands still from now on, after that step."""
+        """The run is paused from now on, after that step."""
         with self._lock:
             pauses = self._pauses
             self._pauses = []
@@ -179,13 +179,13 @@ class RunControl:
             self._write()
 
     def goes_on(self) -> None:
-        """The run does not stand still any more."""
+        """The run is no longer paused."""
         with self._lock:
             self._session = msgspec.structs.replace(self._session, is_paused=False)
         self._write()
 
     def answer(self, request: ControlRequest, result: str, *, is_done: bool = True) -> None:
-        """Says what became of a request, and deletes it."""
+        """Answers a request, and deletes it."""
         record = ControlAnswer(
             id=request.id, do=request.do, result=result, is_done=is_done, at=time.time()
         )
@@ -289,7 +289,7 @@ class RunControl:
         self._report(f"{problem}: the run continues, but takes no requests")
 
     def _report(self, problem: str) -> None:
-        """Once for each problem: a disk that is full is so for long."""
+        """Reports each problem once, because a full disk often stays full for a long time."""
         if problem != self._problem:
             self._problem = problem
             self._note(problem)

@@ -1,9 +1,9 @@
-"""Reading the folder of a run: configuration, store, the texts of its tokens.
+"""Reads the folder of a run: configuration, store, the texts of its tokens.
 
     config.yaml  metrics.jsonl  summary.json  report.html  plots/  checkpoints/  store.sqlite
 
-The folder of a sweep holds `sweep.yaml`, the folders of its runs, their logs, and the table of what
-they reached.
+The folder of a sweep holds `sweep.yaml`, the folders of its runs, their logs, and the table of
+their results.
 
 Nothing here writes. A run may be under way, interrupted, or moved to another place since it was
 made.
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 UNSCORED = ("rewards=[]",)
-"""Overrides for code that asks a run for its model and scores nothing: the rewards may have been
-functions of the program that made the run, which no other process has."""
+"""Overrides for code that loads a run's model and scores nothing: the rewards may be functions of
+the program that created the run, which no other process has."""
 
 SWEEP_FILE = "sweep.yaml"
 MADE_BY = "# agentevo "
@@ -82,7 +82,7 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
 
 
 def check_run_folder(path: Path) -> Path:
-    """The path itself if a run is there; else `ConfigError` with the runs that are near."""
+    """The path itself if it is a run; otherwise raises `ConfigError` with nearby runs."""
     problem = name_problem(str(path))
     if problem:
         raise ConfigError(f"{str(path)[:60]!r} {problem}")
@@ -155,8 +155,8 @@ def command_of(folder: Path) -> str | None:
 
 
 def resume_command(folder: Path, command: str | None) -> str:
-    """What is typed to resume the run in that folder; empty where it is no command's run, such
-    as that of a program's own loop."""
+    """The command that resumes the run in that folder; empty if no command started it, as for a
+    program's own loop."""
     if command not in ("train", "sft"):
         return ""
     words = ["agentevo", command, str(folder / "config.yaml"), f"run.dir={folder}", "--resume"]
@@ -184,7 +184,7 @@ def run_store_url(path: Path) -> str:
 
 
 def traced_run(path: Path) -> RunFacts:
-    """What the spans of a run say of it, but for its id."""
+    """The attributes of a run's spans, except its id."""
     from agentevo.tracing.spans import RunFacts
 
     name = _section(path, "run").get("name")
@@ -209,8 +209,8 @@ def use_store(
     read_only: bool = False,
 ) -> T:
     """Runs `work` on a store, in an event loop of its own, so also where a loop is running (in a
-    notebook). A person waits for it: a database that is away is waited for until `wait_s`, or
-    WAIT_S, is over. `timeout_s` is the deadline of each call. `read_only`: see `open_store`."""
+    notebook). A person waits for it, so the wait for an unavailable database ends after `wait_s`,
+    or WAIT_S. `timeout_s` is the deadline of each call. `read_only`: see `open_store`."""
     from agentevo.event_loop import run_coroutine
     from agentevo.runs.store_opening import open_run_store
 
@@ -263,8 +263,7 @@ def tokenizer_in(source: str) -> Any:
 
 
 def _saved_model(name: str) -> str | None:
-    """The model's folder if it is on this machine; nothing is downloaded for the sake of
-    looking."""
+    """The model's folder if it is on this machine; nothing is downloaded."""
     from agentevo.models.cache import cache_folder, is_complete
     from agentevo.models.known import known_models
 

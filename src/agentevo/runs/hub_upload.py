@@ -1,10 +1,10 @@
-"""Publishing what was trained on the Hugging Face hub: `agentevo models push`.
+"""Publishes trained models on the Hugging Face hub: `agentevo models push`.
 
 One commit has all of it: weights, tokenizer, configuration and a model card (model_card.py), so
 readers of the repository see all or nothing. What training needs (the optimizer, the run's state)
 stays here. The checkpoint's digests are compared first. The token is HF_TOKEN or the one of the
 hub's own login; it goes to the hub and nowhere else. HF_ENDPOINT names another hub. Large files go
-by Xet where the hub speaks it, and else by LFS. Whatever stands still for STALL_S ends.
+by Xet where the hub speaks it, and else by LFS. A transfer that stalls for STALL_S is ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ADAPTER = "adapter_config.json"
 BASE = "base_model_name_or_path"
 """Key of an adapter's configuration."""
 OF_MODELS = (".safetensors", ".bin", ".index.json")
-"""How weights end that a loader would prefer to new ones of another name."""
+"""Endings of weight files that a loader would prefer to new ones of another name."""
 STALL_S = 120.0
 """Longest time without a byte from or to the hub; its client tries a few times again."""
 _REMEDIES = {
@@ -57,8 +57,8 @@ def push_to_hub(
     where it is not there; returns the URL of the commit. `source`: RUN (its best checkpoint),
     RUN@last, RUN@STEP, or a folder. `private`: of a repository that is made now.
 
-    Raises ModelError before anything is sent for what is no model, no name, or without a token,
-    and where the hub can't be reached or refuses: then nothing was uploaded.
+    Raises ModelError, before anything is sent, for an invalid model or name or a missing token; and
+    if the hub can't be reached or refuses. Then nothing was uploaded.
     """
     folder = find_folder(source)
     if not HUB_NAME.fullmatch(repo):
@@ -115,7 +115,7 @@ def push_to_hub(
 
 
 def find_folder(source: str | Path) -> Path:
-    """The folder of the model that is meant. Raises ModelError for what holds none."""
+    """The folder of the model to upload. Raises ModelError if there is none."""
     folder = Path(source).expanduser()
     if any(os.path.isfile(folder / name) for name in ("config.json", ADAPTER)):
         return folder
@@ -156,7 +156,7 @@ def _is_of_model(name: str) -> bool:
 
 
 def _open_files(files: Mapping[str, Path | bytes], stack: ExitStack) -> dict[str, bytes | BinaryIO]:
-    """The files as the hub's client never sends them by Xet: open ones, until the stack ends."""
+    """Opens the files, until the stack ends: the hub's client never sends open files by Xet."""
     return {
         name: file if isinstance(file, bytes) else stack.enter_context(file.open("rb"))
         for name, file in files.items()
@@ -183,7 +183,7 @@ def _limited_stalls() -> Iterator[None]:
 
 def _speaks_xet(hub: HfApi, repo: str) -> bool:
     """Whether the hub gives the token with which its client uploads by Xet. Without that token the
-    client does not turn to LFS, but fails after minutes."""
+    client does not fall back to LFS, but fails after minutes."""
     from huggingface_hub.utils import build_hf_headers, get_session
 
     url = f"{hub.endpoint}/api/models/{repo}/xet-write-token/main"
@@ -196,7 +196,7 @@ def _speaks_xet(hub: HfApi, repo: str) -> bool:
 
 
 def _failure(repo: str, error: Exception, endpoint: str) -> str:
-    """What the hub did not do, why, and what to do."""
+    """The message of a failed upload: the failure, its reason and the remedy."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None:

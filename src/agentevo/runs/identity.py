@@ -1,5 +1,5 @@
 """One run, several processes: whichever starts first makes the run's folder, and the others must
-mean the same run. Machines that share no folder have one each, and compare what they mean with
+mean the same run. Machines that share no folder have one each, and compare their configuration with
 config.yaml under rollout.weights.url (`SharedConfig`)."""
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def ensure_run_folder(
     """Makes the run's folder with its config.yaml, unless another process has; any number may call
     this at once. True when it is there.
 
-    The process that makes it checks whether the store is this run's too: one outside of the
-    folder must be empty, unless the run is known from its object store. A database or an object
-    store that is away is waited for, `within_s` at most (see `open_run_store`), and `note` gets a
-    line about it; False, with nothing made, if `stop` came during the wait.
+    The process that makes it checks whether the store is this run's too: one outside of the folder
+    must be empty, unless the run is known from its object store. Waits for an unavailable database
+    or object store, at most `within_s` (see `open_run_store`), and reports that to `note`; False,
+    with nothing made, if `stop` came during the wait.
 
     A folder without a trainer takes what the same run's object store says in place of what it had:
     `learn --resume` changes it there. Raises ConfigError if the folder holds the run of another
@@ -113,9 +113,10 @@ def _take_over(
 async def confirm_run(
     config: RunConfig, *, resume: bool, note: Callable[[str], None]
 ) -> Callable[[], None]:
-    """Of the one process that has the run's lock: that its folder has this configuration still, or
-    with `resume` may change to it. Returns what brings the run's object store to it, which a kill
-    may have left with another. Raises ConfigError, also where another run is there."""
+    """Called by the process that has the run's lock: checks that the folder still has this
+    configuration, or with `resume` may change to it. Returns a function that updates the run's
+    object store, which a kill may have left with another configuration. Raises ConfigError, also if
+    another run is there."""
     folder = config.run_dir
     shared = SharedConfig.of(config)
     changed = changes(config)
@@ -242,7 +243,7 @@ def _create(config: RunConfig) -> None:
 
 class SharedConfig:
     """The run's configuration under rollout.weights.url, by which machines that share no folder
-    know that they mean the same run."""
+    verify that they work on the same run."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -261,8 +262,9 @@ class SharedConfig:
         return self._objects.url
 
     async def read(self, within_s: float, notify: Callable[[str], None]) -> dict[str, Any]:
-        """Its tree; empty where there is none yet. A store that is away is waited for. Raises
-        StoreUnavailableError after `within_s`, ConfigError for what is no configuration."""
+        """Its tree; empty if there is none yet. Waits for an unavailable store. Raises
+        StoreUnavailableError after `within_s`, ConfigError if the content is not a
+        configuration."""
 
         content = await self._content(CONFIG_FILE, within_s, notify)
         try:
@@ -278,7 +280,7 @@ class SharedConfig:
         self, folder: Path, within_s: float, notify: Callable[[str], None]
     ) -> None:
         """Raises ConfigError where the weights are not those of the trainer of this folder; no
-        other process may change what holds for its run. Waits as `read` does."""
+        other process may change its run's configuration. Waits as `read` does."""
         own_id_file = folder / ID_FILE
         writer_id = (await self._content(WRITER_FILE, within_s, notify)).decode(errors="replace")
         if is_others(writer_id, own_id_file.read_text() if own_id_file.is_file() else ""):

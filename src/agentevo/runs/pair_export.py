@@ -1,8 +1,8 @@
 """Better and worse attempts at one task as pairs for `agentevo rm` and `data.pairs`: of each group
 the best against the worst, the second against the second worst, and so on.
 
-The pair is of messages, from where the two conversations part, without the tokens: a reward
-model has a tokenizer of its own. (`data.pairs_from` compares a run's very tokens instead.)
+A pair consists of messages, from the point where the two conversations differ, without tokens: a
+reward model has a tokenizer of its own. (`data.pairs_from` compares a run's very tokens instead.)
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The table of what runs reached: a row for runs that differ in nothing but their seed, or one for
-each run.
+"""The table of runs' results: a row for runs that differ only in their seed, or one for each run.
 
 Read from the folders of finished runs; a sweep's folder means all finished runs in it. The
 text is Markdown; `write_table` puts it into a page, between two marker lines, and leaves the rest
@@ -37,7 +36,8 @@ NOT_COMPARABLE = (
 )
 
 SHOWN_KEYS = 3
-"""Most keys that distinguish rows of one name; of runs that differ in more the folder does."""
+"""The most keys that distinguish rows of one name; runs that differ in more keys are distinguished
+by their folder."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ResultRow:
 
     @property
     def mark(self) -> str:
-        """After figures that can't be compared."""
+        """The mark after figures that can't be compared."""
         return " (!)" if any(result.failed > MAX_FAILED_SHARE for result in self.results) else ""
 
     @property
@@ -90,7 +90,7 @@ class ResultRow:
         return ", ".join(str(result.seed) for result in self.results)
 
     def figure(self, value: Callable[[RunResult], float | None]) -> TableFigure | None:
-        """Over the runs; None if any has no such value."""
+        """The value over the runs; None if any has no such value."""
         values = [figure for result in self.results if (figure := value(result)) is not None]
         if len(values) < len(self.results):
             return None
@@ -166,7 +166,7 @@ def markdown(rows: Sequence[ResultRow]) -> str:
 
 
 def _labels(rows: Sequence[ResultRow]) -> list[str]:
-    """What each row is called: no two are called the same and have the same seeds."""
+    """The name of each row: no two rows have both the same name and the same seeds."""
     names = [row.first.name for row in rows]
     labels = []
     for row in rows:
@@ -196,8 +196,8 @@ def _gain(result: RunResult) -> float | None:
 
 
 def as_json(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
-    """The rows as plain values: per row the mean and standard deviation of each figure, and what
-    each seed reached."""
+    """The rows as plain values: per row the mean and standard deviation of each figure, and the
+    values of each seed."""
     figures: dict[str, Callable[[RunResult], float | None]] = {
         "before": lambda result: result.before,
         "after": lambda result: result.after,

@@ -45,15 +45,15 @@ UNIMPORTANT_KEYS = (
     "data.train",
     "data.eval",
 )
-"""They say where things are and not what they are: the run's folder, the user's code, tasks and
+"""Keys that say where data is, and not what it is: the run's folder, the user's code, tasks and
 conversations may have been moved (other tasks and conversations are refused by themselves)."""
 
 
 def check_resume(
     config: RunConfig, command: str = "train", *, started_separately: bool = False
 ) -> dict[str, tuple[Any, Any]]:
-    """Refuses a folder that can't be resumed, or only as another run; what changed otherwise: key
-    -> (was, now). `started_separately`: its engines and samplers are processes of
+    """Raises ConfigError for a folder that can't be resumed, or only as another run. Returns the
+    changed keys: key -> (was, now). `started_separately`: its engines and samplers are processes of
     their own, as those of `learn`."""
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
@@ -124,7 +124,8 @@ def changes(
     config: RunConfig, before: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Any, Any]]:
     """The differences of `config` from the configuration that its folder was last run with, or from
-    that tree of one: key -> (was, now). The same store with another password is none."""
+    that tree of one: key -> (was, now). The same store with another password is not a
+    difference."""
     if before is None:
         before = sources.read_yaml(config.run_dir / "config.yaml")
 

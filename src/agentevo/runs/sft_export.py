@@ -1,10 +1,10 @@
-"""The messages of a run's attempts as conversations for `agentevo sft`: a teacher's behind an API,
-or those of the policy itself, which may be the teacher of a smaller one.
+"""Exports the messages of a run's attempts as conversations for `agentevo sft`: those of a teacher
+behind an API, or of the policy itself, for example to train a smaller one.
 
 A row is one path from the beginning of a conversation to its last answer, in the form `messages`.
-Answers that were recorded are taught; those that another author put into the history, and those
-that the token limit cut off, are context (`weight: 0`). Every row is one that `agentevo sft` reads:
-what it would refuse is left out here already, with the same reasons.
+Recorded answers are trained; answers that another author put into the history, and answers cut off
+by the token limit, are context (`weight: 0`). `agentevo sft` can read every row: rows that it would
+refuse are left out here, with the same reasons.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agentevo.models.chat import ChatFormat  # which imports torch
 
 POLICY = "policy"
-"""What `model` calls the policy."""
+"""The value of `model` that means the policy."""
 Read = Callable[[Turn, str], dict[str, Any]]
 """An answer of the policy, and the tools as JSON -> the message."""
 
@@ -54,7 +54,7 @@ def answer_reader(chat: ChatFormat | None) -> Read:
 
 
 def as_row(message: Message) -> dict[str, Any]:
-    """A message in OpenAI's form, with what was thought."""
+    """A message in OpenAI's form, with its reasoning."""
     fields: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
         fields["tool_calls"] = [
@@ -131,7 +131,8 @@ async def export_sft(
 ) -> RowReport:
     """Writes the conversations of the attempts that succeeded, or have at least `min_reward`, at
     most `per_task` attempts at a task, the best first, to `path` (.jsonl or .jsonl.gz), and returns
-    the account of all of them. None twice. Raises ConfigError if there is nothing to export."""
+    the account of all of them. Duplicates are left out. Raises ConfigError if there is nothing to
+    export."""
     summaries = await store.summaries(split=split)
     if not summaries:
         raise ConfigError(await _nothing(store, split))
@@ -198,7 +199,7 @@ class _ExportRows:
         self._known: set[str] = set()
 
     def add(self, trajectory: Trajectory, *, tokens_deleted: bool = False) -> None:
-        """All of an attempt, or why there are none."""
+        """All rows of an attempt, or why there are none."""
         has_row = False
         for row in conversations_of(trajectory, self._read, self._model):
             has_row = True
@@ -261,8 +262,8 @@ def _taught(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]
 def _best(
     good: Mapping[str, str], taught: Mapping[str, set[bytes]], per_task: int, report: RowReport
 ) -> dict[str, str]:
-    """Of each task the first attempts, until `per_task` of them have taught something that no
-    better one of any task has; those without are no reason to take no other."""
+    """The first attempts of each task, until `per_task` of them have new content; attempts without
+    new content are skipped and do not count."""
     chosen: dict[str, str] = {}
     taken: Counter[str] = Counter()
     seen_digests: set[bytes] = set()
