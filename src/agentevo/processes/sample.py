@@ -2,9 +2,9 @@
 
 It needs neither weights nor torch: conversations are encoded with the recipe's tokenizer, tokens
 come from the engines that announce themselves in RUN/engines/ (or that are given by URL), tasks and
-trajectories go through the run's store. It may start before any of them, and waits for them. Asked
-to stop (SIGTERM, Ctrl-C, the end of its parent) it gives its tasks back; killed, its leases run out
-and others do them.
+trajectories go through the run's store. It may start before any of them, and waits for them. At a
+stop request (SIGTERM, Ctrl-C, the end of its parent) it returns its tasks; if it is killed, its
+leases run out and other samplers get the tasks.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ if TYPE_CHECKING:
 DONE_S = 2.0
 """How often to look whether the run has committed its last step, in seconds."""
 GRACE_S = 2.0
-"""How long the service may take to notice a request to stop, in seconds; then it is cancelled,
-wherever it waits. A stopping service has STOPPING_S more, and this time again if it is late
-then."""
+"""How long the service may take to notice a request to stop, in seconds; then it is cancelled. A
+stopping service has STOPPING_S more, and then this time once more."""
 
 
 def sample(
@@ -69,9 +68,8 @@ def sample(
 ) -> None:
     """Samples until it is asked to stop, or the run's last step is committed; blocks.
 
-    `engines` are URLs; without them it uses those that the run's folder lists. `parent` is a
-    process with which it ends, and before which it does not. Raises ConfigError before anything is
-    created.
+    `engines` are URLs; without them it uses those that the run's folder lists. It ends when the
+    process `parent` ends, and not before. Raises ConfigError before anything is created.
     """
     from agentevo.inference.address import EngineAddress
     from agentevo.inference.secret import RunSecret

@@ -42,14 +42,14 @@ LOG = logging.getLogger(__name__)
 
 MAX_STRANGERS = 128
 OPEN_S = 15.0
-"""Longest time for the first message to arrive."""
+"""The time limit of the first message, in seconds."""
 SEND_S = 60.0
-"""How long a client may take for a message that it gets."""
+"""The time limit of a client to read a message, in seconds."""
 LONGEST_WAIT_S = 3600.0
 MAX_WAITING = 16
-"""Messages of one client that wait to be done; it sends one after the other."""
+"""The limit of one client's waiting messages."""
 GRACE_S = 10.0
-"""How long the sandboxes may take to end with the server."""
+"""The time limit of the sandboxes' end at the end of the server."""
 UNSUPPORTED = 1003
 """Close code, RFC 6455."""
 POLICY = 1008
@@ -64,7 +64,8 @@ class ProtocolBreach(Exception):
 
 
 class SandboxServer:
-    """The application. `section`: the walls, and the largest limits that a client may choose."""
+    """The application. `section`: the isolation, and the largest limits that a client may
+    choose."""
 
     def __init__(
         self, section: SandboxSection, kind: str, secret: RunSecret, *, idle_s: float
@@ -121,7 +122,8 @@ class SandboxServer:
             connection.leave()
 
     def section_for(self, overrides: dict[str, Any]) -> SandboxSection:
-        """What a client gets. Raises SandboxError for more than the server allows."""
+        """The settings of a client's sandbox. Raises SandboxError for more than the server
+        allows."""
         limits = self.section.model_dump()
         unknown = sorted(overrides.keys() - set(wire.REQUESTED))
         if unknown:
@@ -159,7 +161,7 @@ class _SandboxSession:
         self._sending = asyncio.Lock()
 
     async def serve(self, closed: asyncio.Event) -> None:
-        """Until the client leaves, is idle for too long, or the server ends."""
+        """Runs until the client leaves, is idle for too long, or the server ends."""
         await self._websocket.accept()
         duties = [
             asyncio.ensure_future(duty) for duty in (self._read(), self._work(), closed.wait())
@@ -227,7 +229,7 @@ class _SandboxSession:
             server.free.release()
 
     async def _wait(self, wait_s: float) -> None:
-        """For a free place. Raises SandboxError."""
+        """Waits for a free place. Raises SandboxError."""
         limit = min(max(wait_s, 0.0), LONGEST_WAIT_S)
         try:
             async with asyncio.timeout(limit):
@@ -295,7 +297,7 @@ class _SandboxSession:
         )
 
     def _tool(self, form: wire.ToolForm) -> SandboxTool:
-        """A function of the code's that asks the client. Raises SandboxError."""
+        """A function for the sandboxed code that calls the client. Raises SandboxError."""
         if not form.name.isidentifier():
             raise SandboxError(f"the tool {form.name[:60]!r} can't be a function: rename it")
 
@@ -317,7 +319,7 @@ class _SandboxSession:
         return SandboxTool(form.name, form.parameters, form.description, call)
 
     async def _send(self, message: wire.FromServer) -> None:
-        """Raises Violation for a client that does not take it."""
+        """Raises Violation if the client does not read it."""
         try:
             async with asyncio.timeout(SEND_S), self._sending:
                 await self._websocket.send_bytes(wire.to_json(message))

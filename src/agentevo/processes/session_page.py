@@ -1,5 +1,5 @@
-"""What the OpenAPI page of `agentevo gateway` says of the session routes (session_routes.py): their
-bodies and answers are these records, so the page can't say anything else."""
+"""The session routes (session_routes.py) in the OpenAPI page of `agentevo gateway`. Their bodies
+and answers are these records, so the page always matches them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentevo.types import Trajectory
 
 
 class OpenTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What may be said of a task; see types.Task."""
+    """The fields of a task; see types.Task."""
 
     id: str
     query: str | None = None
@@ -24,7 +24,7 @@ class OpenTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpenBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of an attempt that is opened."""
+    """The body of a request that opens an attempt."""
 
     next: bool = False
     task: OpenTask | None = None
@@ -33,7 +33,7 @@ class OpenBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EndBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of an attempt that has ended."""
+    """The body of a request that ends an attempt."""
 
     reward: float | None = None
     rewards: dict[str, float] = {}
@@ -60,14 +60,14 @@ class OpenedSession(SessionState, frozen=True, kw_only=True):
 
 
 class SessionList(msgspec.Struct, frozen=True, kw_only=True):
-    """Attempts that are remembered."""
+    """The attempts that the gateway remembers."""
 
     object: Literal["list"] = "list"
     data: list[SessionState]
 
 
 class SessionFailure(msgspec.Struct, frozen=True):
-    """Why there is no answer."""
+    """The reason of a refusal."""
 
     message: str
     type: str
@@ -76,7 +76,7 @@ class SessionFailure(msgspec.Struct, frozen=True):
 
 
 class FailureBody(msgspec.Struct, frozen=True):
-    """Of an answer that is none."""
+    """The body of a refusal."""
 
     error: SessionFailure
 

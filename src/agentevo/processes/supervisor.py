@@ -3,9 +3,9 @@ train` with rollout.samplers above 0, and those of one machine of a launch.
 
 The children are `agentevo serve` and `agentevo sample`, with their output in RUN/logs/ and in
 sessions of their own: Ctrl-C is for this process only. A child that was killed from outside is
-always replaced. One that fails MAX_FAILURES times in a row before it was of use has a defect: then
-`check` raises, with the end of its log. An engine was of use once it has been announced for SOON_S,
-a sampler once it has lived for LONG_S. The children end with this process, however it ends.
+always replaced. A child that fails MAX_FAILURES times in a row without having worked has a defect:
+`check` then raises, with the end of its log. An engine counts as having worked once it was
+announced for SOON_S, a sampler once it ran for LONG_S. The children always end with this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOK_S = 0.2
 SOON_S = 20.0
 LONG_S = 200.0
 FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
-"""Signals that a process causes itself. All others come from outside, and say nothing about it."""
+"""Signals that a process causes itself. All others come from outside, and are not its fault."""
 MAX_FAILURES = 3
 """In a row."""
 FIRST_DELAY_S = 0.2
@@ -64,7 +64,7 @@ class ChildProcess:
     """When the announcement of this process was first seen."""
     not_before: float = 0.0
     failures: int = 0
-    """How often it has ended by itself since a process of it was of use."""
+    """How often it has ended by itself since one of its processes last worked."""
     trouble: str = ""
     """Why it could not be started, as reported last."""
 

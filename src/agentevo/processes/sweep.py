@@ -53,7 +53,7 @@ STOPPED = 130
 """Exit code of a run that Ctrl-C stopped."""
 
 Start = Literal["started", "resumed", "finished"]
-"""How a member begins: from nothing, from its last checkpoint, or not at all, since it has
+"""How a member starts: from nothing, from its last checkpoint, or not at all because it has
 finished."""
 
 
@@ -101,8 +101,8 @@ def run_sweep(sweep: Sweep, *, resume: bool = False, view: SweepView | None = No
 
 
 def check_sweep(sweep: Sweep, resume: bool, *, may_fetch: bool = True) -> dict[str, Start]:
-    """How each member will begin. Refuses, before anything is created or deleted, what can't work
-    for some member. `may_fetch`: as `check_recipe` has it."""
+    """How each member will begin. Raises ConfigError, before anything is created or deleted, if any
+    member can't work. `may_fetch`: see `check_recipe`."""
     check_alone("a sweep")
     if sweep.section.table is not None:
         check_page(sweep.section.table)
@@ -200,8 +200,8 @@ def _recipe(sweep: Sweep, member: Member) -> Path:
 def _run_members(
     sweep: Sweep, starts: dict[str, Start], view: SweepView, received: Sequence[int], lock: int
 ) -> list[str]:
-    """Returns when all have ended or, once a signal was received, those under way have stopped: a
-    text for each member that failed."""
+    """Runs the members until all have ended or, after a signal, the running ones have stopped.
+    Returns a text for each member that failed."""
     waiting = deque(member for member in sweep.members if starts[member.name] != "finished")
     under_way: list[_SweepRunUnderWay] = []
     failures: list[str] = []
@@ -278,7 +278,7 @@ def _ask_to_stop(under_way: Sequence[_SweepRunUnderWay], *, at_once: bool) -> No
 
 
 def _report_end(run: _SweepRunUnderWay, view: SweepView) -> str:
-    """Tells how a run ended; what went wrong, or empty."""
+    """Reports how a run ended. Returns the problem, or an empty text."""
     code = run.process.returncode
     name = run.member.name
     seconds = time.monotonic() - run.since

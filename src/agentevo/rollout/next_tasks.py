@@ -1,10 +1,10 @@
-"""The run's own tasks for agents outside: a client that asks gets the next attempt, of the group
-that is being filled, or of the next task in the run's order.
+"""Serves the run's own tasks to outside agents: a client gets the next attempt of the group that is
+being filled, or of the next task in the run's order.
 
 A group's task is leased as a sampler leases it: no other process makes a group of it at the same
-time. Where the gateway is gone its lease runs out, and the next client that asks gets the task
-again. No more groups are under way than a trainer may use before they are too old: a client that
-asks for more is asked to try again later.
+time. If the gateway is gone, its lease runs out, and the next client gets the task again. The
+number of running groups is limited to those that a trainer can use before they are too old: a
+client that asks for more has to try again later.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class NextTasks:
             return session
 
     async def _lease(self, tasks: TaskSource) -> Lease:
-        """A task of the run that is not leased: one whose gateway or sampler is gone, or else the
-        next in order."""
+        """A task of the run that is not leased: one of a gateway or sampler that is gone, or else
+        the next in order."""
         while True:
             lease = await with_retries(
                 lambda: self._store.lease_task(self._worker, lease_s=self._config.rollout.lease_s),

@@ -1,4 +1,5 @@
-"""A sampler whose policy is a remote model: the same agents, groups and scorers, and no engine."""
+"""A sampler whose policy is a remote model: the same agents, groups and scorers, without an
+engine."""
 
 from __future__ import annotations
 

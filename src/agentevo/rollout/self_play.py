@@ -1,4 +1,4 @@
-"""Self-play: which prompts a step gives its proposer, what was proposed, and what it earns.
+"""Self-play: the prompts of a step's proposer, its proposals, and their rewards.
 
     a valid question        max(0, learnability(p) - repetition |C| / K)
     a reply without one     the key `invalid`
@@ -38,7 +38,7 @@ from agentevo.tracebacks import traceback_of
 from agentevo.types import Task, Trajectory
 
 HELD_OUT = "held-out"
-"""Drop reason of a proposal that asks what is held out."""
+"""Drop reason of a proposal whose question is held out."""
 UNTRIED = "untried"
 """Drop reason of a proposal whose question has no completed attempt, so that its difficulty is
 unknown."""
@@ -59,7 +59,7 @@ def learnability(p: float, kind: str) -> float:
 
 
 class ProposalTasks:
-    """What the proposer is asked, step by step: from the run's seed."""
+    """The proposer's prompts, step by step, derived from the run's seed."""
 
     def __init__(
         self, section: SelfPlay, family: QuestionFamily, seed: int, groups: int, *, timeout_s: float
@@ -148,8 +148,8 @@ class Proposals:
 def read_proposals(
     trajectories: Sequence[Trajectory], step: int, held_out: Iterable[bytes]
 ) -> Proposals:
-    """What these attempts of the proposer ask. `held_out`: keys of the questions that are never
-    trained on. Raises StoreError for a damaged file of a stored one."""
+    """The questions of these attempts of the proposer. `held_out`: keys of the questions that are
+    never trained on. Raises StoreError for a damaged file of a stored one."""
     never = frozenset(held_out)
     proposals = []
     for trajectory in trajectories:
@@ -182,7 +182,7 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Paid:
-    """What a step's proposals have earned."""
+    """The rewards of a step's proposals."""
 
     trajectories: list[Trajectory]
     """The proposer's trajectories, with their rewards; the file QUESTION of each has the results of
@@ -192,7 +192,7 @@ class Paid:
 
 
 def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay) -> Paid:
-    """What each proposal earns by the solver's `attempts` at the questions."""
+    """The reward of each proposal, from the solver's `attempts` at the questions."""
     solved: dict[str, list[bool]] = defaultdict(list)
     for attempt in attempts:
         if attempt.status == "completed":

@@ -1,6 +1,5 @@
-"""Files of tasks out of other data: rows in another system's form, GSM8K, reasoning-gym's sets.
-
-A file appears whole or not at all; each row that can't be said in the form is reported.
+"""Makes task files from other data: rows in another system's form, GSM8K, reasoning-gym's datasets.
+A file appears whole or not at all; each row that can't be converted is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from agentevo.types import Task
 TRAIN = "train.jsonl"
 HELD_OUT = "eval.jsonl"
 RENAME = "rename the column that has it to {}"
-"""What is to be done with a row that has no such field."""
+"""The remedy for a row without such a field."""
 GSM8K_SCORER = "numeric"
 """The reward of GSM8K's rows."""
 

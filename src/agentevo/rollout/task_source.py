@@ -1,4 +1,4 @@
-"""Which tasks a run plays, in which order: all follows from the run's seed, so every process of a
+"""The tasks of a run and their order. All of it follows from the run's seed, so every process of a
 run has the same tasks."""
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class TaskSource:
         """Raises ConfigError for files that can't be read, and for too few tasks."""
         self._config = config
         self.read: GivenTasks | None = None
-        """What the recipe's files or its agent gave, with the account of bad rows."""
+        """The tasks from the recipe's files or its agent, with the report of bad rows."""
         self.proposals: ProposalTasks | None = None
-        """What the proposer is asked, under self-play."""
+        """The proposer's prompts, under self-play."""
 
         if given_tasks is None and config.tasks.given:
             self.read = read_tasks(config.tasks, config.agent)
@@ -100,8 +100,8 @@ class TaskSource:
         return TaskCurriculum(section, train, seed, groups, lag=config.rollout.staleness)
 
     def shortfall(self) -> str:
-        """Says where a step has fewer groups than trainer.groups_per_step, as there are too few
-        tasks; empty where it has as many. Stages and mixtures of sources refuse that."""
+        """A message if a step has fewer groups than trainer.groups_per_step because there are too
+        few tasks; otherwise empty. Stages and mixtures of sources refuse that."""
         needed = self._config.trainer.groups_per_step
         count = len(self._train)
         if not self._train or count >= needed:
@@ -112,13 +112,14 @@ class TaskSource:
         )
 
     async def learn(self, store: Store) -> None:
-        """Reads of the committed steps what later ones' tasks follow from, if anything does."""
+        """Reads the parts of the committed steps that determine later steps' tasks, if there are
+        any."""
         await self.stages.learn(store)
         if self.curriculum is not None:
             await self.curriculum.learn(store)
 
     def is_known(self, step: int) -> bool:
-        """Whether the committed steps say which tasks the step has."""
+        """Whether the committed steps determine the tasks of the step."""
         return self.stages.is_known(step) and (
             self.curriculum is None or self.curriculum.is_known(step)
         )
@@ -220,7 +221,7 @@ class TaskSource:
         return None if file is None else self._names.get(file)
 
     def as_given(self, task: Task) -> Task:
-        """A queued task as the agent knows it."""
+        """A queued task in the form that the agent gets."""
         if self._pools is None:
             metadata = {k: v for k, v in task.metadata.items() if k != QUEUED_FOR_STEP}
             return replace(task, metadata=metadata)
@@ -235,7 +236,7 @@ class TaskSource:
         return self.stages.name_at(step)
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """What is to be said of how the step's tasks were chosen."""
+        """Metrics of how the step's tasks were chosen."""
         stage = self.stage_of(step)
         metrics = {} if stage is None else {"training/stage": float(stage)}
         return metrics if self.curriculum is None else metrics | self.curriculum.metrics(step)
@@ -298,7 +299,7 @@ class TaskSource:
         )
 
     def never_trained(self) -> list[Task]:
-        """Every held-out task of the recipe's files, also beyond evaluation.tasks."""
+        """Every held-out task of the recipe's files, including those beyond evaluation.tasks."""
         return [] if self.read is None else self.read.held_out
 
 

@@ -1,9 +1,8 @@
-"""Training by stages (`tasks.stages`): which stage a step is in, and which tasks are of a stage.
-
-Where a stage ends by its steps' success, the success is read from the committed steps' records
-(`train/success`). There is no other state, so a resumed run and the other processes of the run find
-the same stages. Samplers are `lag` steps ahead and must know the stage of a step before it is
-trained on. So a stage whose success at step t suffices ends with step t + lag.
+"""Training by stages (`tasks.stages`): the stage of a step, and the tasks of a stage. If a stage
+ends by its steps' success, the success is read from the committed steps' records (`train/success`).
+There is no other state, so a resumed run and the other processes of the run find the same stages.
+Samplers are `lag` steps ahead and must know the stage of a step before it is trained on. So a stage
+whose success at step t suffices ends with step t + lag.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class TaskStages:
         self._success: dict[int, float | None] = {}
         """The success of each committed step; None where no attempt was completed."""
         self._begins = [1]
-        """First steps of the stages that are known to have begun, or to begin."""
+        """First steps of the stages whose beginning is known."""
         self._looked = 0
-        """So many steps have been looked at for the end of the last of them."""
+        """The number of steps that were checked for the end of the last of them."""
 
     async def learn(self, store: Store) -> None:
-        """Reads what was committed since, if anything depends on it."""
+        """Reads the steps that were committed since, if anything depends on them."""
         if not self._by_success:
             return
 
@@ -60,7 +59,7 @@ class TaskStages:
         self._success[step] = success
 
     def is_known(self, step: int) -> bool:
-        """Whether the records say which stage the step is in."""
+        """Whether the records determine the stage of the step."""
         return not self._by_success or step - 1 - self._lag <= len(self._success)
 
     def begins(self, step: int) -> list[int]:
@@ -133,7 +132,7 @@ def check_stage(stage: TaskStage, count: int, tasks: Sequence[Task], at_least: i
 
 
 def value_of(task: Task, key: str) -> Any:
-    """What a task has under a key of its metadata, or of a mapping in it; None if nothing."""
+    """The value of a key in a task's metadata, or in a mapping there; None if it has none."""
     if key in task.metadata:
         return task.metadata[key]
     if key == "scorer":
