@@ -1,11 +1,11 @@
-"""The attempts of programs' loops that are under way in a run, recorded where its engine is. All of
-it happens on the run's event loop.
+"""The running attempts of programs' loops in a run, recorded next to its engine. Everything happens
+on the run's event loop.
 
     open -> generate, or calls of a client of its own -> settle -> end
 
 Every request may be repeated: an attempt begins once, and repeated requests for its end have the
 same answer. Attempts beyond the limit wait for their turn. An attempt without a request for as long
-as an attempt may take is given up: its program is gone.
+as an attempt may take is ended, because its program is gone.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from agentevo.types import RemoteTurn, Trajectory, Turn, group_of_agent
 T = TypeVar("T")
 
 MARGIN_S = 60.0
-"""What is waited for a program beyond the time that its attempt may take."""
+"""How long to wait for a program after its attempt's time limit."""
 LOOK_S = 5.0
 """Time between two checks for such attempts."""
 KEPT = 1000
-"""Ended attempts whose end may be asked for again."""
+"""The number of ended attempts whose result is kept for repeated requests."""
 MAX_ASKS = 10_000
 """Calls of one attempt."""
 
 
 class _Elsewhere:
-    """In the place of an attempt's remote models, where its program asks them itself."""
+    """Replaces an attempt's remote models if its program calls them itself."""
 
     turns: tuple[RemoteTurn, ...] = ()
 
@@ -93,7 +93,7 @@ class _AttemptUnderWay:
         return asyncio.get_running_loop().create_task(work, context=self.context.copy())
 
     def conversation(self, agent: str) -> Conversation:
-        """That of one of several agents, or of the only one. Raises BadRequestError."""
+        """The conversation of one of several agents, or of the only one. Raises BadRequestError."""
         conversations = self.policy.conversations
         if agent not in conversations:
             agent_names = ", ".join(filter(None, conversations)) or "none: one agent has no name"
@@ -126,7 +126,7 @@ class Attempts:
         timeout_s: float,
     ) -> None:
         """`make_policy(attempt, name)`; at most `limit` attempts at once; `timeout_s` is the time
-        that one may take."""
+        limit of an attempt."""
         self._make_policy = make_policy
         self._sealer = sealer
         self._limit = limit
@@ -191,7 +191,7 @@ class Attempts:
         return self._find(handle).session(agent)
 
     def remote(self, handle: str) -> RemoteConversations | None:
-        """What the attempt says to the run's own remote models, if it has any."""
+        """The attempt's conversations with the run's own remote models, if it has any."""
         return self._find(handle).policy.remote
 
     async def generate(self, handle: str, ask: ServiceRequest) -> Answers:
@@ -232,7 +232,7 @@ class Attempts:
         return Settled(agents=agents, posted=list(attempt.session("").posted))
 
     async def end(self, handle: str) -> EndedAttempts:
-        """Ends one; asked for again, it says the same again."""
+        """Ends an attempt; a repeated call returns the same record."""
         if handle not in self._ends:
             self._find(handle)
             self._ends[handle] = self._ending(handle)
@@ -296,7 +296,7 @@ class Attempts:
         await asyncio.gather(*ends, *self._ends.values(), return_exceptions=True)
 
     async def _watch(self) -> None:
-        """Gives up attempts whose programs are gone."""
+        """Ends attempts whose programs are gone."""
         while True:
             await asyncio.sleep(LOOK_S)
             limit = self._timeout_s + MARGIN_S

@@ -1,5 +1,5 @@
-"""The settings of a model's training that a client may give to a server: the keys of `KEYS`, and
-nothing that is code, a file or address of the server's, or a value of its environment.
+"""The training settings that a client may give to a server: the keys of `KEYS`, and nothing that is
+code, a file or address of the server, or a value of its environment.
 
 Every key of the sections is in `KEYS` or, with the reason, in `REFUSED` (a test compares them with
 the schema): a new key is refused until it is listed.
@@ -26,7 +26,7 @@ Check = Callable[[str, Any], None]
 
 
 def _any_value(place: str, value: Any) -> None:
-    """For keys of numbers, switches and words that the schema lists, and texts that name nothing
+    """For keys with numbers, switches, words that the schema lists, and texts that refer to nothing
     outside the recipe."""
 
 
@@ -60,7 +60,7 @@ def _check_template(place: str, template: Any) -> None:
 
 
 def _check_layers(place: str, names: Any) -> None:
-    """Of lists, and of mappings by name: PEFT takes names for regular expressions."""
+    """For lists, and mappings by name: PEFT treats names as regular expressions."""
     if names is not None and not isinstance(names, str | list | tuple | Mapping):
         raise ConfigError(f"{place}: {shown(names)}: give names of layers, such as [q_proj]")
     for name in [names] if isinstance(names, str) else names or ():
@@ -80,7 +80,7 @@ def _check_engine(place: str, name: Any) -> None:
 
 
 ENGINES = ("torch", "vllm")
-"""Engines that take weights and options from the run alone."""
+"""Engines whose weights and options come only from the run."""
 _SHAPES = (
     "attention_dropout max_position_embeddings output_router_logits rope_parameters rope_scaling "
     "rope_theta router_aux_loss_coef sliding_window"
@@ -170,13 +170,14 @@ REFUSED: Mapping[str, str] = {
     "trainer.optimizer_from": _NO_FILE,
     "trainer.parallel": _ONE_PROCESS,
 }
-"""Why a client may not set the others. A key of one of `agents` stands here without its name."""
+"""Why a client may not set the others. A key of one of `agents` is listed without the agent's
+name."""
 _NAMED = {"model": "name", "algorithm": "name", "engine": "type"}
 """The key that a section has where it is only a name."""
 
 
 def check_sections(sections: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what a client may not set, whatever the server has."""
+    """Raises ConfigError for keys that a client may not set, independent of the server's state."""
     for place, text in _texts("", sections):
         if "${" in text:
             raise ConfigError(
@@ -228,8 +229,8 @@ def _refusal(place: str, name: str, keys: Mapping[str, Any]) -> str:
 
 
 def brings_template(config: RunConfig) -> bool:
-    """Whether a chat template of such a run may be a stranger's: given, or that of a model of the
-    hub."""
+    """Whether a chat template of such a run may come from a stranger: from the client, or from a
+    model of the hub."""
     agents = [agent.model for agent in config.agents.values()]
     return any(
         model.name not in ("tiny", *known_models.names())
@@ -240,8 +241,8 @@ def brings_template(config: RunConfig) -> bool:
 
 
 def only_from_the_hub(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Checked sections in which org/name means the hub's model, and never a folder of that name
-    where the server happens to work."""
+    """Checked sections in which org/name means the hub's model, and never a folder of that name in
+    the server's current folder."""
     checked = dict(sections)
     for key in ("model", "reward_model"):
         if key in checked:

@@ -1,5 +1,5 @@
-"""The parts that stay with a program when the model that it trains is on a server: its rewards, the
-remote models that it asks, with their keys, and the agents that those play."""
+"""The parts that stay with a program when its model is on a server: its rewards, the remote models
+that it calls, with their keys, and the agents that those play."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProgramParts:
     remote_agents: dict[str, str]
     """The agents that a remote model plays, and which."""
     agents: dict[str, Any]
-    """All others, as the server reads them."""
+    """All other sections, as the server reads them."""
 
     @classmethod
     def read(
@@ -36,7 +36,8 @@ class ProgramParts:
         remote_models: Mapping[str, Any],
         agents: Mapping[str, Any],
     ) -> ProgramParts:
-        """Out of the sections of a recipe. Raises ConfigError with a line for each problem."""
+        """Separates the parts from the sections of a recipe. Raises ConfigError with a line for
+        each problem."""
         configs, problems = read_rewards([named_reward(reward) for reward in rewards])
         sections: dict[str, RemoteModelSection] = {}
         for name, declared in remote_models.items():

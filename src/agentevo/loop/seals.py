@@ -1,5 +1,5 @@
-"""The proof that an attempt's tokens are those that the run's engine drew: the owner of a group as
-plain data may change its rewards, and not its turns.
+"""The proof that the run's engine sampled an attempt's tokens: a program may change the rewards of
+a group, but not its turns.
 
     seal = HMAC-SHA256(secret of the run, digest of the trajectory without its outcome)
 
@@ -27,7 +27,7 @@ class Sealer:
         self._key = hashlib.sha256(f"attempts {secret}".encode()).digest()
 
     def seal(self, trajectory: Trajectory) -> str:
-        """The trajectory's proof, whatever its outcome."""
+        """The trajectory's proof, which does not depend on its outcome."""
         bare = Trajectory(
             id=trajectory.id,
             task_id=trajectory.task_id,

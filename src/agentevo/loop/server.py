@@ -1,9 +1,8 @@
 """`agentevo server`: trains models for programs on other machines. Each model has a folder of its
 name, and a run with a thread of its own (service.py); the door is one socket, with the paths of
-wire.py, and the gateway's for agents with a client of their own.
-
-A client with the key may train here, and neither run code nor read files: the keys of sections that
-a client may set are listed (client_sections.py), and its chat templates are rendered within bounds.
+wire.py, and those of the gateway for agents that use another API client. A client with the key may
+train, but can neither run code nor read files: the keys of sections that a client may set are
+listed (client_sections.py), and its chat templates are rendered within bounds.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class LoopServer:
         return task.result()
 
     def _forget_later(self, key: tuple[str, ...], task: asyncio.Task[Any]) -> None:
-        """Drops the result after a time: its client may never fetch it."""
+        """Drops the result after a time: the client may never fetch it."""
 
         def forget() -> None:
             if self._jobs.get(key) is task:
@@ -94,8 +93,8 @@ class LoopServer:
         asyncio.get_running_loop().call_later(KEPT_S, forget)
 
     def service(self, name: str) -> LoopService:
-        """The open model of that name. Raises why it has failed, if it has: it is not opened again
-        by a request that would fail it again."""
+        """The open model of that name. If it has failed, raises the reason: such a request does not
+        open it again, because it would fail again."""
         service = self._services.get(name)
         if service is not None and service.is_ending and service.has_failed:
             raise service.error_of_end()
@@ -104,8 +103,8 @@ class LoopServer:
         return service
 
     async def open(self, name: str, sections: dict[str, Any]) -> None:
-        """Opens a model, new or as it was left; a model that is open already and keeps its settings
-        is unchanged."""
+        """Opens a new or existing model; a model that is already open with the same settings is
+        unchanged."""
         config = self._config(name, sections)
         await self._end(name)
 
@@ -144,7 +143,7 @@ class LoopServer:
         self._note(f"{name}: open at step {(await service.call(service.state())).step}")
 
     async def _end(self, name: str) -> None:
-        """Waits for the end of a model that ends already, and forgets it."""
+        """Waits for the end of a model that is closing, and forgets it."""
         service = self._services.get(name)
         if service is not None and service.is_ending:
             await self._forget_closed(name, service)
@@ -198,7 +197,7 @@ class LoopServer:
 
 
 class _SessionDoor:
-    """Where the own clients of one model's attempts ask: at the server's own socket."""
+    """The door for the API clients of one model's attempts: the server's own socket."""
 
     def __init__(self, server: LoopServer) -> None:
         """Made on the door's event loop, used on the run's."""
@@ -239,8 +238,8 @@ def serve_loops(
     max_models: int = 1,
     note: Callable[[str], None] = to_stderr,
 ) -> None:
-    """Serves until it is asked to stop; blocks. `tls`: whether it encrypts; None does so where it
-    is reached from other machines. Raises ConfigError before anything is created."""
+    """Serves until it is asked to stop; blocks. `tls`: whether it encrypts; None encrypts if other
+    machines can reach it. Raises ConfigError before anything is created."""
     if max_models < 1:
         raise ConfigError(f"--max-models {max_models}: give 1 or more")
 

@@ -127,7 +127,7 @@ def pack_turns(
 
 
 def _options(turn: Mapping[str, Any]) -> list[Any]:
-    """What most turns don't have, up to the last that this one has."""
+    """The fields that most turns lack, up to the last one that this turn has."""
     options = [turn.get(name) for name in _OPTIONS]
     while options and options[-1] is None:
         options.pop()
@@ -290,7 +290,8 @@ def _parts(blob: bytes) -> list[bytes]:
 
 
 def _unpack(part: bytes, largest: int) -> bytes:
-    """Of a part that was damaged on purpose a megabyte may unpack to a gigabyte."""
+    """Limits the size, because a megabyte of a maliciously damaged part may unpack to a
+    gigabyte."""
     unpacking = zlib.decompressobj()
     data = unpacking.decompress(part, largest)
     if unpacking.eof:

@@ -1,4 +1,4 @@
-"""The files that a trajectory keeps: which may be stored, and a folder of them for people."""
+"""The files of a trajectory: checks before storing, and writing them into a folder for people."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_inner_path(path: str) -> bool:
 
 
 def check_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files in the order of their paths. Raises TypeError or ValueError for what can't be
+    """The files in the order of their paths. Raises TypeError or ValueError for files that can't be
     stored."""
     for path, content in files.items():
         if not isinstance(path, str) or not isinstance(content, bytes):

@@ -1,6 +1,6 @@
 """The ledger's transitions of trajectories and steps in SQL (drawn in store.py), on a connection
-that may write. Transactions are the caller's; `rules` says what is refused. Repeating a transition
-that has happened changes nothing.
+that may write. Transactions are the caller's; `rules` has the refusals. Repeating a transition that
+has happened changes nothing.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ async def delete_dropped_tokens(connection: AsyncConnection) -> int:
 
 
 async def delete_orphans(connection: AsyncConnection) -> int:
-    """Tokens without a trajectory: a foreign key forbids them, so this finds what another program
-    has left."""
+    """Tokens without a trajectory: a foreign key forbids them, so only another program can have
+    left them."""
     owner = exists().where(trajectories.c.seq == tokens.c.trajectory_seq)
     return (await connection.execute(delete(tokens).where(~owner))).rowcount
 

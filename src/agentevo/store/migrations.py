@@ -1,8 +1,8 @@
 """Migrations from one version of the schema to the next, a step at a time, in the transaction that
 opens the store: whole or not at all.
 
-A step is plain SQL and the formats of its time, never `tables.metadata`, which is only ever the
-newest schema. Only SQLite had a version 1. MongoDB has steps of its own (mongodb.py).
+A step is plain SQL with the formats of its time, and never uses `tables.metadata`, which always has
+the newest schema. Only SQLite had a version 1. MongoDB has steps of its own (mongodb.py).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ MIGRATIONS: dict[str, dict[int, Migration]] = {
 
 def migrations(database: str, version: int, where: str) -> list[Migration]:
     """The steps from that version of the schema to this one's. Raises UnusableStoreError for a
-    version that never was."""
+    version that never existed."""
     available = MIGRATIONS[database]
     missing = [old for old in range(version, SCHEMA_VERSION) if old not in available]
     if missing:

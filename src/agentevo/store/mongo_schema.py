@@ -1,5 +1,5 @@
-"""The collections and indexes of a store in MongoDB, and the way from an older version to this one.
-Every step may be repeated, and several processes may take it at once."""
+"""The collections and indexes of a store in MongoDB, and the migration from an older version. Every
+step may be repeated, and several processes may take it at once."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ async def check_or_make(
     create: bool,
     read_only: bool = False,
 ) -> None:
-    """Leaves a store of this version. Raises StoreError, with all as it was, for a server without
-    transactions, a newer version, something else, and for nothing unless `create`; with
-    `read_only` for an older version too."""
+    """Ensures a store of this version. Raises StoreError, and changes nothing, for a server without
+    transactions, a newer version, other content, and an empty database unless `create`; with
+    `read_only` also for an older version."""
     from pymongo.errors import OperationFailure
 
     hello = await client.admin.command("hello")
@@ -122,7 +122,7 @@ async def _make_counter(database: Any, name: str) -> None:
 
 
 async def _make_calls(database: Any) -> None:
-    """Makes what version 2 has and version 1 had not. Calling it again is harmless."""
+    """Creates the parts of version 2 that version 1 lacks. It can be repeated safely."""
     for columns in CALL_INDEXES:
         await database["calls"].create_index([(column, 1) for column in columns])
     await _make_counter(database, "calls")

@@ -72,8 +72,8 @@ class Transactions:
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[PyMongoError]]:
-        """The one place where the database's failures become AgentEvo's errors. Yields a list for
-        the failures that were retried."""
+        """Turns the database's failures into AgentEvo's errors; no other code does. Yields a list
+        for the failures that were retried."""
         from pymongo.errors import ConnectionFailure, PyMongoError
 
         retried_errors: list[PyMongoError] = []
@@ -149,7 +149,7 @@ class Transactions:
     async def _in_pieces(
         self, piece: Callable[[MongoRows, Any], Awaitable[tuple[int, Any]]], *, turn: bool
     ) -> int:
-        """Deletes in several transactions what one, which has a lifetime, is too short for. `piece`
+        """Deletes in several transactions, because one transaction has a limited lifetime. `piece`
         returns how many rows it deleted and after which one the next begins, None at the end.
         Returns the sum."""
         done = 0

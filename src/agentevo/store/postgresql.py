@@ -11,9 +11,9 @@ and lock what they move:
     alone      the whole store exclusively: rewind, gc, import, migrations
 
 Reads see one snapshot (REPEATABLE READ, read only). Deadlocks, clashes of two inserts and lost
-connections are passing: the call is retried until its deadline, for AWAY_S at most, so a server
-that restarts costs its clients a wait and nothing else. Commits are durable as the server is
-configured (`synchronous_commit`). Leases are timed by the server's clock.
+connections are transient: the call is retried until its deadline, for AWAY_S at most, so a restart
+of the server only makes clients wait. Commits are durable as the server is configured
+(`synchronous_commit`). Leases are timed by the server's clock.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PASSING = ("08", "40001", "40P01", "23505", "53300", "57P0")
 """Beginnings of SQLSTATEs: lost connections, serialization, deadlock, a clash of inserts, too many
 clients, a server that stops."""
 _GONE = ("08", "53300", "57P0")
-"""Those of them that mean that the server can't be reached."""
+"""The ones that mean that the server can't be reached."""
 _LATE = ("57014", "25P03", "55P03")
 _KEEPALIVES = {
     "tcp_keepalives_idle": "15",
@@ -60,8 +60,8 @@ _KEEPALIVES = {
     "tcp_keepalives_count": "4",
     "tcp_user_timeout": "35000",
 }
-"""The server's: a client that is gone with its machine or network loses its session, and the locks
-that it holds, after 35 seconds. They do nothing on a unix socket."""
+"""Keepalive settings of the server: a client whose machine or network is gone loses its session,
+and its locks, after 35 seconds. They have no effect on a unix socket."""
 _OPTIONS = ("host", "port", "ssl", "sslmode")
 _TABLES = ("tasks", "trajectories", "tokens", "steps", "calls")
 
@@ -117,11 +117,10 @@ class PostgreSQLStore(SQLStore):
         clock: Clock | None = None,
         read_only: bool = False,
     ) -> Self:
-        """Opens a schema of a database that exists. Makes schema and tables if need be, unless
-        `create` is false.
-
-        Raises StoreError for a schema that holds other tables, or those of a newer AgentEvo; it is
-        left as it was. `read_only`: every transaction is, and no lock is taken.
+        """Opens a schema of a database that exists. Creates schema and tables if needed, unless
+        `create` is false. Raises StoreError for a schema with other tables, or those of a newer
+        AgentEvo; it is left unchanged. `read_only`: every transaction is read only, and takes no
+        lock.
         """
         address, schema = _parse(url)
         load_extra("asyncpg", "postgresql", f"the store {address.render_as_string()}")
@@ -157,8 +156,8 @@ class PostgreSQLStore(SQLStore):
     async def _run(
         self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
     ) -> T:
-        """Repeats a call while what goes wrong is passing. A call happens whole or not at all, so
-        another try is harmless."""
+        """Repeats a call while its errors are transient. A call happens whole or not at all, so a
+        retry is safe."""
         if write and self._read_only:
             raise only_read(self.where, what)
 
@@ -217,7 +216,7 @@ class PostgreSQLStore(SQLStore):
         )
 
     def _is_passing(self, error: BaseException) -> bool:
-        """Whether the same call may go through in a moment."""
+        """Whether the same call may succeed soon."""
         if not isinstance(error, DBAPIError):  # no connection could be made
             return self._is_open
         is_lost = error.connection_invalidated or isinstance(error, InterfaceError)

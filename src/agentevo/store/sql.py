@@ -1,8 +1,6 @@
-"""The part that the SQL stores share: every call of `Store` as one transaction around functions of
-queries, leases and ledger.
-
-A backend says how it runs a transaction, under which locks, and what time it is. `work` awaits its
-connection and nothing else, so that a backend whose driver blocks can run the whole of it in one
+"""The common part of the SQL stores: every call of `Store` is one transaction around functions of
+queries, leases and ledger. A backend defines how it runs a transaction, its locks and its clock.
+`work` awaits only its connection, so a backend with a blocking driver can run all of it in one
 thread.
 """
 
@@ -90,7 +88,7 @@ class SQLStore(Streaming):
         """Whether the database can't be reached now."""
 
     def _is_damaged(self, error: BaseException) -> bool:
-        """Whether the database says that it is not as it was written."""
+        """Whether the database reports that it is damaged."""
         return False
 
     @abstractmethod
@@ -101,8 +99,8 @@ class SQLStore(Streaming):
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[BaseException]]:
-        """The one place where the database's failures become AgentEvo's errors. Yields a list for
-        the failures that were retried."""
+        """Turns the database's failures into AgentEvo's errors; no other code does. Yields a list
+        for the failures that were retried."""
         retried_errors: list[BaseException] = []
         started_at = time.monotonic()
         try:
