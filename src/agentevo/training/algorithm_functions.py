@@ -1,11 +1,9 @@
-"""A loss and an advantage that functions of the user compute (config/algorithm_functions.py).
-
-Both functions get copies, so what they write into them has no effect elsewhere. An exception of
-theirs, or a result that is no such tensor, is a TrainingError before the weights change, with the
-traceback on stderr.
+"""A loss and an advantage from functions of the user (config/algorithm_functions.py). Both
+functions get copies, so they can't change other data. An exception of a function, or an invalid
+result, is a TrainingError before the weights change, with the traceback on stderr.
 
 A loss is split: a step's rows are spread over micro-batches and ranks, whose gradients add up. That
-is exact only where the loss of a row comes from its own trained tokens. `try_out` calls it on a
+is exact only if the loss of a row depends only on its own trained tokens. `try_out` calls it on a
 small batch, on each row alone and with padding, and refuses one that differs. An advantage sees the
 whole step.
 """
@@ -34,9 +32,9 @@ from agentevo.signals import Interrupt
 from agentevo.tracebacks import traceback_of
 
 LONGEST_S = 600.0
-"""The most seconds that an advantage may take for a step."""
+"""The time limit of an advantage for a step, in seconds."""
 LONGEST_TRIAL_S = 60.0
-"""The most seconds that a function may take for a trial."""
+"""The time limit of a function's trial, in seconds."""
 OF_THE_STEP = frozenset({"pg_loss", "entropy", "kl_loss", "rollout_is_mean", "rollout_is_squares"})
 """Names of a step's metrics other than those of its loss."""
 ROWS = ((5, ()), (3, (1,)), (6, (0, 4)), (1, ()))
@@ -44,21 +42,21 @@ ROWS = ((5, ()), (3, (1,)), (6, (0, 4)), (1, ()))
 
 
 def bound_loss(section: AlgorithmSection) -> Callable[[LossInputs], Terms] | None:
-    """The loss that `algorithm.loss_function` names; None where it names none."""
+    """The loss of `algorithm.loss_function`; None if it is not set."""
     if section.loss_function is None:
         return None
     return partial(_loss, POLICY_LOSSES.find(section.loss_function))
 
 
 def bound_advantage(section: AlgorithmSection) -> Callable[[Inputs], Tensor] | None:
-    """The advantage that `algorithm.advantage_function` names; None where it names none."""
+    """The advantage of `algorithm.advantage_function`; None if it is not set."""
     if section.advantage_function is None:
         return None
     return partial(_advantage, ADVANTAGES.find(section.advantage_function), LONGEST_S)
 
 
 def try_out(section: AlgorithmSection) -> None:
-    """Raises ConfigError for a function that training can't use."""
+    """Raises ConfigError if training can't use the function."""
     try:
         if section.loss_function is not None:
             loss = POLICY_LOSSES.find(section.loss_function)

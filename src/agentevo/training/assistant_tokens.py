@@ -4,19 +4,20 @@ template determines where that is.
 A template with `{% generation %}` blocks marks the assistant's tokens itself. For any other, with r
 = the template's rendering and g = the same with the generation prompt,
 
-    prompt(k) = ids of g(messages before k)  is what the policy sees before assistant message k
+    prompt(k) = ids of g(messages before k)  is the policy's context before assistant message k
     whole(k)  = ids of r(messages up to k)   must begin with prompt(k); what follows is trained up
                                              to the end of the turn: the first token that ends an
                                              answer, or else the last special one
 
-so training covers what the policy would have to generate, its end-of-turn token included. It does
-not cover what a template puts after that: a newline, the end of the text (Phi-3). Message k
-continues the tokens of the message before it where prompt(k) begins with them. Where it does not (a
-template that strips the thinking of earlier turns, or rewrites them), a new sample begins: each
-turn is trained in the context that the template gives it. No text is searched for in another.
+so training covers all tokens that the policy would have to generate, including its end-of-turn
+token. It does not cover the text that a template puts after that: a newline, the end of the text
+(Phi-3). Message k continues the tokens of the message before it where prompt(k) begins with them.
+Where it does not (a template that strips the thinking of earlier turns, or rewrites them), a new
+sample begins: each turn is trained in the context that the template gives it. This module never
+searches for a text in another one.
 
 Where the generation prompt opens a thought (`<think>`) that the rendering leaves out, the policy
-has to finish it: the thought of the row, or none, then `</think>`, precedes the rendered answer.
+has to finish it: the thought of the row (or none) and `</think>` precede the rendered answer.
 
 A row that can't be encoded this way raises RowError: the template refuses it, drops its tools or
 tool calls, or begins an answer differently from its own generation prompt.
@@ -136,7 +137,7 @@ class AssistantTokens:
 
     def _near_limit(self, messages: Chat) -> Chat:
         """The messages, without the oldest turns that make them far too long to be encoded. Raises
-        RowError where that is impossible, or not requested."""
+        RowError if that is impossible, or not requested."""
         sizes = [_num_characters(message) for message in messages]
         most = CHARACTERS_PER_TOKEN * max(self.max_tokens, LONG_TEXT)
         begins_at = 1 if messages[0]["role"] == "system" else 0
@@ -243,7 +244,7 @@ class AssistantTokens:
         return parts
 
     def _end(self, ids: list[int], start: int) -> int | None:
-        """Where the answer that begins at `start` ends."""
+        """The end of the answer that begins at `start`."""
         for ends in self._ends:
             place = next((at for at in range(start, len(ids)) if ids[at] in ends), None)
             if place is not None:
@@ -282,8 +283,8 @@ class AssistantTokens:
 
     def _check_nothing_lost(self, messages: Chat, tools: Chat | None) -> None:
         """Raises RowError if the template leaves out tools, tool calls or thinking: the assistant
-        would then learn to call tools that it can't see, or to answer nothing where it made a call.
-        Thinking is checked in the last message only, because templates strip it from earlier
+        would then learn to call tools that it can't see, or to give an empty answer in place of a
+        call. Thinking is checked in the last message only, because templates strip it from earlier
         ones."""
         calling = [place for place, message in enumerate(messages) if "tool_calls" in message]
         thinking = [key for key in REASONING_KEYS if messages[-1].get(key)]
@@ -360,8 +361,8 @@ class AssistantTokens:
         return self._encode(text)
 
     def _is_cut(self, token: int) -> bool:
-        """Whether the text after this token is encoded alike on its own. It is not where the
-        tokenizer puts a blank before each text, or where the token absorbs the white space after
+        """Whether the text after this token is encoded the same on its own. It is not if the
+        tokenizer puts a blank before each text, or if the token absorbs the white space after
         it."""
         if token not in self._cuts:
             name = str(self.tokenizer.convert_ids_to_tokens(token))

@@ -64,8 +64,8 @@ class Checkpoints:
         """The highest evaluation, and the step of the newest checkpoint that has it."""
 
     def steps(self) -> list[int]:
-        """The steps whose checkpoint has all its files, in order. `verify` checks what the files
-        hold."""
+        """The steps whose checkpoint has all its files, in order. `verify` checks the content of
+        the files."""
         return sorted(self._manifests())
 
     def path(self, step: int) -> Path:
@@ -116,10 +116,10 @@ class Checkpoints:
 
         `value` is its evaluation, if there was one. `further_models`: models, each in a folder
         below the checkpoint's. `prune=False` leaves `prune` to the caller, who commits the step in
-        between: until then the older checkpoints may be the only ones that a
-        resumed run can use. Raises CheckpointError if it can't be written, with nothing of it left
-        behind and the older ones as they were. Where several processes train, all of them call it,
-        and the first one writes.
+        between: until then the older checkpoints may be the only ones that a resumed run can use.
+        Raises CheckpointError if it can't be written. Then no part of it remains, and the older
+        ones are unchanged. Where several processes train, all of them call it, and the first one
+        writes.
 
         `contribution`: the parts of the model and of `trainer_state` that are on several processes;
         all processes add theirs while only the first one calls this. `copies`: folder -> the
@@ -187,7 +187,7 @@ class Checkpoints:
         return sealed.sha256
 
     def prune(self) -> None:
-        """Deletes the checkpoints that need not be kept; see `save` for its caller."""
+        """Deletes the checkpoints beyond the kept ones; see `save` for its caller."""
         self._on_first(self._prune)
 
     def _prune(self) -> None:
@@ -243,8 +243,8 @@ class Checkpoints:
 
     def load(self, path: Path, *, mapped: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """Trainer state and run state of a checkpoint. State that several processes have saved in
-        parts is `Stored` in it, and is read where it is used. `mapped`: other tensors are mapped
-        from the file, for a caller that needs a part of each. Raises UnusableCheckpointError if it
+        parts is `Stored` in it, and is read when it is used. `mapped`: other tensors are
+        memory-mapped, for a caller that needs a part of each. Raises UnusableCheckpointError if it
         can't be read."""
         try:
             if not zipfile.is_zipfile(
@@ -343,8 +343,8 @@ class Checkpoints:
 
 
 class _SharedCheckpoint:
-    """Surrounds the first process's writing: the other processes add their parts, and are released
-    where nothing is written. Without other processes it does nothing."""
+    """A context around the first process's writing: the other processes add their parts, and are
+    released if nothing is written. Without other processes it does nothing."""
 
     def __init__(self, contribution: Contribution | None) -> None:
         self._contribution = contribution

@@ -1,4 +1,4 @@
-"""The assignment of processes to parts of the work: the device meshes of a training.
+"""The device meshes of a training: they assign processes to parts of the work.
 
 All meshes contain the same processes in the same order, the innermost dimension first: tensor,
 context, pipeline, shard, replicas.

@@ -285,7 +285,7 @@ class Optimization:
 
     def carry_on(self, state: dict[str, Any]) -> None:
         """Takes the moments of another run's `state_dict`; learning rate, decay and schedule are
-        this run's own, from the beginning. Raises CheckpointError where they are not of these
+        this run's own, from the beginning. Raises CheckpointError if they belong to other
         parameters."""
         group_settings = [
             {key: value for key, value in group.items() if key != "params"}
@@ -322,8 +322,8 @@ class Optimization:
         )
 
     def _kept(self, value: Any, parameter: torch.nn.Parameter) -> Any:
-        """What a checkpoint keeps of a tensor that is divided like the parameter (`kept`); other
-        values as they are."""
+        """The part of a tensor, divided like the parameter, that a checkpoint keeps (`kept`); other
+        values are unchanged."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         return kept(value, parameter, self.layouts.get(parameter))

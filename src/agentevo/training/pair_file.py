@@ -4,8 +4,8 @@
     {"prompt": [messages], "completion": answer, "label": true}
 
 A message is {"role": "user", "content": "..."}, an answer a text or a list of messages that begins
-and ends with the assistant's. Only what the assistant says in the answer is trained. Other keys of
-a line are ignored. Every error names file and line.
+and ends with the assistant's. Only the assistant's messages in the answer are trained. Other keys
+of a line are ignored. Every error names file and line.
 """
 
 from __future__ import annotations
@@ -231,8 +231,7 @@ def pairs_of_lines(
 def answer_sample(
     prompt: Sequence[Message], answer: Sequence[Message], chat: ChatFormat, group_id: str, name: str
 ) -> Sample:
-    """A sample that trains what the assistant says in the answer, but not what it says in the
-    prompt."""
+    """A sample that trains the assistant's messages in the answer, but not those in the prompt."""
     sample = conversation_sample([*prompt, *answer], chat, name)
     said_before = max(
         (place for place, message in enumerate(prompt) if message.role == "assistant"), default=-1

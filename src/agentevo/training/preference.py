@@ -55,7 +55,7 @@ METRICS = {
 
 
 class PreferenceTrainer:
-    """Owns the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
+    """Has the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
     the reference policy."""
 
     def __init__(

@@ -4,7 +4,7 @@
 
 Its trunk begins as the policy's, its head at random. It reads a conversation as the reward
 `reward_model` does later (rewards/reward_model.py). The loss is a mean over the pairs of an
-optimizer step; micro-batches change nothing but memory.
+optimizer step; micro-batches affect only memory.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def classifier_of(
 def encode_pairs(
     lines: Sequence[PairLine], tokenizer: PreTrainedTokenizerBase, margin: float, max_tokens: int
 ) -> list[RewardPair]:
-    """Raises ConfigError for a line that can't be encoded, or whose answers read the same."""
+    """Raises ConfigError for a line that can't be encoded, or whose two answers are the same after
+    truncation."""
     pairs = []
     for line in lines:
         if line.chosen is None or line.rejected is None:

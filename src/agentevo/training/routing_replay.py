@@ -71,7 +71,7 @@ class RoutingReplay:
         return batch.with_routing(self._recording)
 
     def heard(self, indices: Sequence[int], batch: PackedBatch) -> None:
-        """Keeps the records of the pass of a batch of these samples."""
+        """Keeps the routing records of the pass of a batch of these samples."""
         if self._recording is not None:
             rows = self._recording.rows()
             self._recording = None

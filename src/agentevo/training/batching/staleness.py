@@ -1,7 +1,7 @@
 """The age of a step's tokens, and the rule that none older than the bound is trained on.
 
-    age of a token = |trainer_version - version of the weights that drew it|
-    a token is trained  <=>  its age <= bound
+    age of a token = |trainer_version - version of the weights that sampled it| a token is trained
+    <=>  its age <= bound
 
 A trainer at version v has committed v steps; its next step is trained at v. Advantages are computed
 before that, from all attempts and all their tokens: a token that is too old loses its gradient, not

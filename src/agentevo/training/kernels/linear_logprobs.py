@@ -1,10 +1,10 @@
-"""Log-probs and entropies straight from hidden states: output layer, softmax and the results of it,
+"""Log-probs and entropies directly from hidden states: output layer, softmax and its results,
 without the logits [R, V].
 
 Rows and vocabulary are walked in cells of CELL_BYTES. The forward pass keeps per row a running
 maximum a, s = sum e^(z - a) and t = sum e^(z - a) (z - a), so that log Z = a + log s and the
 entropy is log s - t / s (the online softmax of arXiv 1805.02867, with a first moment). The three
-are kept apart: in log Z as one number, a large a would swallow the digits that express the model's
+are kept separate: in log Z as one number, a large a would lose the digits that express the model's
 certainty. The backward pass makes each cell's scores again and multiplies its gradient into those
 of the hidden states and of the weight; columns are the outer loop, so a column's weight gradient is
 complete, in float32, before the next begins.
@@ -221,7 +221,7 @@ class _Sums:
     squares: torch.Tensor
     picked: torch.Tensor
     pull: torch.Tensor | None
-    """[R, H] sum of e^(z - a) dz/dhidden, but for the constant slope of the tail."""
+    """[R, H] sum of e^(z - a) dz/dhidden, without the constant slope of the tail."""
     kept_products: list[torch.Tensor]
     """Products of the first cells."""
 
@@ -520,7 +520,7 @@ class _Slopes(NamedTuple):
         picked: torch.Tensor,
         places: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """The gradient [R, H] in the hidden states, given that of log Z but for the constant slope
+        """The gradient [R, H] in the hidden states, given that of log Z without the constant slope
         of the tail."""
         rows, targets = places
         slope = self.of_logp

@@ -1,4 +1,4 @@
-"""The reference policy, which the policy is kept close to."""
+"""The reference policy, to which the policy stays close."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ All modules stay on every stage, under their names. A module of another stage pa
 through and has no weights: they are slices of length 0 (layouts.py), so optimizers number
 parameters alike everywhere, and saved and gathered tensors are cut like any other slice.
 
-For a stage's passes see kernels/stages.py. An optimization keeps losses back until as many
-micro-batches are under way as stages come after this one: one forward and one backward pass in
-turn, 1F1B (PipeDream-Flush, arXiv 2006.09503), so a stage keeps the activations of at most as many
+For a stage's passes see kernels/stages.py. An optimization delays backward passes until as many
+micro-batches are in progress as stages follow this one: one forward and one backward pass in turn,
+1F1B (PipeDream-Flush, arXiv 2006.09503), so a stage keeps the activations of at most as many
 micro-batches as there are stages. Values that count are those of the last stage
 (`parallel.gathered`).
 """
@@ -64,7 +64,7 @@ class NoEmbeddings:
 
 
 def check_pipeline(model: PreTrainedModel, size: int) -> None:
-    """Raises TrainingError where a model can't be cut into so many stages."""
+    """Raises TrainingError if a model can't be cut into so many stages."""
     if hasattr(model, "peft_config"):
         raise _refusal("adapters (model.lora) are not cut into stages", "set it to 1")
 

@@ -5,8 +5,8 @@ Which matrices are cut by their outputs and which by their inputs is the archite
 `base_model_tp_plan` in transformers. Every process computes alike the modules that the plan does
 not name (norms, routers). Experts that are stacked in one parameter are cut between experts.
 
-A model is rejected, before anything is changed, where that would not be exact: adapters, a plan
-with steps that are not known here, heads or widths that the number of processes doesn't divide.
+A model is rejected, before anything is changed, if that would not be exact: adapters, a plan with
+steps that are not known here, heads or widths that the number of processes doesn't divide.
 """
 
 from __future__ import annotations
