@@ -158,7 +158,7 @@ def _with_password_as(url: str, shown: str, *, references: bool = False) -> str:
         scheme = ""
         rest = url
 
-    userinfo, at, place = rest.rpartition("@")  # an unescaped password may have any character
+    userinfo, at, place = rest.rpartition("@")  # an unescaped password may contain any character
     user, colon, password = userinfo.partition(":")
     if at and colon and "/" not in user and not stays(password):
         rest = f"{user}:{shown}@{place}"

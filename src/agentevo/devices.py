@@ -229,7 +229,7 @@ def _is_known(kind: str) -> bool:
 
 def _has_begun(kind: str) -> bool:
     if kind == "mps":
-        return False  # asking would begin it, and it is never chosen by itself
+        return False  # a query would initialise it, and `auto` never chooses it
     module = getattr(torch, kind, None)
     return module is not None and bool(module.is_available()) and bool(module.is_initialized())
 

@@ -104,7 +104,7 @@ def serve_requests(
     request would wait for; `max_memory` is the allowance on top of that, in bytes of address
     space."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output that a package prints is no answer
+    os.dup2(2, 1)  # a package's own output is not an answer
     prepare()
     _limit_memory(max_memory)
 

@@ -42,7 +42,7 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Why no token can be sampled under them."""
         for name in ("presence", "frequency"):
             value = getattr(self, name)
-            if not abs(value) <= LARGEST_PENALTY:  # nor is NaN
+            if not abs(value) <= LARGEST_PENALTY:  # NaN is refused too
                 return f"{name} is {value:g}: give -{LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}"
 
         if not 1 / LARGEST_REPETITION <= self.repetition <= LARGEST_REPETITION:

@@ -252,7 +252,7 @@ def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
         (["{url}", "--against", "{url}"], "measured already"),
         (["{url}", "--resume"], "--out FOLDER"),
         (["{url}", "rewards=[]"], "nothing judges the task"),
-        (["{url}", "rewards=[rlpr]"], "needs the policy's engine"),
+        (["{url}", "rewards=[rlpr]"], "asks the policy's engine"),
         (
             ["{url}", "agents={a: {}, b: {}}", "agent.type=command", "agent.command=[sh]"],
             "several agents at once",

@@ -175,7 +175,7 @@ def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
             await model.train([msgspec.structs.replace(group, seals={})])
         with pytest.raises(ConfigError, match="at least one"):
             await model.train([])
-        with pytest.raises(ConfigError, match="there twice"):
+        with pytest.raises(ConfigError, match="appears twice"):
             await model.train([group, group])
 
         greedy = await answer.group(model, TASKS[0], greedy=True)

@@ -42,8 +42,8 @@ async def trained(model, task):
         ({"model": {"name": "../models"}}, "no path"),
         ({"reward_model": {"name": "/etc/passwd"}}, "no path"),
         ({"agents": {"a": {"model": {"name": "/etc"}}}}, "no path"),
-        ({"model": {"name": "tiny", "lora": {"adapter": "/etc"}}}, "no file"),
-        ({"model": {"name": "tiny", "chat_template": "/etc/passwd"}}, "no file"),
+        ({"model": {"name": "tiny", "lora": {"adapter": "/etc"}}}, "not use files"),
+        ({"model": {"name": "tiny", "chat_template": "/etc/passwd"}}, "not read files"),
         ({"model": {"name": "tiny", "tiny": {"hidden_size": 10**7}}}, "has at most"),
     ],
 )

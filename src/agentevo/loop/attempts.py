@@ -167,7 +167,7 @@ class Attempts:
         if self._is_closed:
             raise EngineUnavailableError("the run has ended: no new attempt can start")
 
-        if new.id in self._handles:  # asked for twice while all had to wait
+        if new.id in self._handles:  # requested twice while all had to wait
             self._slots.release()
             return
 
@@ -251,7 +251,7 @@ class Attempts:
     def _retrieve_exception(self, task: asyncio.Task[EndedAttempts]) -> None:
         self._slots.release()
         if not task.cancelled():
-            task.exception()  # no program may ask
+            task.exception()  # no program may call
 
     async def _end(self, attempt: _AttemptUnderWay) -> EndedAttempts:
         for task in attempt.asks.values():

@@ -61,7 +61,7 @@ class Calls:
         answered = asyncio.Event()
 
         def wake_caller(_: object) -> None:
-            with suppress(RuntimeError):  # who asked has ended with its loop
+            with suppress(RuntimeError):  # the caller has ended with its loop
                 caller_loop.call_soon_threadsafe(answered.set)
 
         future = self._ask(work)

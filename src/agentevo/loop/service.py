@@ -171,7 +171,7 @@ class LoopService:
 
     async def close(self) -> None:
         """Ends the run after the current work, with a checkpoint."""
-        self._is_closing = True  # for a thread that has not come so far
+        self._is_closing = True  # for a thread that has not started yet
         self._calls.soon(self._end_run)
         limit_s = CLOSE_S if self._opened.done() else BREAK_OFF_S
         if self._thread.ident is not None:
@@ -203,7 +203,7 @@ class LoopService:
             with templates_of_strangers() if self._is_of_stranger else nullcontext():
                 run_coroutine(self._train())
         except asyncio.CancelledError as error:
-            if self._opened.done():  # else it was closed before that
+            if self._opened.done():  # otherwise it was closed before that
                 self._failure = error
         except BaseException as error:  # noqa: BLE001 (handed to who waits)
             self._failure = error

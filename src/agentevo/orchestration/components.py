@@ -275,7 +275,7 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
             stack.push_async_callback(player.close)
 
         if parts.plays:
-            # Refuses, before anything is computed, what can't be continued.
+            # Refuses templates that can't be continued, before anything is computed.
             stack.callback(parts.sampler.close)
 
         yield parts

@@ -70,7 +70,7 @@ class Failures:
         """Writes this process's error into the store; returns the first error that a process has
         written."""
         words = json.dumps([self.rank, describe_error(error)])
-        with suppress(RuntimeError):  # the store is gone with the process that had it
+        with suppress(RuntimeError):  # the process that had the store has ended
             return _read(self._store.compare_set(_KEY, "", words))
         return self.rank, describe_error(error)
 

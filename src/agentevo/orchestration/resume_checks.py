@@ -106,8 +106,8 @@ class ResumeChecks:
         path = self._folder / "metrics.jsonl"
         digests = digests_by_step(path)
         newest = max(digests, default=0)
-        # The row of a step is logged before its commit. A user who gives up later steps deletes
-        # the head.
+        # The row of a step is logged before its commit. A user who abandons later steps deletes the
+        # head.
         if newest > last.step + 1 and self._head is not None:
             raise CheckpointError(
                 f"{path} differs from what was logged: it has rows up to step {newest}, and the "

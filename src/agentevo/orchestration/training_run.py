@@ -198,7 +198,8 @@ class TrainingRun:
         """Teaches the model before the first step. `is_logged`: a resumed run without a checkpoint,
         whose log has it already."""
         shows = self.parts.config.model.name != "tiny" and self.parts.run_engines is None
-        # Random weights show nothing, and engines of other processes have none yet.
+        # Random weights are not worth an evaluation, and engines of other processes have no weights
+        # yet.
         if shows and not is_logged:
             try:
                 self.progress.cold_start_before = await self.evaluate(
@@ -298,7 +299,7 @@ class TrainingRun:
         """Runs from the step in `progress` to the last step, or until the run is asked to stop."""
         self.view.stands_at(self.progress.step, self._num_steps)
         if self.is_stopped() and (not self.progress.begun or self.progress.step < self.end.step):
-            return  # the signal came while the policy was loaded or taught, or steps done again
+            return  # the signal came during loading, cold start or repeated steps
         stop_after = self.parts.config.evaluation.stop_after
         if nothing_left := self.progress.nothing_left(
             self._num_steps, self.command, stop_after=stop_after

@@ -112,7 +112,7 @@ def sample(
 def conversation(config: RunConfig) -> tuple[ChatFormat, int]:
     """The chat format of the recipe's model, and the length of its context in tokens; without
     reading its weights."""
-    if config.model.name == "tiny":  # made on the spot
+    if config.model.name == "tiny":  # created here
         tiny = config.model.tiny
         texts = corpus_of(config) if tiny.tokenizer == "word" else ()
         return ChatFormat(tiny_tokenizer(tiny, texts)), tiny.context_length

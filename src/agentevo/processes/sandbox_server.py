@@ -307,7 +307,7 @@ class _SandboxSession:
             self._calls[number] = waiting
             try:
                 await self._send(wire.Call(number, form.name, arguments))
-                answer = await waiting  # until the deadline of the code that calls
+                answer = await waiting  # until the deadline of the calling code
             finally:
                 del self._calls[number]
 

@@ -241,7 +241,7 @@ class VersionFollower:
                 continue
             except (
                 DeadlineExceededError
-            ) as error:  # requests would not end: the same weights again at the next look
+            ) as error:  # requests would not end: the next look finds the same weights
                 self._say(str(error))
                 return False
             except EngineError as error:
@@ -301,7 +301,7 @@ class VersionFollower:
         try:
             yield
         except (WeightsNotSentError, WeightsLostError, DeadlineExceededError):
-            raise  # nothing is known against them
+            raise  # the weights may be good
         except EngineError:
             self._refused = state
             self._refused_at = time.monotonic()

@@ -101,7 +101,7 @@ class ChildProcess:
         elif (
             code > 0 or -code in FAULTS or (code == 0 and time.monotonic() - self.started < SOON_S)
         ):
-            self.failures += 1  # 0: it may have been asked to end, but hardly so soon
+            self.failures += 1  # 0: a requested end is unlikely so soon
 
         self.process = None
         self.not_before = time.monotonic() + min(FIRST_DELAY_S * 2.0**self.failures, MAX_DELAY_S)
@@ -176,7 +176,7 @@ class Children:
     def _look_after(self, child: ChildProcess) -> None:
         try:
             code = child.look()
-        except OSError as error:  # no memory, process or file to be had at the moment
+        except OSError as error:  # no memory, process or file is available at the moment
             child.not_before = time.monotonic() + MAX_DELAY_S
             if str(error) != child.trouble:
                 child.trouble = str(error)

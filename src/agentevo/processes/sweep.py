@@ -252,7 +252,7 @@ def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _SweepRunUn
     """In a session of its own, so that the terminal's Ctrl-C reaches it only through
     `_ask_to_stop`, and only once."""
     log = sweep.dir / "logs" / f"{member.name}.log"
-    # A starting member's folder holds only what was cut off before its first checkpoint.
+    # A starting member's folder holds only data from before its first checkpoint.
     extra_words = ["--resume"] if start == "resumed" else ["run.overwrite=true"]
     words = [sys.executable, "-m", "agentevo", "train", str(_recipe(sweep, member)), *extra_words]
     threads = (

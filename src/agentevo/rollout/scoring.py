@@ -451,7 +451,7 @@ class Scoring:
                 for t, missing in zip(trajectories, unrewarded, strict=True)
             ]
 
-        # A task with one scorer is judged by it alone, whatever it weighs in the list.
+        # A task with one scorer is judged by it alone, regardless of its weight in the list.
         is_only_scorer = len(scorers_of(task)) == 1
         weights = [1.0 if is_only_scorer else reward.config.weight for reward in rewards]
         columns = [

@@ -169,7 +169,7 @@ def read_proposals(
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
     try:
         row = json.loads(trajectory.files[QUESTION])
-        if "invalid" not in row:  # without what became of it, where the proposal is paid already
+        if "invalid" not in row:  # without its results, if the proposal was already rewarded
             row = {name: row[name] for name in Question.__struct_fields__}
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(

@@ -133,7 +133,7 @@ def write_split(tasks: Sequence[Task], share: float, folder: Path) -> int:
     rows = [row_of(task, "agentevo") for task in tasks]
     number = min(round(len(rows) * share), len(rows) - 1)
 
-    # of an earlier split: its tasks would be trained on now
+    # from an earlier split: its tasks would be trained on now
     (folder / HELD_OUT).unlink(missing_ok=True)
     write_rows(rows[: len(rows) - number], folder / TRAIN)
     if number:

@@ -213,7 +213,7 @@ class RunControl:
             self._look()
             self._over.wait(self._look_s)
 
-        self._look()  # what was asked since the last look gets its answer
+        self._look()  # requests since the last look get their answer
         with self._lock:
             unanswered = [*self._saves, *self._pauses]
             self._saves = []
@@ -235,7 +235,7 @@ class RunControl:
         requests: list[ControlRequest] = []
         for name in names[:MAX_REQUESTS]:
             id = name.removesuffix(".json")
-            if id in self._answered:  # it came a second time
+            if id in self._answered:  # the request was repeated
                 with suppress(OSError):
                     (self._folder / REQUESTS / name).unlink(missing_ok=True)
 

@@ -255,7 +255,7 @@ def tokenizer_in(source: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # of damaged files anything
+    except Exception as error:  # damaged files may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
             f"{source}: its tokenizer can't be read ({reason}): restore it, or delete that folder"
@@ -268,7 +268,7 @@ def _saved_model(name: str) -> str | None:
     from agentevo.models.known import known_models
 
     folder = os.path.expanduser(name)
-    if os.path.isfile(os.path.join(folder, "config.json")):  # false for what no path can be
+    if os.path.isfile(os.path.join(folder, "config.json")):  # false for an invalid path
         return folder
     if name in known_models.names() and is_complete(known_models.get(name), cache_folder(name)):
         return str(cache_folder(name))

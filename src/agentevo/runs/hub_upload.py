@@ -108,7 +108,7 @@ def push_to_hub(
                 ],
                 commit_message=f"Upload {folder.name} with AgentEvo",
             )
-        except Exception as error:  # the hub's client passes on what each of its parts raises
+        except Exception as error:  # the hub's client raises the errors of all its parts
             raise ModelError(f"{_failure(repo, error, hub.endpoint)}{creation_note}") from error
 
     return str(commit.commit_url)
@@ -142,7 +142,7 @@ def files_to_push(folder: Path, repo: str) -> dict[str, Path | bytes]:
     if run is not None or CARD not in files:
         files[CARD] = model_card(folder, repo).encode()
 
-    if run is not None and ADAPTER in files:  # the base, as others can find it
+    if run is not None and ADAPTER in files:  # the base model by its public name
         settings = read_json_object(folder / ADAPTER)
         base = hub_name(run_config(run, UNSCORED).model.name)
         settings[BASE] = base or Path(str(settings.get(BASE) or "")).name

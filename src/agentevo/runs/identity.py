@@ -76,7 +76,7 @@ def ensure_run_folder(
             _create(config)
         elif (
             not target.is_file()
-        ):  # of this run it would be: its config.yaml is there before anything is in the store
+        ):  # this run would have a config.yaml: it is written before anything enters the store
             raise ConfigError(
                 f"store.url: the store holds {content} of another run: give another file, "
                 "?schema=NAME or database, or that run's own run.dir"
@@ -104,7 +104,7 @@ def _take_over(
 
     is_known = _is_known(config, shared, within_s, stop, note)
     if is_known and changed:
-        check_resume(config, started_separately=True)  # else it is another run's folder
+        check_resume(config, started_separately=True)  # otherwise it is another run's folder
         write_atomic(config.run_dir / "config.yaml", to_yaml(config))
 
     return is_known is not None

@@ -92,7 +92,7 @@ def pairs_to_compare(
         second = ranked[0]
         if frozenset((first.id, second.id)) not in annotations.pairs:
             most = max(surprise[member.id] for member in members)
-            # The better one is not always shown first: that would be its hint.
+            # The better one is not always shown first, which would be a hint.
             pair = (
                 (first.id, second.id) if first.attempt < second.attempt else (second.id, first.id)
             )

@@ -44,7 +44,7 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
             if not stat.S_ISREG(what.st_mode):
                 raise OSError(errno.EINVAL, "it is no file")
             if what.st_size and os.pread(handle, 1, what.st_size - 1) != b"\n":
-                data = b"\n" + data  # a writer was killed within a line
+                data = b"\n" + data  # a writer was killed in the middle of a line
             if os.write(handle, data) != len(data):
                 raise OSError(errno.ENOSPC, "the disk is full")
 
@@ -74,13 +74,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         ) from error
 
     records = []
-    for line in lines[:-1]:  # after the last newline is what a process is writing
+    for line in lines[:-1]:  # a process may be writing the text after the last newline
         if not line or len(line) > MAX_LINE:
             continue
 
         try:
             record = json.loads(line)
-            if b"\\u" in line:  # half of a pair of surrogates is no text that can be written
+            if b"\\u" in line:  # a lone surrogate can't be written
                 record = json.loads(
                     json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
                 )

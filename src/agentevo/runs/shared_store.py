@@ -33,7 +33,7 @@ def prepare_store(config: RunConfig) -> None:
 
 def _prepare(config: RunConfig, *, clear: bool, read_only: bool = False) -> None:
     url = config.store.url
-    if url is None:  # in the folder, and goes with it
+    if url is None:  # in the folder, and deleted with it
         return
 
     overwritten = (
@@ -57,7 +57,7 @@ def _prepare(config: RunConfig, *, clear: bool, read_only: bool = False) -> None
             if content and clear:
                 await store.clear()
 
-    with ThreadPoolExecutor(max_workers=1) as thread:  # also where a loop is running, in a notebook
+    with ThreadPoolExecutor(max_workers=1) as thread:  # also if a loop is running, as in a notebook
         thread.submit(asyncio.run, work()).result()
 
 

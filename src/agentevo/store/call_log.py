@@ -210,7 +210,7 @@ class CallLog:
                 self._new = dict(waiting[done:]) | self._new
                 self._writing = []
             raise
-        except Exception:  # refused, and another try would be refused too
+        except Exception:  # refused, and a retry would be refused too
             with self._lock:
                 self.dropped += len(waiting) - done
             self._let_go(waiting[done:])

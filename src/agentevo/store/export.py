@@ -214,7 +214,7 @@ def whole_file(target: Path) -> Iterator[IO[bytes]]:
             temporary.replace(target)
         except BaseException:
             temporary.unlink(missing_ok=True)
-            with suppress(OSError):  # another process has put something there
+            with suppress(OSError):  # another process has created something there
                 for folder in missing:
                     folder.rmdir()
             raise

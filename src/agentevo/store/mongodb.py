@@ -94,7 +94,7 @@ class MongoDBStore(MongoCalls):
                 url, serverSelectionTimeoutMS=int(400 * min(timeout_s, AWAY_S)), w="majority"
             )
         except (PyMongoError, ValueError) as error:
-            # Its text may hold pieces of a password, where the URL is cut at the wrong place.
+            # Its text may contain parts of a password, if the URL was split at the wrong place.
             why = type(error).__name__ if "@" in url else error
             raise UnusableStoreError(
                 f"{without_password(url)!r} is not the URL of a MongoDB database: {why}; write "

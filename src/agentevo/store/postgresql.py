@@ -285,7 +285,7 @@ def _parse(url: str) -> tuple[URL, str]:
         )
 
     address = address.difference_update_query(["schema"])
-    if mode := address.query.get("sslmode"):  # libpq's word for what asyncpg calls ssl
+    if mode := address.query.get("sslmode"):  # libpq's name for asyncpg's option ssl
         address = address.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
 
     return address, schema

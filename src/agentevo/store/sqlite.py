@@ -295,16 +295,16 @@ class SQLiteStore(SQLStore):
         )
 
     def _is_damaged(self, error: BaseException) -> bool:
-        if isinstance(error, UnicodeDecodeError):  # in what SQLite says of a damaged schema
+        if isinstance(error, UnicodeDecodeError):  # in SQLite's message about a damaged schema
             return True
 
         raised = getattr(error, "orig", None)
-        if str(raised).startswith("Could not decode to UTF-8"):  # Python's words, without a name
+        if str(raised).startswith("Could not decode to UTF-8"):  # Python's message, without a name
             return True
 
         name = str(getattr(raised, "sqlite_errorname", None))
         return name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_FORMAT")) or (
-            # Of this module's statements: the schema is not a store's any more.
+            # Raised by this module's statements: the schema is no longer a store's.
             name == "SQLITE_ERROR"
         )
 
@@ -421,7 +421,7 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
         def is_late() -> bool:
             return bool(time.monotonic() > record.info["limit"].stop_at)
 
-        connection.isolation_level = None  # we say BEGIN ourselves, below
+        connection.isolation_level = None  # we send BEGIN ourselves, below
         record.info["limit"] = _Limit(math.inf)
 
         connection.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS)

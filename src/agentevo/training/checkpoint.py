@@ -249,7 +249,7 @@ class Checkpoints:
         try:
             if not zipfile.is_zipfile(
                 path / "trainer.pt"
-            ):  # torn or none at all, on which torch.load may raise anything
+            ):  # torn or not a checkpoint, on which torch.load may raise anything
                 raise ValueError("trainer.pt is not whole")
             saved = torch.load(path / "trainer.pt", weights_only=True, mmap=mapped)
             trainer_state = join_state(saved, path / FOLDER)
@@ -306,7 +306,7 @@ class Checkpoints:
             try:
                 sealed = manifest.read(path)
             except CheckpointError:
-                continue  # not whole, or not to be read now; newest_whole says which
+                continue  # incomplete, or not readable now; newest_whole distinguishes them
             if all((path / name).is_file() for name in sealed.files):
                 manifests[step] = sealed
 
@@ -376,7 +376,7 @@ class _SharedCheckpoint:
 def _write_state(state: dict[str, Any], path: Path) -> None:
     """Writes a state with torch.save. Raises the OSError itself, which torch.save would replace by
     an error about positions in its archive."""
-    with path.open("wb") as file:  # given a path, it would not even know the reason
+    with path.open("wb") as file:  # with a path, torch would lose the reason of the error
         try:
             torch.save(state, file)
         except RuntimeError as error:

@@ -257,7 +257,7 @@ class Optimization:
         CheckpointError for the state of another kind of optimizer."""
         kind = state.get(
             "kind", "adamw"
-        )  # checkpoints from before there was a choice name none, and hold no masters
+        )  # older checkpoints do not name the optimizer, and have no masters
         if kind != self.memory.optimizer:
             raise CheckpointError(
                 f"the checkpoint's optimizer is {kind}, not {self.memory.optimizer}: resume with "

@@ -36,7 +36,7 @@ from agentevo.models.parts import Box, WeightPart
 
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
-)  # each process reads what it wants, alone
+)  # each process reads its own parts
 FOLDER = "trainer"
 METADATA = ".metadata"
 _KEY = "dcp"
