@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 _lock = threading.Lock()
 _num_within = 0
-"""The number of this process's open blocks, one of which has frozen the heap."""
+"""The number of this process's open blocks, where the first block has frozen the heap."""
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class LoopService:
 
     async def start(self) -> None:
         """Opens the run, unless another caller does so already, and returns once it is open; raises
-        whatever prevents that."""
+        the error that prevents that."""
         if self._thread.ident is None:
             self._thread.start()
         await asyncio.shield(asyncio.wrap_future(self._opened))

@@ -40,9 +40,8 @@ async def find_resume_point(
     config: RunConfig, checkpoints: Checkpoints, *, note: Callable[[str], None]
 ) -> ResumePoint:
     """Finds where to resume. Deletes checkpoints that are torn, that belong to later steps and were
-    left by a kill, or of which the run has no record. Every remaining checkpoint therefore has this
-    run's own weights: as they were first saved, or as a resume saved them that had done the step
-    again.
+    left by a kill, or that the run has no record for. Every remaining checkpoint therefore has this
+    run's own weights, saved by the first pass over the step or by a resume that repeated it.
 
     Of a run that was abandoned before its first step, only the tasks remain, and they are queued
     again. Everything that training will read is checked before anything is changed

@@ -4,9 +4,9 @@ sampling.
 
     submit(submission) -> queue -> collect -> prepare -> reserve -> update -> commit -> finished
 
-A step's record names the submission of which it was made. A submission that arrives again, after a
-lost answer or a kill, is therefore recognised and not trained again. The rows of a submission whose
-step was not committed are deleted when the run is resumed: the submitting program still has it.
+A step's record names its submission. A submission that arrives again, after a lost answer or a
+kill, is therefore recognised and not trained again. The rows of a submission whose step was not
+committed are deleted when the run is resumed: the submitting program still has it.
 """
 
 from __future__ import annotations

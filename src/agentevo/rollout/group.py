@@ -32,8 +32,8 @@ LETTING_GO_S = 5.0
 """How long a cancelled agent may take to end. One that continues is abandoned, and its policy
 answers no more."""
 LOOK_S = 0.05
-"""The shortest interval between two looks whether an attempt's time is over: the time stands still
-while the engine sleeps."""
+"""The shortest interval between two checks of an attempt's time limit. Its clock stops while the
+engine sleeps."""
 
 
 Score = Callable[

@@ -87,7 +87,7 @@ class ScorerFailure(AgentEvoError):
 
 
 class NamedReward:
-    """One reward of a list: calls whatever is registered, within its deadline."""
+    """One reward of a list: calls the registered function or class, within its deadline."""
 
     def __init__(self, config: RewardConfig, models: Mapping[str, ScorerModel]) -> None:
         """Raises ConfigError for a reward that can't be made."""

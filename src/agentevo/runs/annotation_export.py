@@ -1,7 +1,7 @@
 """Annotations as training data: rows for `agentevo sft`, pairs and labelled answers for
 `data.pairs` of `agentevo train`, and data to calibrate a judge. sft     attempts that are right, as
 `agentevo trajectories export --sft` writes them, and edited
-        last replies, of which only that reply is trained unless the attempt is right
+        last replies, with only that reply trained unless the attempt is right
 pairs   better against worse from where two conversations part, edited against original reply
 labels  attempts that are right or wrong as {"prompt", "completion", "label"}, for kto and rft
 judge   each verdict with the reward, its parts and the conversation

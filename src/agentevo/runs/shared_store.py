@@ -25,9 +25,9 @@ def check_store(config: RunConfig, *, may_create: bool = True) -> None:
 
 
 def prepare_store(config: RunConfig) -> None:
-    """Leaves an empty store to a new run. With run.overwrite, and where it was given up, the run
-    that is in the folder loses what it has in the store too. Raises as `check_store`, and then
-    leaves all as it was."""
+    """Ensures an empty store for a new run. With run.overwrite, and if the run in the folder was
+    abandoned, that run's data in the store is deleted too. Raises as `check_store`, and then
+    changes nothing."""
     _prepare(config, clear=True)
 
 

@@ -85,7 +85,7 @@ _NO_ROOM_FOR_READERS = ("SQLITE_READONLY", "SQLITE_CANTOPEN")
 """SQLite's message if it can't create the files that readers of a write-ahead log share."""
 _PAUSE_S = 0.02
 _PATIENCE = 0.9
-"""Share of a deadline after which SQLite gives up by itself."""
+"""Share of a deadline after which SQLite stops by itself."""
 _URL_PREFIX = "sqlite:///"
 
 
@@ -404,7 +404,7 @@ def _connect(path: Path, mode: Mode) -> sqlite3.Connection:
 
 
 def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
-    """SQLite's thread gives up by itself, a little before the caller stops waiting for it."""
+    """SQLite's thread stops by itself, a little before the caller stops waiting for it."""
     busy_ms = int(_PATIENCE * min(timeout_s, AWAY_S) * 1000)
     # No rollback when a connection goes back to the pool: `begin()` has always ended its
     # transaction by then.

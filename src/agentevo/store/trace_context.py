@@ -1,4 +1,4 @@
-"""Where a call stands in a trace, and the header `traceparent` of W3C's Trace Context
+"""The place of a call in a trace, and the header `traceparent` of W3C's Trace Context
 (https://www.w3.org/TR/trace-context/) that identifies it to other programs, in any language.
 
     trace id = 16 bytes of BLAKE2b(run, attempt)        span id = 8 bytes of BLAKE2b(call id)
