@@ -52,7 +52,8 @@ class OwnThread:
         return self._given_up is not None and not self._given_up.done()
 
     async def call(self, function: Callable[[], T]) -> T:
-        """What the function returns or raises. If cancelled, it abandons the thread."""
+        """Calls the function, and returns or raises its result. If cancelled, it abandons the
+        thread."""
         answer = self._ask(function)
         try:
             return await asyncio.wrap_future(answer)
@@ -75,7 +76,7 @@ class OwnThread:
         return answer.result()
 
     def format_stack(self) -> str:
-        """Where in a user's code the thread stands, see format_stack."""
+        """The thread's current place in a user's code, see format_stack."""
         return format_stack(self._thread.ident or 0)
 
     def has_ended(self, within_s: float) -> bool:

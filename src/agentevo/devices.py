@@ -24,8 +24,8 @@ from agentevo.errors import ModelError
 
 CUDA = "cuda"
 AUTOMATIC = (CUDA, "npu", "xpu")
-"""What `auto` looks for, in this order. MPS is not among them, because it lacks some operators in
-some dtypes."""
+"""The kinds that `auto` tries, in this order. MPS is not among them, because it lacks some
+operators in some dtypes."""
 _WHOSE = {
     CUDA: ("CUDA GPU", "install PyTorch for CUDA or ROCm"),
     "npu": ("Ascend NPU", "install CANN and torch_npu (pip install torch_npu)"),
@@ -118,7 +118,7 @@ def memory(device: torch.device) -> tuple[float, float]:
 
 
 def name_of(device: torch.device) -> str:
-    """What its maker calls it, such as NVIDIA H100 80GB HBM3."""
+    """The maker's name of it, such as NVIDIA H100 80GB HBM3."""
     module = _module(device) if is_accelerator(device) else None
     if module is None or not hasattr(module, "get_device_name"):
         return device.type
@@ -198,7 +198,7 @@ def drawing_by(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def profiled_activity(device: torch.device) -> torch.profiler.ProfilerActivity | None:
-    """What PyTorch's profiler calls this device's kernels; None where it does not see them."""
+    """PyTorch's profiler's name for this device's kernels; None if it does not see them."""
     activity = torch.profiler.ProfilerActivity
     return {CUDA: activity.CUDA, "xpu": activity.XPU}.get(device.type)
 

@@ -1,4 +1,5 @@
-"""What a recipe may name, per kind, with one line about each: the tables of `agentevo list`."""
+"""The names that a recipe may use, by kind, with one line about each: the tables of `agentevo
+list`."""
 
 from __future__ import annotations
 

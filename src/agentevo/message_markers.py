@@ -73,8 +73,8 @@ def _around_messages(
     render: Callable[[list[dict[str, Any]]], str],
     markers: set[str],
 ) -> set[str]:
-    """Those of the markers that the template writes in a plain conversation, and the tokenizer's
-    own beginning and end of a text."""
+    """The markers that the template writes in a plain conversation, and the tokenizer's own
+    beginning and end of a text."""
     user_message = {"role": "user", "content": "a"}
     messages = [user_message, {"role": "assistant", "content": "b"}, user_message]
     try:

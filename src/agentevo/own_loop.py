@@ -32,8 +32,8 @@ class OwnLoop:
         self._num_left = 0
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the coroutine returns or raises on that loop; it is cancelled with the caller.
-        Raises EnvironmentFailure if too many loops are blocked."""
+        """Runs the coroutine on that loop, and returns or raises its result. It is cancelled with
+        the caller. Raises EnvironmentFailure if too many loops are blocked."""
         loop = self._running()
         future = asyncio.run_coroutine_threadsafe(_guard(work), loop)
         try:

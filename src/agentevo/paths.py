@@ -21,7 +21,7 @@ MAX_PATH = 4000
 LONGEST_OWN = 80
 """Bytes for the names of what a run has in its folder."""
 TRIAL_BYTES = 2**20
-"""What a run writes at least."""
+"""The space that a run needs at least."""
 MOST_NEIGHBOURS = 2000
 """Names of one folder that a misspelt one is compared with."""
 

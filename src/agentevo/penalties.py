@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 LARGEST_PENALTY = 2.0
-"""Of presence and frequency, either way."""
+"""The largest presence and frequency penalty, positive or negative."""
 LARGEST_BIAS = 100.0
-"""Of a bias, either way."""
+"""The largest bias, positive or negative."""
 LARGEST_REPETITION = 100.0
-"""Of repetition and its inverse."""
+"""The largest value of repetition and of its inverse."""
 MAX_BIASES = 1024
 
 
@@ -75,7 +75,7 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PenaltyChanges(NamedTuple):
-    """What penalties change at one place, for K different tokens."""
+    """The changes from penalties at one place, for K different tokens."""
 
     tokens: np.ndarray
     """[K] int64"""
@@ -113,7 +113,7 @@ class PenaltyState:
             self._offsets[place] -= penalties.presence
 
     def changes(self) -> PenaltyChanges:
-        """What they change at the next token."""
+        """The changes at the next token."""
         return PenaltyChanges(
             np.fromiter(self._places, dtype=np.int64, count=len(self._places)),
             np.array(self._offsets, dtype=np.float32),

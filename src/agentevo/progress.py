@@ -38,7 +38,7 @@ LEAST_PACE_S = 2.0
 
 
 class Display:
-    """Where bars are drawn, one at a time."""
+    """The output on which bars are drawn, one at a time."""
 
     def __init__(self, stream: TextIO, plain: bool | None = None) -> None:
         self.stream = stream

@@ -89,8 +89,8 @@ def rows_of_turn(prompt: int, completion: int, *, is_root: bool) -> int:
 
 
 def why_misaligned(turn: Any) -> str:
-    """What is wrong with the number of rows of a turn (types.Turn) that has some; empty where
-    nothing is."""
+    """The problem with the number of rows of a turn (types.Turn) that has some; empty if there is
+    none."""
     routed: RoutedExperts = turn.routed_experts
     sizes = len(turn.prompt_ids), len(turn.completion_ids)
     expected = rows_of_turn(*sizes, is_root=turn.parent is None)
@@ -114,5 +114,5 @@ def join_experts(parts: Sequence[RoutedExperts]) -> RoutedExperts:
 
 
 def row_dtype(num_experts: int) -> np.dtype[Any]:
-    """What holds the number of an expert: a byte up to 256 of them, else two."""
+    """The type for the number of an expert: a byte for up to 256 of them, else two."""
     return np.dtype("u1" if num_experts <= 256 else "<u2")

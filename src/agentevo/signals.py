@@ -13,7 +13,7 @@ from typing import Any
 LOOK_S = 0.05
 """How often to look whether to stop."""
 STOPPING = "stopping after this step or within this evaluation"
-"""What a command does that was asked to stop."""
+"""The action of a command after a stop request."""
 
 
 class Interrupt(KeyboardInterrupt):

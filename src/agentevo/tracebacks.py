@@ -87,12 +87,12 @@ def describe_function(function: Any) -> str:
 
 
 def format_places(error: BaseException) -> str:
-    """Where in a user's code it was raised, the innermost place last."""
+    """The places in a user's code at which it was raised, the innermost last."""
     return _format_frames(traceback.extract_tb(error.__traceback__))
 
 
 def format_stack(thread_id: int, below: CodeType = threading.Thread.run.__code__) -> str:
-    """Where in a user's code a running thread stands, the innermost place last; only the calls
+    """The current places of a running thread in a user's code, the innermost last; only the calls
     below the function with the code `below`. Empty if all of them are AgentEvo's."""
     frame = sys._current_frames().get(thread_id)
     frames = []
@@ -111,7 +111,7 @@ def _format_frames(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Those of a user's own code."""
+    """The places in a user's own code."""
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not frame.filename.startswith((_OURS, *_INSTALLED))]
 

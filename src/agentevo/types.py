@@ -147,8 +147,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingOverrides(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What one call changes of the sampling; None keeps the recipe's. The first four determine the
-    distribution: a turn that was sampled with other values than the recipe's is not trained."""
+    """One call's changes of the sampling parameters; None keeps the recipe's value. The first four
+    determine the distribution: a turn that was sampled with other values than the recipe's is not
+    trained."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
@@ -183,8 +184,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """For each token the likeliest tokens of the distribution that it was sampled from, without
     those of probability 0; empty unless the request asks for them."""
     routed_experts: RoutedExperts | None = None
-    """Of prompt and completion but its last token, from `routed_from` on; None where the engine
-    does not record them."""
+    """The routed experts of prompt and completion without its last token, from `routed_from` on;
+    None if the engine does not record them."""
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,7 +237,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[Message] = []
     """The prompt's new part and the policy's answer, as readable text."""
     tools: str = ""
-    """Of a root: the tools that the template wrote into the prompt, as a JSON list of schemas."""
+    """The tools of a root turn that the template wrote into the prompt, as a JSON list of
+    schemas."""
 
     def __repr__(self) -> str:
         """Without ids and log-probs, which may be thousands."""
@@ -284,7 +286,7 @@ class RemoteTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     messages: list[Message]
     """The new messages since the parent; the last one is the answer."""
     tools: str = ""
-    """Where a conversation begins: the tools, as a JSON list of schemas in OpenAI's form."""
+    """The tools of a conversation's first turn, as a JSON list of schemas in OpenAI's form."""
     finish_reason: FinishReason = "stop"
     seed: int = 0
     prompt_tokens: int = 0

@@ -43,8 +43,9 @@ class _Overdue(BaseException):
 
 
 def load_in_time(work: Callable[[], T], what: str) -> T:
-    """What `work`, a user's code, returns or raises. `what` begins the messages, such as "import:
-    ./my_agent.py". Raises LoadingTimeoutError after LONGEST_S, or the seconds of VARIABLE."""
+    """Runs `work`, a user's code, and returns or raises its result. `what` begins the messages,
+    such as "import: ./my_agent.py". Raises LoadingTimeoutError after LONGEST_S, or the seconds of
+    VARIABLE."""
     watch = _Watch(what, _longest_s())
     try:
         watch.begin()

@@ -146,7 +146,8 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
         "torch_compile routing_replay"
     ),
 }
-"""What a client may set, each with the check of its value; `agents` has such keys by name."""
+"""The keys that a client may set, each with the check of its value; `agents` has such keys by
+name."""
 _ONE_PROCESS = "a server samples and trains in a single process"
 _NO_FILE = "a server does not use files that a client names"
 REFUSED: Mapping[str, str] = {

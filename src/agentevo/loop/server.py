@@ -61,7 +61,7 @@ class LoopServer:
         self._services: dict[str, LoopService] = {}
         self._jobs: dict[tuple[str, ...], asyncio.Task[Any]] = {}
         self.sessions: dict[str, GatewaySession] = {}
-        """Of attempts, by their keys at the gateway."""
+        """The sessions of attempts, by their keys at the gateway."""
 
     async def job(self, key: tuple[str, ...], work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of work that may take long. It begins once, and the client asks again until

@@ -60,7 +60,7 @@ class BatchSource(Protocol):
     def warnings(self) -> list[str]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; JSON."""
+        """The state for a resumed run, as JSON values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 

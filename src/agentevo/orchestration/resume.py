@@ -25,7 +25,7 @@ from agentevo.training.learner import Learner
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a life of the trainer starts."""
+    """The point from which a trainer continues a run."""
 
     checkpoint: Path | None = None
     """None: from the recipe's own weights."""

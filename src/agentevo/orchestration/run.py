@@ -156,7 +156,7 @@ async def run_training(
     submissions: Submissions | None = None,
     confirm: Confirm | None = None,
 ) -> None:
-    """What `train` does after its checks. `submissions`: of a program's own loop. `confirm`: see
+    """The part of `train` after its checks. `submissions`: of a program's own loop. `confirm`: see
     `_resume_point`."""
     folder = config.run_dir
     checkpoints = Checkpoints(

@@ -55,7 +55,7 @@ class ChildProcess:
     command: list[str]
     log: Path
     engines: EngineDirectory | None = None
-    """Where it announces itself, if it is an engine."""
+    """The directory in which it announces itself, if it is an engine."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables in addition to ours."""
     process: subprocess.Popen[bytes] | None = None

@@ -1,5 +1,5 @@
-"""Where an environment's tasks come from: seeds, never shared between training, evaluation and
-demonstrations."""
+"""Makes an environment's tasks from seeds, which training, evaluation and demonstrations never
+share."""
 
 from __future__ import annotations
 

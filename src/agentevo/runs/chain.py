@@ -33,13 +33,13 @@ from agentevo.store.codec import canonical
 from agentevo.store.records import StepRecord
 
 KEY = "chain"
-"""Of a step's record."""
+"""The key of the chain value in a step's record."""
 LOG = "log"
-"""Of a step's record: sha256 of metrics.jsonl up to its row."""
+"""Key of a step's record: sha256 of metrics.jsonl up to its row."""
 NUMBERS = "token_numbers"
-"""Of a step's record: sha256 of the file of what was measured of its tokens, where there is one."""
+"""Key of a step's record: sha256 of the file with its tokens' measurements, if there is one."""
 ROWS = "rows"
-"""Of a step's record: RecordedRows."""
+"""Key of a step's record: RecordedRows."""
 SUMMARY = "summary.json"
 HEAD = "head.json"
 OLDER = (
@@ -74,7 +74,7 @@ class RecordedRows(msgspec.Struct, frozen=True, kw_only=True):
     of the content's digest."""
 
     tasks: dict[str, str] = {}
-    """Those that were played for the first time since the trainer was started."""
+    """Tasks that were played for the first time since the trainer was started."""
     untrained: dict[str, str] = {}
     """Attempts that the step has sampled and not trained on."""
     evaluated: dict[str, str] = {}

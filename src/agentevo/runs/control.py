@@ -38,7 +38,7 @@ END_S = 3.0
 LARGEST = 100_000
 """Bytes of a file that are read."""
 MAX_REQUESTS = 100
-"""Of one look."""
+"""The most requests of one look."""
 KEPT_ANSWERS = 50
 Action = Literal["stop", "save", "pause", "resume"]
 ACTIONS: tuple[Action, ...] = get_args(Action)

@@ -35,7 +35,7 @@ _BEFORE_CONFIG = {
     "logs",
     "store.sqlite",
 }
-"""What a run may have in its folder before its config.yaml, which makes it a run."""
+"""Files that may exist in a folder before its config.yaml, which makes it a run."""
 
 
 @contextmanager

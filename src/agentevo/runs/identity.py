@@ -250,8 +250,8 @@ class SharedConfig:
 
     @classmethod
     def of(cls, config: RunConfig) -> SharedConfig | None:
-        """Of a run; None for one whose weights go through no object store. Raises ConfigError for
-        an address that can't be used."""
+        """The shared configuration of a run; None if its weights go through no object store. Raises
+        ConfigError for an address that can't be used."""
         from agentevo.inference.objects import Objects
 
         url = config.rollout.weights.url

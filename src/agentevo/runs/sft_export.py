@@ -283,7 +283,8 @@ def _best(
 
 
 def _length(attempt: TrajectorySummary | Trajectory) -> int:
-    """Of the replies: in tokens, or of a remote model, whose tokens are not known, in turns."""
+    """The length of the replies in tokens; for a remote model, whose tokens are unknown, in
+    turns."""
     if isinstance(attempt, Trajectory):
         return attempt.num_completion_tokens() or len(attempt.remote_turns)
     return attempt.num_completion_tokens

@@ -18,7 +18,7 @@ class PreparedBatch:
     """The training data of a step."""
 
     samples: Sequence[Any]
-    """What `step` takes: samples, or pairs of answers. It is empty if nothing can be learnt."""
+    """The input of `step`: samples, or pairs of answers. It is empty if nothing can be learnt."""
     metrics: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     """Trajectory id -> the reason why that trajectory is not trained on after all."""

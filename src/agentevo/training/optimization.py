@@ -308,7 +308,8 @@ class Optimization:
         self.steps = steps
 
     def _stepped_parameters(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """What the optimizer steps, and the model's parameter that it represents."""
+        """The tensors that the optimizer steps, each with the model's parameter that it
+        represents."""
         masters = self.parameters if self.masters is None else self.masters.masters
         return list(zip(masters, self.parameters, strict=True))
 

@@ -51,7 +51,7 @@ _RECORDS = {
     "_MEM_FORMAT_ENCODING",
     "_StorageInfo",
 }
-"""Of torch's format: plain data, all of them."""
+"""Classes of torch's format, all of which are plain data."""
 
 
 def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, WeightPart]]:

@@ -180,7 +180,7 @@ class _FusedLogprobs(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """Of the scores in the products, where no cap bends it."""
+        """The slope of the scores in the products, without the effect of a cap."""
         return self.logit_scale / self.temperature
 
     def bend(self, products: torch.Tensor) -> torch.Tensor:
