@@ -113,7 +113,7 @@ def spelling_hint(path: Path, accepts: Callable[[Path], bool] = Path.exists) -> 
 
 
 def _nearest_name(folder: Path, name: str) -> str:
-    """The entry of the folder with nearly that name. Raises LookupError where there is none."""
+    """The entry of the folder with nearly that name. Raises LookupError if there is none."""
     wanted_path = Path(name)
     names = [entry.name for entry in islice(os.scandir(folder), MOST_NEIGHBOURS)]
     visible = [Path(entry) for entry in names if not entry.startswith(".")]

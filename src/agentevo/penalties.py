@@ -70,7 +70,7 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def or_none(self) -> Penalties | None:
-        """None where they change nothing."""
+        """None if they change nothing."""
         return None if self == Penalties() else self
 
 

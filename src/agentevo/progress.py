@@ -136,7 +136,7 @@ class ProgressBar:
         return max(self.done - before, 0.0) / (now - first_time) if now > first_time else 0.0
 
     def time_left(self, pace: float) -> float | None:
-        """Seconds, or None where that can't be known."""
+        """Seconds, or None if that can't be known."""
         if self.total is None or pace <= 0 or self.elapsed < LEAST_PACE_S:
             return None
         return max(self.total - self.done, 0.0) / pace

@@ -74,7 +74,7 @@ class RoutedExperts(msgspec.Struct, frozen=True):
         return rows.reshape(-1, self.layers, self.top_k)
 
     def within(self, start: int, stop: int) -> RoutedExperts:
-        """The rows from `start` up to `stop`. Raises ValueError where there are fewer."""
+        """The rows from `start` up to `stop`. Raises ValueError if there are fewer."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise ValueError(
                 f"routed experts: rows {start} to {stop} of {self.num_tokens} are requested"

@@ -22,6 +22,6 @@ def traceparent() -> str | None:
 
 
 def trace_headers() -> dict[str, str]:
-    """`traceparent` as a request's headers; empty where nothing is traced."""
+    """`traceparent` as a request's headers; empty if nothing is traced."""
     parent = traceparent()
     return {} if parent is None else {HEADER: parent}

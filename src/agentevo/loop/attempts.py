@@ -141,7 +141,7 @@ class Attempts:
 
     async def open(self, new: NewAttempt, *, has_session: bool, within_s: float) -> OpenedService:
         """Begins an attempt, or repeats the answer about it. `has_session`: its own clients get a
-        key at once. Raises TimeoutError where the largest number of attempts is under way for
+        key at once. Raises TimeoutError if the largest number of attempts is under way for
         `within_s`."""
         check_id(new.task_id, "a task")
         check_id(new.group_id, "a group")

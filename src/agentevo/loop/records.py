@@ -33,7 +33,7 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     has_baseline: bool = False
     """Whether the algorithm compares a group with a greedy attempt at the same task."""
     agents: list[str] = []
-    """The names of several agents, in the order of their trajectories; empty where there is one."""
+    """The names of several agents, in the order of their trajectories; empty if there is one."""
     trained_agents: list[str] = []
     """The trained ones among them, the main one first."""
 

@@ -65,7 +65,7 @@ class LoopServer:
 
     async def job(self, key: tuple[str, ...], work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of work that may take long. It begins once, and the client asks again until
-        the result is ready. Raises TimeoutError where it is not ready yet."""
+        the result is ready. Raises TimeoutError if it is not ready yet."""
         task = self._jobs.get(key)
         if task is None:
             task = self._jobs[key] = asyncio.create_task(work())

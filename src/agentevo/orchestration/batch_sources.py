@@ -44,7 +44,7 @@ class BatchSource(Protocol):
         """Raises TrainingError if the store no longer has the step's training data."""
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
-        """Metrics of the policy on held-out data; empty where there is none. Raises StopAskedError
+        """Metrics of the policy on held-out data; empty if there is none. Raises StopAskedError
         when `stop()` becomes true during the evaluation."""
 
     def opening_metrics(self) -> dict[str, float]:

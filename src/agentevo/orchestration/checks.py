@@ -255,7 +255,7 @@ def _check_template(config: RunConfig, loaded: LoadedModel) -> None:
 
 
 def _system_remedy(agent: AgentSection) -> str:
-    """How to do without the system message of the recipe's agent; empty where the agent has
+    """How to do without the system message of the recipe's agent; empty if the agent has
     none."""
     if isinstance(agent, CodeAgentSection):
         return f"agent.type={agent.type} always has one: choose another model or agent"

@@ -83,7 +83,7 @@ class StepTasks(Protocol):
         """Reads the part of the committed steps that determines the tasks of later steps."""
 
     def stage_name(self, step: int) -> str:
-        """The name of the stage of a step; empty where there are none."""
+        """The name of the stage of a step; empty if there are none."""
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """Metrics of how a step's tasks were chosen."""

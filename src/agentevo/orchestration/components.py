@@ -84,7 +84,7 @@ class Components:
     checkpoint: Path | None = None
     """The checkpoint from which the model was loaded; None for the recipe's own model."""
     policies: Mapping[str, AgentPolicy] = field(default_factory=dict)
-    """By name, the policies of a rollout of several agents, including the main one; empty where
+    """By name, the policies of a rollout of several agents, including the main one; empty if
     there is only one policy."""
     run_engines: RunEngines | None = None
     """Equals `engine` where this process makes no engine and the run's other engines evaluate."""

@@ -118,7 +118,7 @@ class ConversationBatches:
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
         """Loss, perplexity and token accuracy on the held-out conversations, if there are any.
-        Raises StopAskedError where `stop()` says so between two of their batches."""
+        Raises StopAskedError if `stop()` says so between two of their batches."""
         if not self._held_out:
             return {}
         assert self.measure is not None

@@ -30,7 +30,7 @@ class Evaluated:
 
     @property
     def failures(self) -> str:
-        """How many attempts failed and why, in words; empty where none failed."""
+        """How many attempts failed and why, in words; empty if none failed."""
         if not self.errors:
             return ""
         words = failure_words(self.errors, self.num_attempts)
@@ -44,7 +44,7 @@ class Evaluated:
 
     @property
     def stages(self) -> str:
-        """Greedy success by stage, in words; empty where there are none."""
+        """Greedy success by stage, in words; empty if there are none."""
         rates = [
             f"{key.rpartition('/')[2]} {value:.1%}"
             for key, value in self.metrics.items()
@@ -164,7 +164,7 @@ def _by_stage(parts: Components, done: Sequence[Trajectory], prefix: str) -> dic
 
 
 def headline(metrics: dict[str, float]) -> float | None:
-    """The greedy success rate among an evaluation's metrics; None where every attempt failed."""
+    """The greedy success rate among an evaluation's metrics; None if every attempt failed."""
     return next((value for key, value in metrics.items() if key.endswith("/success/greedy")), None)
 
 

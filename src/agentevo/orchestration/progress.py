@@ -57,7 +57,7 @@ class RunProgress(msgspec.Struct):
     evaluations_since_best: int = 0
 
     def rate(self, value: float | None) -> None:
-        """Counts an evaluation of the weights of `step`. value: None where nothing is held out."""
+        """Counts an evaluation of the weights of `step`. value: None if nothing is held out."""
         if value is None:
             return
 
@@ -70,7 +70,7 @@ class RunProgress(msgspec.Struct):
             self.evaluations_since_best += 1
 
     def early_stop(self, stop_after: int) -> str | None:
-        """Why the run ends before its last step, for its summary; None where it continues.
+        """Why the run ends before its last step, for its summary; None if it continues.
         stop_after: `evaluation.stop_after`."""
         if not stop_after or self.evaluations_since_best < stop_after:
             return None
@@ -102,7 +102,7 @@ class RunProgress(msgspec.Struct):
 
     def nothing_left(self, num_steps: float, command: str, stop_after: int = 0) -> str | None:
         """The line for a run of `num_steps` steps that begins or resumes and has no step left; None
-        where it has one, or is only evaluated. stop_after: `evaluation.stop_after`."""
+        if it has one, or is only evaluated. stop_after: `evaluation.stop_after`."""
         reason = self.early_stop(stop_after)
         if self.step == 0 or (self.step < num_steps and reason is None):
             return None

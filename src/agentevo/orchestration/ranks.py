@@ -118,7 +118,7 @@ class RunRanks:
 
 @contextmanager
 def join_ranks(config: RunConfig) -> Iterator[RunRanks | None]:
-    """Joins the other processes that the launcher has started; yields None where there are none.
+    """Joins the other processes that the launcher has started; yields None if there are none.
     Raises TrainingError with the reason for which another process has ended."""
     if world_size() == 1:
         yield None

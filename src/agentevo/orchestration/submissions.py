@@ -77,7 +77,7 @@ class Submissions:
 
     def submit(self, submission: Submission) -> asyncio.Future[int]:
         """The step that the submission becomes, once that is committed. A submission that is in
-        progress is not started again. Raises TrainingError where no step follows any more, and
+        progress is not started again. Raises TrainingError if no step follows any more, and
         ConfigError for attempts or tasks that another submission in progress has too."""
         if self._over is not None:
             raise TrainingError(self._over)

@@ -275,7 +275,7 @@ class TrainingRun:
         return is_kept and value is not None and (best is None or value > best)
 
     def _value_of(self, metrics: dict[str, float]) -> float | None:
-        """The value by which the best checkpoint is chosen; None where nothing is held out."""
+        """The value by which the best checkpoint is chosen; None if nothing is held out."""
         return solved_share(metrics) if self.parts.plays else self.source.value(metrics)
 
     def _compare(self, step: StepRecord, trained: dict[str, float]) -> None:
@@ -358,7 +358,7 @@ class TrainingRun:
         self.keep_checkpoint()
 
     def _early_stop(self) -> str | None:
-        """Why the run ends after the step that it has committed; None where it does not."""
+        """Why the run ends after the step that it has committed; None if it does not."""
         return self.progress.early_stop(self.parts.config.evaluation.stop_after)
 
     async def _handle_requests(self) -> None:
@@ -598,7 +598,7 @@ class TrainingRun:
 
     def save(self, value: float | None = None) -> dict[str, str] | None:
         """Saves a checkpoint of `progress.step`, for its record; older ones stay until the step is
-        committed. `value` is the step's evaluation, if any. Returns None where the checkpoint is
+        committed. `value` is the step's evaluation, if any. Returns None if the checkpoint is
         written in the background, and no record will name it."""
         self.background.settle(wait=True)
         step = self.progress.step

@@ -48,7 +48,7 @@ def _end_of(log: Path, num_bytes: int) -> list[str]:
 def held_lock(folder: Path, name: str, what: str) -> Iterator[int]:
     """File descriptor of the lock FOLDER/NAME; it is free again when this process and every run
     that inherited it have ended. (The package filelock, which guards all other files here, does not
-    hand its descriptor on.) Raises ConfigError where runs of this `what` are under way."""
+    hand its descriptor on.) Raises ConfigError if runs of this `what` are under way."""
     with (folder / name).open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

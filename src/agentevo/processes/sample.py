@@ -190,7 +190,7 @@ async def engines_and_store(
     name: str,
 ) -> AsyncIterator[tuple[RemoteEngine, Store, CallLog] | None]:
     """The run's engines (`urls`, else those of its folder), its store, and the log of calls, all
-    closed at the end; None where `stop` came before the store was open. `name`: the name of this
+    closed at the end; None if `stop` came before the store was open. `name`: the name of this
     process, for its traces."""
     from agentevo.inference.directory import EngineDirectory
     from agentevo.inference.remote import RemoteEngine

@@ -256,7 +256,7 @@ class _SandboxSession:
             await sandbox.close()
 
     async def _next(self) -> wire.Open | wire.Request | None:
-        """The next request; None where none arrives for too long."""
+        """The next request; None if none arrives for too long."""
         try:
             async with asyncio.timeout(self._server.idle_s):
                 return await self._requests.get()

@@ -41,7 +41,7 @@ def serve_model(
 ) -> None:
     """Serves a checkpoint of the run (`best`, `last`, a path, or None for the recipe's own model)
     until it is asked to stop; blocks. `name`: the model's name for clients. Raises ConfigError, or
-    CheckpointError where there is no such checkpoint, before anything is created."""
+    CheckpointError if there is no such checkpoint, before anything is created."""
     config = without_routing(config)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
     path = None if checkpoint is None else checkpoints.find(checkpoint)

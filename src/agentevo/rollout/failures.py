@@ -93,5 +93,5 @@ class FirstFailures:
         )
 
     def trace_of(self, error: str | None) -> str:
-        """The traceback of the first failure of this kind; empty where none is known."""
+        """The traceback of the first failure of this kind; empty if none is known."""
         return self._traces.get(failure_kind(error), "")

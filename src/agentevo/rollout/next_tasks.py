@@ -28,7 +28,7 @@ class NextTasks:
     def __init__(
         self, config: RunConfig, tasks: TaskSource | None, sessions: OutsideSessions, store: Store
     ) -> None:
-        """`tasks`: None where the recipe names none."""
+        """`tasks`: None if the recipe names none."""
         self._config = config
         self._tasks = tasks
         self._sessions = sessions
@@ -44,7 +44,7 @@ class NextTasks:
         self._step = 0
 
     async def open(self) -> OutsideSession:
-        """The next attempt. Raises Refusal where there is none now, or none at all."""
+        """The next attempt. Raises Refusal if there is none now, or none at all."""
         if self._tasks is None:
             raise Refusal(
                 "this run has no tasks of its own to hand out: name files in its recipe (tasks), "

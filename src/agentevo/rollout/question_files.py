@@ -100,7 +100,7 @@ def _task_of(name: str, number: int, row: Mapping[str, Any], agent: str | None) 
 
 
 def _answers_of(row: Mapping[str, Any]) -> list[str]:
-    """Raises RowError where there is none."""
+    """Raises RowError if there is none."""
     if "annotations" in row:
         answers = list(_short_answers(row))
     else:

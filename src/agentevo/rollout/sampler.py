@@ -68,7 +68,7 @@ def group_of_all(group_id: str) -> str:
 
 
 def agent_of_group(group_id: str) -> str:
-    """The agent that the group belongs to, of several; empty where there is only one."""
+    """The agent that the group belongs to, of several; empty if there is only one."""
     return group_id.rpartition("@")[2].partition(":")[2]
 
 

@@ -168,7 +168,7 @@ class NamedReward:
         calls: Calls,
         policy: ScoredPolicy | None,
     ) -> list[Score | ScorerFailure]:
-        """One for each trajectory, in order. Raises InfrastructureFailure where the policy can't be
+        """One for each trajectory, in order. Raises InfrastructureFailure if the policy can't be
         asked."""
         if self.judges_groups:
             return await self._together(trajectories, task, calls)

@@ -72,7 +72,7 @@ class ProposalTasks:
         self._prompts = groups // self.group_size
 
     def of_step(self, step: int) -> list[Task]:
-        """A task for each prompt of a step. Raises ConfigError where the family gives none."""
+        """A task for each prompt of a step. Raises ConfigError if the family gives none."""
         return [self._task(step, number) for number in range(self._prompts)]
 
     def _task(self, step: int, number: int) -> Task:
@@ -100,7 +100,7 @@ class Proposal:
 
     trajectory: Trajectory
     row: dict[str, Any] | None
-    """The question as it is kept. None where there is none, or the attempt is not completed."""
+    """The question as it is kept. None if there is none, or the attempt is not completed."""
     key: bytes | None = None
     """The key of the question."""
     is_held_out: bool = False

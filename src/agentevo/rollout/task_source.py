@@ -228,11 +228,11 @@ class TaskSource:
         return self._by_id.get(task.id) or self._by_id.get(task.id.rpartition("~")[0]) or task
 
     def stage_of(self, step: int) -> int | None:
-        """The number of the stage that a step is in, from 1; None where there are none."""
+        """The number of the stage that a step is in, from 1; None if there are none."""
         return len(self.stages.begins(step)) if self.stages.stages else None
 
     def stage_name(self, step: int) -> str:
-        """The name of the step's stage; empty where there are none."""
+        """The name of the step's stage; empty if there are none."""
         return self.stages.name_at(step)
 
     def metrics_of(self, step: int) -> dict[str, float]:
@@ -273,7 +273,7 @@ class TaskSource:
 
     def task_of_number(self, number: int, *, is_train: bool) -> Task:
         """The `number`-th task, from 0, of those to train on or of those that are held out. Raises
-        ConfigError where there are fewer."""
+        ConfigError if there are fewer."""
         if is_train and self._pools is None and self.proposals is None:
             return self._environment("train", number, 1)[0]
 

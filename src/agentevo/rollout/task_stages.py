@@ -32,7 +32,7 @@ class TaskStages:
         self._lag = lag
         self._by_success = any(stage.until_success is not None for stage in stages)
         self._success: dict[int, float | None] = {}
-        """The success of each committed step; None where no attempt was completed."""
+        """The success of each committed step; None if no attempt was completed."""
         self._begins = [1]
         """First steps of the stages whose beginning is known."""
         self._looked = 0
@@ -78,7 +78,7 @@ class TaskStages:
         return [first for first in self._begins if first <= step]
 
     def name_at(self, step: int) -> str:
-        """The name of the step's stage; empty where there are none."""
+        """The name of the step's stage; empty if there are none."""
         return self.stages[len(self.begins(step)) - 1].name if self.stages else ""
 
     def _last_step(self, stage: TaskStage, begin: int) -> int | None:

@@ -79,13 +79,13 @@ class ControlSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_session(folder: Path) -> ControlSession | None:
-    """The newest trainer of that folder; None where there is none that can be asked."""
+    """The newest trainer of that folder; None if there is none that can be asked."""
     return _read(folder / SESSION, ControlSession)
 
 
 def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
     """Asks the trainer of that session; a request that was made already is made once. Raises
-    ConfigError where it can't be written."""
+    ConfigError if it can't be written."""
     if not _ID.fullmatch(id):
         raise ConfigError(
             f"{id[:70]!r} is not a valid request id: use letters, digits and -, 8 to 64"

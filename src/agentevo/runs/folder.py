@@ -125,7 +125,7 @@ def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def queued_group_size(path: Path) -> int | None:
     """How many attempts the group of a queued task has at least, which a resumed run can't change;
-    None where sampling and training take turns, or a program's own loop samples, so that nothing is
+    None if sampling and training take turns, or a program's own loop samples, so that nothing is
     queued, and where config.yaml does not say."""
     from agentevo.config import TrainerSection
 
@@ -229,7 +229,7 @@ def use_store(
 
 
 def token_texts(path: Path) -> Decode | None:
-    """Token id -> text, by `saved_tokenizer`; None where there is none."""
+    """Token id -> text, by `saved_tokenizer`; None if there is none."""
     tokenizer = saved_tokenizer(path)
     if tokenizer is None:
         return None
@@ -237,7 +237,7 @@ def token_texts(path: Path) -> Decode | None:
 
 
 def saved_tokenizer(path: Path) -> Any | None:
-    """The tokenizer of the run's newest checkpoint, else of its model; None where neither has been
+    """The tokenizer of the run's newest checkpoint, else of its model; None if neither has been
     saved here."""
     saved = sorted(
         path.glob("checkpoints/**/tokenizer_config.json"),

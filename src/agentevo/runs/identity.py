@@ -185,7 +185,7 @@ def _is_known(
     note: Callable[[str], None],
 ) -> bool | None:
     """Whether the object store has this run; None if `stop` came before the answer. Raises
-    ConfigError where it has another."""
+    ConfigError if it has another."""
     if shared is None:
         return False
     shared_tree = run_coroutine(_read_shared_tree(shared, within_s, stop, note))
@@ -200,7 +200,7 @@ async def _read_shared_tree(
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """The run's configuration as its object store has it, empty where it has none yet; None if
+    """The run's configuration as its object store has it, empty if it has none yet; None if
     `stop` came before the answer."""
     looking = asyncio.create_task(shared.read(OPENING_S if within_s is None else within_s, note))
     return looking.result() if await finished_before_stop(looking, stop) else None
@@ -279,7 +279,7 @@ class SharedConfig:
     async def check_writer(
         self, folder: Path, within_s: float, notify: Callable[[str], None]
     ) -> None:
-        """Raises ConfigError where the weights are not those of the trainer of this folder; no
+        """Raises ConfigError if the weights are not those of the trainer of this folder; no
         other process may change its run's configuration. Waits as `read` does."""
         own_id_file = folder / ID_FILE
         writer_id = (await self._content(WRITER_FILE, within_s, notify)).decode(errors="replace")

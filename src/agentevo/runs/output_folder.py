@@ -16,7 +16,7 @@ from agentevo.errors import ConfigError, describe_error
 @contextmanager
 def locked_output(folder: Path, lock_name: str, doing: str) -> Iterator[None]:
     """Locks the folder for this process, and creates it if needed. `doing`: the other process's
-    activity, for messages. Raises ConfigError where another process has it, or the folder can't be
+    activity, for messages. Raises ConfigError if another process has it, or the folder can't be
     written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

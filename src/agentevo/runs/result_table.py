@@ -49,7 +49,7 @@ class RunResult:
     seed: int
     environment: str | None
     before: float | None
-    """None where every attempt of an evaluation failed."""
+    """None if every attempt of an evaluation failed."""
     after: float | None
     sampled: float | None
     random: float | None

@@ -219,7 +219,7 @@ class _ExportRows:
             self._report.add(trajectory.id, RowError("empty", f"{what} in this attempt"))
 
     def check(self) -> None:
-        """Raises ConfigError where nothing was written."""
+        """Raises ConfigError if nothing was written."""
         if not self._report.used:
             raise ConfigError("\n".join(["nothing was written:", *self._report.lines()]))
 

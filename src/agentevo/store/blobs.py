@@ -235,7 +235,7 @@ def unpack_texts(blob: bytes) -> dict[str, str]:
 
 
 def _pack_routed(turns: Sequence[RoutedExperts | None]) -> bytes:
-    """Empty where no turn has any."""
+    """Empty if no turn has any."""
     if all(routed is None for routed in turns):
         return b""
 

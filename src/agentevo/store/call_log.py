@@ -266,7 +266,7 @@ class AttemptCalls:
         self._log = log
         tracing = None if log is None else log.tracing
         self.trace = None if tracing is None else tracing.trace_of(trajectory_id)
-        """None where the run is not traced."""
+        """None if the run is not traced."""
         self.tracing = tracing if self.trace is not None and self.trace.is_sampled else None
         """Makes spans of these calls."""
         self._root: RunningCall | None = None

@@ -104,7 +104,7 @@ async def check_or_make(
 
 
 async def _refuse_foreign(database: Any, where: str) -> None:
-    """Raises StoreError where a collection of one of our names is filled. (A store that another
+    """Raises StoreError if a collection of one of our names is filled. (A store that another
     process is making right now has none of them filled.)"""
     own_collections = {"tasks", "trajectories", "tokens", "steps", "calls"}
     for name in sorted(own_collections & set(await database.list_collection_names())):

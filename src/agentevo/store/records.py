@@ -45,7 +45,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     emptied: Emptied | None = None
     """Facts about the deleted turns, if they were deleted."""
     digest: bytes = b""
-    """Digest of the whole content as it was written; empty where no store has written it.
+    """Digest of the whole content as it was written; empty if no store has written it.
     `codec.is_as_written` compares."""
 
 
@@ -75,7 +75,7 @@ class StoredTask(msgspec.Struct, frozen=True, kw_only=True):
     """Why it failed, was set aside, or was last retried."""
     history: list[TaskEvent]
     digest: bytes = b""
-    """Digest of the task as it was added; empty where no store has it. `codec.is_as_added`
+    """Digest of the task as it was added; empty if no store has it. `codec.is_as_added`
     compares."""
 
 

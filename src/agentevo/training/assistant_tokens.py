@@ -414,7 +414,7 @@ def _without(messages: Chat, key: str, place: int) -> Chat:
 
 def _without_oldest_turn(messages: Chat) -> Chat | None:
     """The messages without those between the system message and the user's second message; None
-    where only one turn is left."""
+    if only one turn is left."""
     later = next(iter(_later_turns(messages)), None)
     start = 1 if messages[0]["role"] == "system" else 0
     return None if later is None else [*messages[:start], *messages[later:]]

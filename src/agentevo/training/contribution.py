@@ -29,7 +29,7 @@ class Contribution:
     """See the module."""
 
     weights: Mapping[str, WeightPart]
-    """The model's weights, as they are saved; empty where the first process has all of them."""
+    """The model's weights, as they are saved; empty if the first process has all of them."""
     state: Mapping[str, WeightPart]
     """Parts of the trainer's state (`split_state`)."""
     group: distributed.ProcessGroup | None = None

@@ -129,7 +129,7 @@ class Optimization:
 
     @cached_property
     def masters(self) -> MasterWeights | None:
-        """The master weights; None where the optimizer steps the parameters themselves."""
+        """The master weights; None if the optimizer steps the parameters themselves."""
         offloads = self.memory.offload_optimizer
         return (
             MasterWeights(self.parameters, on_cpu=offloads)

@@ -29,7 +29,7 @@ from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Sample, Trajectory
 
 Demonstrations = Callable[[str], Sequence[Sample]]
-"""Task id -> the answer of the environment's solver to that task; empty where it has none."""
+"""Task id -> the answer of the environment's solver to that task; empty if it has none."""
 
 
 @dataclass(frozen=True, eq=False)

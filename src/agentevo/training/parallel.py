@@ -55,7 +55,7 @@ _context: Ranks | None = None
 """The processes that compute this one's passes with it; None for no others. Set by `use_mesh`."""
 
 _pipeline: Ranks | None = None
-"""The stages of this process's rank; None where it has all layers. Set by `use_mesh` alone."""
+"""The stages of this process's rank; None if it has all layers. Set by `use_mesh` alone."""
 
 
 def use_mesh(mesh: DeviceMesh) -> None:
@@ -78,7 +78,7 @@ def use_mesh(mesh: DeviceMesh) -> None:
 
 
 def stages() -> Ranks | None:
-    """The stages of a pipeline; None where there is none."""
+    """The stages of a pipeline; None if there is none."""
     return _pipeline
 
 

@@ -203,7 +203,7 @@ def train_reward_model(
     stop: Callable[[], bool] = lambda: False,
 ) -> bool:
     """`section.epochs` passes over the pairs, each in an order of its own. `progress(step, total,
-    metrics)` is called after each step. False where `stop()` ended it before the last one."""
+    metrics)` is called after each step. False if `stop()` ended it before the last one."""
     size = section.batch_pairs
     order = list(range(len(pairs)))
     rng = random.Random(seed)

@@ -49,7 +49,7 @@ class RoutingReplay:
 
     def begin(self, rows: Sequence[SampleRow]) -> list[SampleRow]:
         """The rows of a step; where nothing is replayed and some rows have no record, all rows come
-        without records. Raises TrainingError where a record is missing or not of the policy's
+        without records. Raises TrainingError if a record is missing or not of the policy's
         routers."""
         self._recorded = []
         samples = [row.sample for row in rows]
@@ -106,7 +106,7 @@ class RoutingReplay:
 def mismatches(batch: PackedBatch) -> dict[str, float]:
     """Sums over the trained tokens of a pass that is over: the share of the layers whose router
     would have chosen other experts, at the token that predicts it, than were recorded; and 1 where
-    any would. Empty where nothing was recorded."""
+    any would. Empty if nothing was recorded."""
     routing = batch.plan.routing
     differs = routing.differs() if isinstance(routing, RouterReplay) else None
     if differs is None:

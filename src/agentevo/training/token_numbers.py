@@ -41,7 +41,7 @@ class SampleNumbers(msgspec.Struct, frozen=True, array_like=True):
     """float16, in nats."""
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """places, changes, entropies. Raises ValueError where they are not equally long."""
+        """places, changes, entropies. Raises ValueError if they are not equally long."""
         places = np.frombuffer(self.places, dtype="<i4")
         changes = np.frombuffer(self.changes, dtype="<f2").astype(np.float32)
         entropies = np.frombuffer(self.entropies, dtype="<f2").astype(np.float32)

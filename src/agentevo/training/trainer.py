@@ -92,7 +92,7 @@ class Trainer:
             self.kl = AdaptiveKL(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
 
         self.numbers: TokenNumbers | None = None
-        """The numbers of each token of the last step; None where they are not kept."""
+        """The numbers of each token of the last step; None if they are not kept."""
         self.mean_entropy: float | None = None
         """Mean entropy of the last optimizer step's tokens, in nats."""
 

@@ -56,7 +56,7 @@ class PackedBatch:
     """[R, W] int32: the tokens that each row may predict, a bit each, lowest bit first; None if no
     row is constrained."""
     penalties: PenaltyTable | None
-    """The changes at these rows; None where there are none."""
+    """The changes at these rows; None if there are none."""
     routed_experts: torch.Tensor | None
     """[N, layers, top_k] int64: see `node_rows`; None if nothing was recorded."""
     num_logical: int

@@ -171,7 +171,7 @@ def _parent_table(rows: Sequence[SampleRow], turn_ids: torch.Tensor) -> torch.Te
 
 
 def _reward_parts(rows: Sequence[SampleRow]) -> dict[str, torch.Tensor]:
-    """Name -> [S] float64. Raises TrainingError where a trajectory has no parts; a part that it
+    """Name -> [S] float64. Raises TrainingError if a trajectory has no parts; a part that it
     lacks among others counts 0."""
     silent = next((row.trajectory.id for row in rows if not row.trajectory.reward_parts), None)
     if silent is not None:

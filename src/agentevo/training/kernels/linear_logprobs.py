@@ -156,7 +156,7 @@ class _FusedLogprobs(NamedTuple):
 
     def within_tokens(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The targets [M], with a token in place of ids that are no tokens, and the places of these
-        ids; None where every id is a token."""
+        ids; None if every id is a token."""
         if self.num_tokens is None:
             return targets, None
         outside = targets >= self.num_tokens

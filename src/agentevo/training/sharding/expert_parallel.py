@@ -63,7 +63,7 @@ def expert_parallel(
 
 
 def check_experts(model: PreTrainedModel, size: int, tensor: int = 1) -> dict[str, nn.Module]:
-    """The model's stacks by name. Raises TrainingError where there are none, or where so many
+    """The model's stacks by name. Raises TrainingError if there are none, or if so many
     processes can't share them, each with `tensor` processes that divide its part again."""
     if hasattr(model, "peft_config"):
         raise TrainingError(
