@@ -76,7 +76,7 @@ def open_console(stream: TextIO, plain: bool | None) -> Console | None:
 
 
 def print_line(stream: TextIO, text: str, end: str = "\n") -> None:
-    """Prints one line, with escapes for what the stream's encoding does not have."""
+    """Prints one line, with escapes for characters that the stream's encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(
         text.encode(encoding, "backslashreplace").decode(encoding), file=stream, end=end, flush=True

@@ -100,8 +100,8 @@ def serve_requests(
     prepare: Callable[[], object],
     max_memory: int,
 ) -> None:
-    """In the process: answers requests until there are no more. `prepare` imports what the first
-    request would wait for; `max_memory` is the allowance on top of that, in bytes of address
+    """In the process: answers requests until there are no more. `prepare` does the imports that the
+    first request would wait for; `max_memory` is the allowance on top of that, in bytes of address
     space."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # a package's own output is not an answer

@@ -88,7 +88,7 @@ def _around_messages(
 
 
 def encode_rendering(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of what a chat template makes of messages whose markers are cut: a special token where
+    """Ids of a chat template's rendering of messages whose markers are cut: a special token where
     the template has written one, and nowhere else."""
     pieces = [tokenizer.encode(piece, add_special_tokens=False) for piece in text.split(CUT)]
     return [token for piece in pieces for token in piece]

@@ -19,7 +19,7 @@ MAX_NAME = 255
 MAX_PATH = 4000
 """Bytes in a whole path; Linux takes 4096."""
 LONGEST_OWN = 80
-"""Bytes for the names of what a run has in its folder."""
+"""Bytes for the names of the files in a run's folder."""
 TRIAL_BYTES = 2**20
 """The space that a run needs at least."""
 MOST_NEIGHBOURS = 2000

@@ -129,7 +129,7 @@ class PenaltyState:
 
 
 class TokenPenalties(NamedTuple):
-    """The penalties under which the tokens of a text were drawn."""
+    """The penalties under which the tokens of a text were sampled."""
 
     table: list[Penalties]
     rows: np.ndarray

@@ -174,8 +174,8 @@ def bar(
     unit: str = "rows",
     look: Callable[[], float] | None = None,
 ) -> Iterator[ProgressBar]:
-    """A bar around the block. `unit`: a plural noun, or `bytes`. `look` returns what is done, where
-    no code counts it; another thread calls it."""
+    """A bar around the block. `unit`: a plural noun, or `bytes`. `look` returns the amount of done
+    work, if no code counts it; another thread calls it."""
     new_bar = ProgressBar(what, total, unit, look)
     display = _display.get()
     if isinstance(display, Hidden):

@@ -60,8 +60,8 @@ async def with_retries(
 
 
 class _Reporter:
-    """Reports from time to time what is waited for, from its creation until `stop`, while the event
-    loop continues."""
+    """Reports the wait from time to time, from its creation until `stop`, while the event loop
+    continues."""
 
     def __init__(self, what: str, within_s: float, notify: Callable[[str], None]) -> None:
         self._what = what

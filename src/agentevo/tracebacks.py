@@ -60,8 +60,8 @@ def traceback_of(error: BaseException | None) -> str:
 
 
 def name_place(text: str) -> str:
-    """The innermost place of a user's code in what `traceback_of` gave, as `FILE, line N, in NAME`;
-    empty if it names none."""
+    """The innermost place of a user's code in the result of `traceback_of`, as `FILE, line N, in
+    NAME`; empty if it names none."""
     lines = re.findall(r'^ *File "(.+)", (line \d+, in .+)$', text.partition(CAUSED_BY)[0], re.M)
     user_places = [
         f"{file}, {place}" for file, place in lines if not file.startswith((_OURS, *_INSTALLED))

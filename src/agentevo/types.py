@@ -298,8 +298,8 @@ class RemoteTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 Status = Literal["completed", "failed", "cancelled"]
-"""`cancelled`: broken off by the sampler (too old, or its group was full), with what was recorded
-until then."""
+"""`cancelled`: ended by the sampler (too old, or its group was full), with the turns recorded until
+then."""
 
 
 REWARD_PARTS = "reward_parts/"

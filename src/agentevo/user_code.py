@@ -59,8 +59,8 @@ def load_in_time(work: Callable[[], T], what: str) -> T:
 
 
 def construct(make: Callable[[], T], where: str, name: str) -> T:
-    """An object of a user's class called `name`, made in time. `where`: the key that asks for it.
-    Raises ConfigError with what the constructor raised."""
+    """Creates an object of a user's class called `name`, within the time limit. `where`: the key
+    that asks for it. Raises ConfigError with the constructor's error."""
     try:
         return load_in_time(make, f"{where}: the constructor of {name}")
     except (ConfigError, KeyboardInterrupt):

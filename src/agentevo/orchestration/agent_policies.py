@@ -71,8 +71,8 @@ def checkpoint_of(checkpoint: Path | None, config: RunConfig, policy: str) -> Pa
 def saved_beside(
     config: RunConfig, policies: Mapping[str, AgentPolicy]
 ) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-    """Folder below a checkpoint -> what is saved there of the trained policies other than the main
-    one."""
+    """Folder below a checkpoint -> the trained policy, other than the main one, that is saved
+    there."""
     return {
         f"{CHECKPOINTS}/{name}": (policies[name].model, policies[name].tokenizer)
         for name in trained_policies(config)[1:]

@@ -79,7 +79,7 @@ def supervised_trainer(
 def cold_start_trainer(
     config: RunConfig, model: PreTrainedModel, settings: SFTSection, total_steps: int
 ) -> SupervisedTrainer:
-    """The trainer of a cold start, which draws dropout on its own."""
+    """The trainer of a cold start, which seeds dropout itself."""
     return SupervisedTrainer(
         model,
         settings,

@@ -18,7 +18,7 @@ class Refusals:
         self._errors: list[ConfigError] = []
 
     def collect(self, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Returns what the check returns; None if it refuses."""
+        """Returns the result of the check; None if it refuses."""
         try:
             return check(*args, **kwargs)
         except SeveralProblemsError as error:

@@ -88,7 +88,7 @@ async def find_resume_point(
 
 
 async def replay_step(trainer: Learner, source: BatchSource, step: StepRecord) -> dict[str, float]:
-    """Trains on what the step was trained on; returns its metrics. Raises TrainingError if the
-    store no longer has it."""
+    """Repeats a step on its recorded training data; returns its metrics. Raises TrainingError if
+    the store no longer has the data."""
     batch = await source.replay(step)
     return trainer.step(batch.samples) if batch.samples else {}

@@ -66,7 +66,7 @@ class RolloutRound(NamedTuple):
     """The step gets no further round: these are the attempts on which it was trained when its
     trainer was killed."""
     dropped: Mapping[str, str] = MappingProxyType({})
-    """Trajectory id -> why it is not trained on, where the source says so."""
+    """Trajectory id -> why it is not trained on, if the source has a reason."""
     metrics: Mapping[str, float] = MappingProxyType({})
 
 

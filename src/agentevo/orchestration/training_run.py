@@ -362,8 +362,8 @@ class TrainingRun:
         return self.progress.early_stop(self.parts.config.evaluation.stop_after)
 
     async def _handle_requests(self) -> None:
-        """Carries out what was requested since the previous step: save, pause, resume
-        (runs/control). Returns when the next step may begin, or the run has to stop.
+        """Carries out the requests since the previous step: save, pause, resume (runs/control).
+        Returns when the next step may begin, or the run has to stop.
 
         Engines, samplers and leases stay alive during a pause: the event loop runs, so leases are
         renewed, and samplers play until as many attempts wait as the recipe allows. A signal ends a
@@ -523,7 +523,7 @@ class TrainingRun:
                 self._has_told_of_numbers = True
 
     def observe(self, step: int, metrics: dict[str, float]) -> None:
-        """Warns of what looks like a collapse."""
+        """Warns of a possible collapse."""
         for warning in self.monitor.observe(step, metrics):
             self.warn(f"step {warning.step}: {warning.message}")
 

@@ -259,7 +259,7 @@ class OutsideSessions:
         store: Store,
         note: Callable[[str], None],
     ) -> None:
-        """`sampler` plays with `agent` and draws from `engine`."""
+        """`sampler` plays with `agent` and samples from `engine`."""
         self._config = config
         self._sampler = sampler
         self._agent = agent

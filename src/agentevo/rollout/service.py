@@ -365,9 +365,9 @@ class SamplerService:
             return trajectories
 
     def _engines_of(self, step: int) -> dict[str, Engine]:
-        """The engines that draw the tokens of a group for that step, where they are not the run's
+        """The engines that sample the tokens of a group for that step, if they are not the run's
         own. Under `wait` that is one version of the weights, so that the tokens do not depend on
-        when newer ones come."""
+        the arrival of newer ones."""
         if not self._waits:
             return {}
 

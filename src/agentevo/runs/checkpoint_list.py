@@ -27,7 +27,7 @@ class KeptCheckpoints:
     model: str
     """The recipe's model: the weights that the run began with, before any training."""
     missing: str
-    """Why that one can't be loaded here, and what to do; empty if it can."""
+    """Why that one can't be loaded here, and the remedy; empty if it can."""
     needs_model: bool
     """Whether the checkpoints are adapters over it."""
 

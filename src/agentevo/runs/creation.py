@@ -123,9 +123,9 @@ def check_place(
 
 
 def was_killed_early(folder: Path) -> bool:
-    """Whether all that the folder holds is what a run makes before its config.yaml: one that was
-    killed while it started has played nothing. One that starts just now looks the same, and has the
-    lock."""
+    """Whether the folder holds only files that a run creates before its config.yaml: a run that was
+    killed during its start has played nothing. A run that is starting now looks the same, and has
+    the lock."""
     if not (folder / LOCK).is_file() or (folder / "config.yaml").exists():
         return False
     names = {_plain(path.name) for path in folder.iterdir()}

@@ -219,7 +219,7 @@ def _check_place(config: RunConfig) -> None:
 async def _held(
     url: str, within_s: float | None, stop: Callable[[], bool], note: Callable[[str], None]
 ) -> str | None:
-    """Says in words what a store outside of the folder holds; None if `stop` came before the
+    """Describes the content of a store outside of the folder; None if `stop` came before the
     answer."""
 
     async def look() -> str:

@@ -24,8 +24,8 @@ QUEUED_KEYS = (
     "tasks.curriculum",
     "sampling.temperature",
 )
-"""Keys that a resumed run can't change where sampling runs concurrently with training: tasks are
-queued for them, and groups that wait in the store have that size and were drawn at that
+"""Keys that a resumed run can't change if sampling runs concurrently with training: tasks are
+queued for them, and groups that wait in the store have that size and were sampled at that
 temperature."""
 APART_KEYS = ("rollout.weights.url",)
 """Keys that a resumed run can't change if its engines and samplers are processes of their own, or

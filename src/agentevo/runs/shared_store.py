@@ -62,7 +62,7 @@ def _prepare(config: RunConfig, *, clear: bool, read_only: bool = False) -> None
 
 
 async def content_of(store: Store) -> str:
-    """Says in words what a run has left in the store; empty for an empty store."""
+    """Describes the data of a run in the store; empty for an empty store."""
     counts = await store.counts()
     rows = {
         kind: sum(n for name, n in counts.items() if name.startswith(kind))

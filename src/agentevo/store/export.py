@@ -52,7 +52,7 @@ _KINDS: dict[str, Any] = {
 
 
 async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[TrajectoryFilter]) -> int:
-    """Writes the matching trajectories to `path` (.jsonl or .jsonl.gz), replacing what is there;
+    """Writes the matching trajectories to `path` (.jsonl or .jsonl.gz), replacing an existing file;
     returns how many.
 
     Raises StoreError for another extension and for a path that can't be written.

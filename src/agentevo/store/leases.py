@@ -1,5 +1,5 @@
-"""Leases of tasks in SQL (drawn in store.py), on a connection that may write. Transactions are the
-caller's; `rules` has the refusals.
+"""Leases of tasks in SQL (state diagram in store.py), on a connection that may write. Transactions
+are the caller's; `rules` has the refusals.
 
 Rows that are about to move are read `FOR UPDATE`, and those that another worker is about to lease
 are passed over: on PostgreSQL many workers lease at once, and on SQLite, which ignores both words,

@@ -189,7 +189,8 @@ class MongoRows(Queries):
         return int(num_reset) + len(ids_with_tokens)
 
     async def _delete_after(self, step: int) -> int:
-        """`Store.rewind` without `keep`: what was sampled for later steps is deleted."""
+        """`Store.rewind` without `keep`: trajectories that were sampled for later steps are
+        deleted."""
         later = await self.find(self.trajectories, {"step": {"$gt": step}}, "task_id", "split")
         for chunk in chunks(document["_id"] for document in later):
             await self.tokens.delete_many({"_id": {"$in": chunk}}, session=self.session)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class MongoDBStore(MongoCalls):
-    """See `Store` for what the methods promise; make one with `MongoDBStore.open` or
+    """See `Store` for the guarantees of the methods; make one with `MongoDBStore.open` or
     `open_store`."""
 
     @classmethod

@@ -67,7 +67,7 @@ _TABLES = ("tasks", "trajectories", "tokens", "steps", "calls")
 
 
 class PostgreSQLStore(SQLStore):
-    """See `Store` for what the methods promise; make one with `PostgreSQLStore.open` or
+    """See `Store` for the guarantees of the methods; make one with `PostgreSQLStore.open` or
     `open_store`."""
 
     def __init__(

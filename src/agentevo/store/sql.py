@@ -62,7 +62,7 @@ Work = Callable[[AsyncConnection], Awaitable[T]]
 
 
 class SQLStore(Streaming):
-    """See `Store` for what the methods promise."""
+    """See `Store` for the guarantees of the methods."""
 
     def __init__(self, where: str, *, timeout_s: float, retries: RetryPolicy) -> None:
         self.where = where

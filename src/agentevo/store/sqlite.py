@@ -127,7 +127,7 @@ def _drive(work: Coroutine[Any, Any, T]) -> T:
 
 
 class SQLiteStore(SQLStore):
-    """See `Store` for what the methods promise; make one with `SQLiteStore.open` or
+    """See `Store` for the guarantees of the methods; make one with `SQLiteStore.open` or
     `open_store`."""
 
     def __init__(

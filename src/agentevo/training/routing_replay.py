@@ -91,7 +91,7 @@ class RoutingReplay:
         ]
 
     def in_update(self, batch: PackedBatch) -> PackedBatch:
-        """The batch for a pass of the policy, in which what was recorded is replayed."""
+        """The batch for a pass of the policy that replays the recorded experts."""
         if batch.routed_experts is None:
             return batch
         return batch.with_routing(RouterReplay(batch.routed_experts, apply=self.mode != "none"))

@@ -107,7 +107,7 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
     num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_logprobs`, without gradient: log-probs [M], and for each row the sum over the
-    vocabulary of p^2 [R], the chance that two draws agree."""
+    vocabulary of p^2 [R], the probability that two samples agree."""
     tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
         vocabulary_slice
     )
@@ -586,8 +586,8 @@ def _compute_slopes(
     of_row: torch.Tensor,
     of_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The gradient in the products [R, C] but for what the targets have of their own, given that
-    in a row's log-probs and entropy [R]; float32. See `_Slopes`."""
+    """The gradient in the products [R, C] without the targets' own contribution, given that in a
+    row's log-probs and entropy [R]; float32. See `_Slopes`."""
     below = products.float() * slope - top.unsqueeze(1)
     shares = below.exp() / total.unsqueeze(1)
     if of_entropy is None:

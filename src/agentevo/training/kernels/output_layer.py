@@ -74,7 +74,7 @@ def token_logprobs_and_squares(
     model: PreTrainedModel, batch: PackedBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [M] as `token_logprobs`, and for each node that predicts the sum over the
-    vocabulary of p^2 [R], the chance that two draws agree; no gradient."""
+    vocabulary of p^2 [R], the probability that two samples agree; no gradient."""
     if (stage := sends_on(model)) is not None:
         return passed_on(model, stage, batch)
 
