@@ -201,7 +201,7 @@ def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
             await model.train([group])  # with other rewards, it is another submission
 
         changed = await answer.group(model, {**TASKS[0], "query": "Say b."}, size=2)
-        with pytest.raises(ConfigError, match="another id"):
+        with pytest.raises(ConfigError, match="its own id"):
             await model.train([changed])
 
         stale = await model.train(old)
