@@ -39,13 +39,13 @@ def test_a_text_that_can_be_no_path(path, expected):
         ("file/a/b", "file is a file"),
         ("/dev/null", "is no folder"),
         ("/dev/null/a", "/dev/null is no folder"),
-        ("loop", "can't be looked at"),
-        ("loop/a", "can't be looked at"),
+        ("loop", "can't be read"),
+        ("loop/a", "can't be read"),
         ("dangling", "a link to nothing"),
         ("x" * 300, "a name of 300 bytes"),
         ("a\0b", "NUL"),
-        ("locked/a", "nothing may be written into"),
-        ("/proc/x/y", "/proc takes no file"),
+        ("locked/a", "no permission to write into"),
+        ("/proc/x/y", "/proc accepts no file"),
         ("/sys/x", "can't be made: "),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_disk_that_takes_no_file_is_refused_and_nothing_stays(tmp_path, monkey
             raise OSError(reason, os.strerror(reason))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: FullFile())
-    with pytest.raises(ConfigError, match=f"takes no file .{os.strerror(reason)}"):
+    with pytest.raises(ConfigError, match=f"accepts no file .{os.strerror(reason)}"):
         check_new_folder(tmp_path / "run", "run.dir")
     assert not list(tmp_path.iterdir())
 

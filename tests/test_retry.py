@@ -59,7 +59,7 @@ def test_patience_ends(monkeypatch):
     monkeypatch.setattr(patience, "asyncio", loop)
     monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.01)
     call, made = calls(*[DeadlineExceededError("late")] * 99)
-    with pytest.raises(StoreUnavailableError, match=r"leasing: given up after 0.1 s: late"):
+    with pytest.raises(StoreUnavailableError, match=r"leasing: stopped trying after 0.1 s: late"):
         asyncio.run(with_retries(call, within_s=0.1, what="leasing"))
 
     assert len(made) == 4, "after 0, 10, 30 and 70 ms: the pauses double"

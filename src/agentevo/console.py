@@ -22,7 +22,7 @@ breaks and tabs are not among them."""
 
 
 def without_controls(text: str) -> str:
-    """A foreign text, safe to print: control characters become JSON escapes."""
+    """Makes a foreign text safe to print: control characters become JSON escapes."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -40,7 +40,7 @@ def unlisten(listener: Callable[[str], None]) -> None:
 
 
 def to_stderr(line: str) -> None:
-    """Prints a line. A reader that is gone ends nothing."""
+    """Prints a line. A closed stream is not an error."""
     for listener in list(_listeners):
         listener(line)
     with suppress(OSError, ValueError):
@@ -64,8 +64,8 @@ def format_duration(seconds: float) -> str:
 
 
 def open_console(stream: TextIO, plain: bool | None) -> Console | None:
-    """A console that draws on `stream`; None where plain lines are printed, because it is asked for
-    or `stream` is no terminal that can draw."""
+    """A console that draws on `stream`; None if plain lines are printed, because the caller wants
+    them or `stream` is not a terminal that can draw."""
     if not stream.isatty() if plain is None else plain:
         return None
     from rich.console import Console
@@ -76,7 +76,7 @@ def open_console(stream: TextIO, plain: bool | None) -> Console | None:
 
 
 def print_line(stream: TextIO, text: str, end: str = "\n") -> None:
-    """Prints one line, with escapes for what the stream's encoding does not have."""
+    """Prints one line, with escapes for characters that the stream's encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(
         text.encode(encoding, "backslashreplace").decode(encoding), file=stream, end=end, flush=True

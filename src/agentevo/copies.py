@@ -1,4 +1,4 @@
-"""Copies of records for a user's code, which may change what it is given."""
+"""Copies of records for a user's code, which may modify its arguments."""
 
 from __future__ import annotations
 

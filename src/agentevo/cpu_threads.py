@@ -1,8 +1,8 @@
 """The threads that a process may compute with on a CPU, and settings of OpenMP that spoil them.
 
-PyTorch's products are wrong there, without an error, where OpenMP starts fewer threads than it was
-asked for: oneDNN leaves out what the missing ones would have computed. OMP_THREAD_LIMIT,
-OMP_MAX_ACTIVE_LEVELS and OMP_DYNAMIC (OpenMP 5.2, chapter 21) allow OpenMP that.
+PyTorch's products are wrong, without an error, if OpenMP starts fewer threads than requested:
+oneDNN leaves out the missing threads' share. OMP_THREAD_LIMIT, OMP_MAX_ACTIVE_LEVELS and
+OMP_DYNAMIC (OpenMP 5.2, chapter 21) allow OpenMP that.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def allowed_cpus() -> int:
 
 
 def missing_threads(num_threads: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why OpenMP may start fewer threads than PyTorch asks for, and what to do; None where it
-    starts all. `num_threads` are PyTorch's. Setting that number lower would not do: a thread that
-    begins later asks for OpenMP's own at first."""
+    """Why OpenMP may start fewer threads than PyTorch requests, and the remedy; None if it starts
+    all. `num_threads` are PyTorch's. A lower number is no remedy: a thread that starts later first
+    requests OpenMP's own number."""
     omp_variables = {
         name: value.strip().lower() for name, value in environment.items() if "OMP_" in name
     }
@@ -41,12 +41,12 @@ def missing_threads(num_threads: int, environment: Mapping[str, str] = os.enviro
 
 
 def _number(text: str | None) -> int | None:
-    """None for what OpenMP, too, passes over."""
+    """None for a value that OpenMP also ignores."""
     digits = (text or "").strip().removeprefix("+")
     return int(digits) if digits.isdecimal() else None
 
 
 def check_threads(num_threads: int) -> None:
-    """Raises ModelError where `missing_threads` finds something."""
+    """Raises ModelError if `missing_threads` finds something."""
     if why := missing_threads(num_threads):
         raise ModelError(f"PyTorch's results on a CPU are wrong under {why}")

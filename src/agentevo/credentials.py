@@ -1,10 +1,10 @@
-"""Passwords in URLs: `${env:NAME}` stands where the password belongs, and the code that opens the
-URL inserts the value of that environment variable.
+"""Passwords in URLs: `${env:NAME}` takes the password's place, and the code that opens the URL
+inserts the value of that environment variable.
 
-A configuration holds the URL as it was written, and so does everything that is made from one:
+A configuration keeps the URL as written, and so does everything that is derived from it:
 config.yaml, reports, messages, the arguments of child processes. A URL with the password itself is
-refused where it could be written down; so is the key of a server (`api_key`) in any other form. A
-URL is printed only through `without_password`.
+refused if it could be stored; so is the key of a server (`api_key`) in any other form. A URL is
+printed only through `without_password`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WITH_KEYS = ("tools", "engine", "remote_models", "sandbox", "mcp")
 """Sections of servers into whose URLs no code inserts a value: their keys are `api_key`."""
 _HIDDEN = "***"
 _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]++:/{1,2}\S+")
-"""Begins where a name begins and never goes back, so that a name of a megabyte is read once."""
+"""Matches from the start of a name without backtracking, so a name of a megabyte is read once."""
 _ONE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*")
 _SECRET_OPTION = re.compile(
     r"(?i)(?<=[?&;,:=])"
@@ -37,7 +37,7 @@ _SECRET_OPTION = re.compile(
 
 def with_environment(url: str) -> str:
     """The URL to connect to: each `${env:NAME}` is replaced by the variable's value, which is
-    escaped where a user's name or password stands. Raises ConfigError for a variable that is not
+    escaped in the place of a user's name or password. Raises ConfigError for a variable that is not
     set."""
 
     def value(reference: re.Match[str]) -> str:
@@ -81,12 +81,12 @@ def without_password(url: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """A text with every URL in it as `without_password` shows it."""
+    """The text with every URL in it replaced by its `without_password` form."""
     return _URL.sub(lambda url: without_password(url[0]), text)
 
 
 def is_same_place(first_url: str, second_url: str) -> bool:
-    """Whether two URLs differ at most in the password."""
+    """Whether two URLs are the same except for the password."""
     return all_but_password(first_url) == all_but_password(second_url)
 
 
@@ -96,8 +96,8 @@ def all_but_password(url: str) -> str:
 
 
 def credential_problems(tree: Mapping[str, object]) -> list[str]:
-    """Values of a configuration that would write a password down, or that hold `${env:NAME}` where
-    no code inserts a value, as 'key: problem: remedy'."""
+    """Values of a configuration that would store a password, or that have `${env:NAME}` in a place
+    that no code fills in, as 'key: problem: remedy'."""
     problems = []
     for key, text in _texts(tree):
         if key.rpartition(".")[2] in API_KEYS:
@@ -158,7 +158,7 @@ def _with_password_as(url: str, shown: str, *, references: bool = False) -> str:
         scheme = ""
         rest = url
 
-    userinfo, at, place = rest.rpartition("@")  # an unescaped password may have any character
+    userinfo, at, place = rest.rpartition("@")  # an unescaped password may contain any character
     user, colon, password = userinfo.partition(":")
     if at and colon and "/" not in user and not stays(password):
         rest = f"{user}:{shown}@{place}"

@@ -1,4 +1,4 @@
-"""A user's blocking code on a thread of its own: code that hangs costs only what waits for it.
+"""Runs a user's blocking code on a thread of its own: code that hangs blocks only its caller.
 
 A thread has the context of its caller: calls that are recorded in it (store/call_log.py) belong to
 the attempt. A thread can't be killed: one without a waiting caller is abandoned, and a process
@@ -28,16 +28,16 @@ _left: set[threading.Thread] = set()
 
 
 class OwnThread:
-    """Runs functions one after the other on one thread: some objects insist on that. `who` is whose
-    code it is, for messages, such as "agent"."""
+    """Runs functions one after the other on one thread: some objects require one thread. `who`
+    names the code's owner in messages, such as "agent"."""
 
     def __init__(self, who: str) -> None:
-        """Raises AgentEvoError if too many threads were left behind already."""
+        """Raises AgentEvoError if too many threads were abandoned already."""
         _left.intersection_update(threading.enumerate())
         if len(_left) >= MAX_LEFT:
             raise AgentEvoError(
                 f"{len(_left)} {who}s of attempts that have ended still run and keep their "
-                "threads: give what they wait for deadlines of its own, and start anew"
+                "threads: give each of their waits a deadline, and restart this process"
             )
 
         self._who = who
@@ -52,7 +52,8 @@ class OwnThread:
         return self._given_up is not None and not self._given_up.done()
 
     async def call(self, function: Callable[[], T]) -> T:
-        """What the function returns or raises. Cancelled, it leaves the thread behind."""
+        """Calls the function, and returns or raises its result. If cancelled, it abandons the
+        thread."""
         answer = self._ask(function)
         try:
             return await asyncio.wrap_future(answer)
@@ -75,7 +76,7 @@ class OwnThread:
         return answer.result()
 
     def format_stack(self) -> str:
-        """Where in a user's code the thread stands, see format_stack."""
+        """The thread's current place in a user's code, see format_stack."""
         return format_stack(self._thread.ident or 0)
 
     def has_ended(self, within_s: float) -> bool:
@@ -84,8 +85,7 @@ class OwnThread:
         return not self._thread.is_alive()
 
     def end(self, last: Callable[[], object] = lambda: None) -> None:
-        """The thread ends with `last`, after its calls. No caller waits for that or is notified of
-        it."""
+        """The thread runs `last` after its calls and then ends. No caller waits for that."""
 
         def work() -> None:
             with suppress(BaseException):

@@ -1,4 +1,5 @@
-"""What recipes call the devices that models compute on. `devices` finds them; here is no torch."""
+"""The names in recipes for the devices that models compute on. `devices` finds them; this module
+does not import torch."""
 
 from __future__ import annotations
 

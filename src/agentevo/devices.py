@@ -1,11 +1,10 @@
-"""The devices that models compute on, and all that is different between them.
+"""The devices that models compute on, and their differences.
 
-No other module names a kind of accelerator or calls its part of torch: it asks here for the device
-of a recipe, for memory, seeds, waiting and profiling. A kind's part of torch is found by
+No other module names a kind of accelerator or calls its part of torch: this module provides the
+device of a recipe, memory, seeds, waiting and profiling. A kind's part of torch is found by
 `torch.get_device_module`, so ROCm (which PyTorch calls cuda), Ascend (the package torch_npu), XPU
-and MPS take the same paths; where a kernel is for one kind alone, the others take the CPU's path.
-
-The tests run it on the CPU. ROCm, Ascend, XPU and MPS have not been tried on any machine.
+and MPS take the same paths; if a kernel supports only one kind, the others take the CPU's path,
+which the tests cover. ROCm, Ascend, XPU and MPS have not been tested on any machine.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from agentevo.errors import ModelError
 
 CUDA = "cuda"
 AUTOMATIC = (CUDA, "npu", "xpu")
-"""What `auto` looks for, in this order. Not MPS, whose operators are not all there in every
-dtype."""
+"""The kinds that `auto` tries, in this order. MPS is not among them, because it lacks some
+operators in some dtypes."""
 _WHOSE = {
     CUDA: ("CUDA GPU", "install PyTorch for CUDA or ROCm"),
     "npu": ("Ascend NPU", "install CANN and torch_npu (pip install torch_npu)"),
@@ -41,7 +40,7 @@ _COMPILED = (CUDA,)
 
 
 def find(device_type: str, key: str = "model.device") -> torch.device:
-    """The device that a recipe names. Raises ModelError where there is none."""
+    """The device that a recipe names. Raises ModelError if there is none."""
     if device_type == "auto":
         device_type = next((kind for kind in AUTOMATIC if is_there(kind)), "cpu")
     elif device_type != "cpu" and not is_there(device_type):
@@ -64,7 +63,7 @@ def is_there(kind: str) -> bool:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether memory, kernels and seeds are not the CPU's."""
+    """Whether memory, kernels and seeds differ from the CPU's."""
     return device.type != "cpu"
 
 
@@ -96,7 +95,7 @@ def synchronize_started() -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives memory that torch keeps for later back to the device."""
+    """Returns torch's cached memory to the device."""
     if is_accelerator(device):
         _module(device).empty_cache()
 
@@ -119,7 +118,7 @@ def memory(device: torch.device) -> tuple[float, float]:
 
 
 def name_of(device: torch.device) -> str:
-    """What its maker calls it, such as NVIDIA H100 80GB HBM3."""
+    """The maker's name of it, such as NVIDIA H100 80GB HBM3."""
     module = _module(device) if is_accelerator(device) else None
     if module is None or not hasattr(module, "get_device_name"):
         return device.type
@@ -180,8 +179,8 @@ def autocasting() -> list[str]:
 
 @contextmanager
 def drawing_by(device: torch.device, seed: int) -> Iterator[None]:
-    """A block in which only the seed decides the draws, on the CPU and on this device; draws after
-    the block are those that would have come without it."""
+    """A block in which only the seed determines random numbers, on the CPU and on this device.
+    Random numbers after the block are the same as without it."""
     module = _module(device) if is_accelerator(device) else None
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also reseed every other device
@@ -199,7 +198,7 @@ def drawing_by(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def profiled_activity(device: torch.device) -> torch.profiler.ProfilerActivity | None:
-    """What PyTorch's profiler calls this device's kernels; None where it does not see them."""
+    """PyTorch's profiler's name for this device's kernels; None if it does not see them."""
     activity = torch.profiler.ProfilerActivity
     return {CUDA: activity.CUDA, "xpu": activity.XPU}.get(device.type)
 
@@ -230,7 +229,7 @@ def _is_known(kind: str) -> bool:
 
 def _has_begun(kind: str) -> bool:
     if kind == "mps":
-        return False  # asking would begin it, and it is never chosen by itself
+        return False  # a query would initialise it, and `auto` never chooses it
     module = getattr(torch, kind, None)
     return module is not None and bool(module.is_available()) and bool(module.is_initialized())
 

@@ -1,4 +1,4 @@
-"""Every failure that AgentEvo raises on purpose, in one small tree.
+"""The tree of all errors that AgentEvo raises on purpose.
 
 Policy: a bad configuration is fatal before anything is created; a bad rollout is data (a `failed`
 trajectory with its reason); a bad step never commits. Each message says what is wrong, where, and
@@ -16,7 +16,8 @@ SHOWN = 200
 
 
 def describe_error(error: BaseException) -> str:
-    """`Kind: message` of anything that a user's code raised, as a text that any database takes."""
+    """`Kind: message` of anything that a user's code raised, as a text that every database
+    accepts."""
     if isinstance(error, OverreachError):
         return str(error)
 
@@ -30,7 +31,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """The repr of anything that a user's code gave, shortened."""
+    """The shortened repr of a value from a user's code."""
     try:
         text = repr(value)
     except BaseException:  # noqa: BLE001 (a user's `__repr__` may raise anything)
@@ -39,8 +40,8 @@ def shown(value: object) -> str:
 
 
 def storable(text: str, longest: int = LONGEST) -> str:
-    """The text as any database takes it: without NUL and halves of surrogate pairs, and not longer
-    than that many characters."""
+    """The text in a form that every database accepts: without NUL and lone surrogates, and at most
+    that many characters long."""
     if len(text) > longest:
         text = f"{text[:longest]}... ({len(text)} characters)"
     text = text.replace("\0", "\\x00")
@@ -53,12 +54,12 @@ class AgentEvoError(Exception):
 
 class OverreachError(AgentEvoError):
     """A user's code tried to end more than its own attempt, by SystemExit, KeyboardInterrupt or
-    another BaseException: it ends its own attempt."""
+    another BaseException: only its own attempt ends."""
 
     def __init__(self, error: BaseException, who: str) -> None:
         what = f"SystemExit({shown(error.code)})" if isinstance(error, SystemExit) else ""
         super().__init__(
-            f"{what or describe_error(error)}: {who} can't end the process that it plays in"
+            f"{what or describe_error(error)}: {who} can't end the process that it runs in"
         )
 
 
@@ -91,15 +92,15 @@ class ModelError(ConfigError):
 
 
 class BadRequestError(AgentEvoError):
-    """What an agent asked of the policy is no request: its messages, tools or sampling."""
+    """An agent's request to the policy is not valid: its messages, tools or sampling parameters."""
 
 
 class NoCallError(AgentEvoError):
-    """An agent that should call the policy by its own client has not called it at all."""
+    """An agent that has to call the policy with its own client never called it."""
 
 
 class CommandFailedError(AgentEvoError):
-    """An agent that is a program has not started, or ended with an exit code other than 0."""
+    """An agent program did not start, or ended with an exit code other than 0."""
 
 
 class EngineError(AgentEvoError):
@@ -111,7 +112,7 @@ class RequestTooLongError(EngineError):
 
 
 class GrammarError(EngineError):
-    """A grammar can't be followed: it is wrong, or takes too long."""
+    """A grammar can't be used: it is not valid, or takes too long."""
 
 
 class DeadlineExceededError(EngineError, TimeoutError):
@@ -127,13 +128,13 @@ class WeightsNotSentError(EngineError):
 
 
 class WeightsLostError(EngineError):
-    """Weights did not arrive as they were sent: nothing is known against them, so they are asked
-    for again."""
+    """Weights were damaged on the way. The weights themselves may be good, so the receiver requests
+    them again."""
 
 
 class StreamDivergedError(EngineUnavailableError):
-    """A request whose tokens were streamed ended with other tokens: what its listener received
-    can't be taken back."""
+    """A streamed request ended with other tokens than its listener received, and those can't be
+    withdrawn."""
 
 
 class ListenerError(AgentEvoError):
@@ -150,11 +151,11 @@ class EnvironmentFailure(AgentEvoError):
 
 
 class ToolError(AgentEvoError):
-    """A tool raises this if it cannot do what the call asks. The policy reads the message."""
+    """A tool raises this if it can't carry out the call. The policy reads the message."""
 
 
 class ToolArgumentsError(ToolError):
-    """The arguments of a call are not what its tool takes."""
+    """The arguments of a call do not match its tool."""
 
 
 class ToolUnavailableError(AgentEvoError):
@@ -175,17 +176,16 @@ class StoreError(AgentEvoError):
 
 
 class UnusableStoreError(StoreError, ConfigError):
-    """What was given as a store is none: its URL is wrong, its file is another one, or it was
-    damaged."""
+    """The given store is unusable: its URL is wrong, its file is not a store, or it was damaged."""
 
 
 class NoStoreError(UnusableStoreError):
-    """There is no store yet where one was to be opened and none made."""
+    """The store to open does not exist yet, and the caller does not create it."""
 
 
 class StoreUnavailableError(StoreError):
-    """The database can't be reached now; the call may have happened or not, and repeating it is
-    harmless."""
+    """The database can't be reached now. The call may have happened or not; it can be repeated
+    safely."""
 
 
 class DiskError(AgentEvoError):
@@ -201,4 +201,4 @@ class CheckpointError(TrainingError):
 
 
 class UnusableCheckpointError(CheckpointError, ConfigError):
-    """What was given as a checkpoint is none, or was damaged."""
+    """The given path is not a checkpoint, or is damaged."""

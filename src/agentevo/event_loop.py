@@ -1,11 +1,11 @@
-"""Running a coroutine to its end, next to a user's code that may do anything to the event loop.
+"""Runs a coroutine to its end, next to a user's code that may do anything to the event loop.
 
 A user's code (an agent, a scorer) runs in a `TaskScope`. It can cancel the tasks that were started
 in its scope and no others; a KeyboardInterrupt or SystemExit of its tasks ends that task alone;
 `loop.stop()` stops nothing; and a task that swallows its cancellation is left behind at the end,
-CLOSING_S after everybody was asked to end. Connections that clients have left open are closed then.
-The threads of asyncio.to_thread are a user's; our own work has others (`in_thread`), so that no
-call that hangs keeps it waiting. All of this holds on the loops of `run_coroutine` only.
+CLOSING_S after all tasks were cancelled. Connections that clients have left open are closed then.
+The threads of asyncio.to_thread are a user's; our own work uses separate ones (`in_thread`), so a
+user's call that hangs does not block it. All of this holds on the loops of `run_coroutine` only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CLOSING_S = 5.0
 """How long the end of a loop waits for tasks that were cancelled, and then for its threads."""
 
 MAX_THREADS = 512
-"""Calls of asyncio.to_thread that may be under way: as many may hang before another one waits."""
+"""The number of concurrent calls of asyncio.to_thread. If that many hang, further calls wait."""
 
 _scope: contextvars.ContextVar[TaskScope | None] = contextvars.ContextVar(
     "agentevo task scope", default=None
@@ -92,8 +92,8 @@ class _LoopTask(asyncio.Task[Any]):
 
 
 def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run with the guarantees of the module, also where a notebook's event loop is already
-    running (then in a thread of its own)."""
+    """asyncio.run with the guarantees of the module. In a notebook, where an event loop already
+    runs, it uses a thread of its own."""
     if not _is_running():
         return _run(work)
 
@@ -128,15 +128,15 @@ async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class NoticesBlocks:
-    """Awaits a user's coroutine, and warns once where it blocks the event loop: code that blocks,
-    such as time.sleep or a client that is not async, stops everything else on the loop. A step of
+    """Awaits a user's coroutine, and warns once if it blocks the event loop: code that blocks, such
+    as time.sleep or a client that is not async, stops everything else on the loop. A step of
     BLOCK_S or more counts; the warning follows after `TELL_S` of them together."""
 
     BLOCK_S = 0.25
     TELL_S = 1.0
 
     def __init__(self, what: str, remedy: str) -> None:
-        """`what` keeps the loop, as the beginning of a sentence; the `remedy` ends it."""
+        """`what` is the beginning of the warning, and `remedy` its end."""
         self._what = what
         self._remedy = remedy
         self._blocked_s = 0.0
@@ -144,7 +144,7 @@ class NoticesBlocks:
 
     @types.coroutine
     def run(self, work: Awaitable[T]) -> Generator[Any, Any, T]:
-        """What the work gives."""
+        """Returns the result of the work."""
         steps: Any = work.__await__()
         go_on: Callable[[], Any] = partial(next, steps)
         while True:
@@ -172,20 +172,20 @@ class NoticesBlocks:
         if self._blocked_s >= self.TELL_S and not self._has_told:
             self._has_told = True
             to_stderr(
-                f"{self._what} has kept the event loop to itself for {self._blocked_s:.1f} s, in "
-                f"which nothing else went on: {self._remedy}"
+                f"{self._what} has blocked the event loop for {self._blocked_s:.1f} s, in which "
+                f"nothing else ran: {self._remedy}"
             )
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """asyncio.to_thread, on a thread that a user's code has no part in."""
+    """asyncio.to_thread, on a thread that a user's code can't occupy."""
     loop = asyncio.get_running_loop()
     call = partial(contextvars.copy_context().run, function, *args, **options)
     return await loop.run_in_executor(_own_threads.get(loop), call)
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Waits for it also when being cancelled, which is passed on afterwards."""
+    """Waits for it even if cancelled, and raises the cancellation afterwards."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -229,7 +229,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _drive(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> None:
-    """Runs the loop until `main` has ended, whatever a user's task does to it."""
+    """Runs the loop until `main` has ended, even if a user's task tries to stop it."""
     main.add_done_callback(lambda _: loop.stop())
     while not main.done():
         try:
@@ -249,8 +249,8 @@ def _is_of_a_scope(error: BaseException) -> bool:
 
 @contextmanager
 def _ctrl_c(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[list[int]]:
-    """Where no other handler is installed, Ctrl-C cancels `main`, and a second one interrupts at
-    once. Yields the signals that have come."""
+    """If no other handler is installed, Ctrl-C cancels `main`, and a second one interrupts at once.
+    Yields the received signals."""
     received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -286,7 +286,11 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     for task in unfinished:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             loop.call_exception_handler(
-                {"message": "a task failed while it was ended", "exception": error, "task": task}
+                {
+                    "message": "a task failed while it was being cancelled",
+                    "exception": error,
+                    "task": task,
+                }
             )
 
     loop.set_exception_handler(lambda loop, context: None)  # no code waits for what is left

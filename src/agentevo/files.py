@@ -33,7 +33,7 @@ def cache_root() -> Path:
 
 @contextmanager
 def must_write(path: Path, remedy: str = RESUME) -> Iterator[None]:
-    """Around what writes a file or folder: OSError becomes DiskError, with what to do."""
+    """A block that writes a file or folder: OSError becomes DiskError with the remedy."""
     try:
         yield
     except OSError as error:
@@ -43,9 +43,9 @@ def must_write(path: Path, remedy: str = RESUME) -> Iterator[None]:
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Writes a file, in UTF-8, that replaces an old one at once. One process writes it at a time.
-    `durable`: it outlasts a power cut from here on. Raises OSError, and leaves nothing behind
-    then."""
+    """Writes a file in UTF-8, which replaces an old one atomically. Only one process may write it
+    at a time. `durable`: the file survives a power cut once this returns. Raises OSError, after
+    which no partial file remains."""
     staging = path.with_name(f".{path.name}.tmp")
     try:
         staging.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -61,8 +61,8 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> 
 
 
 def create_atomic(path: Path, content: str, *, mode: int = 0o666) -> bool:
-    """Writes a file that is not there yet, whole and durably; False, with nothing changed, if
-    another process was first. Any number may call this at once. Raises OSError."""
+    """Creates a file, whole and durably; returns False, and changes nothing, if another process was
+    first. Any number may call this at once. Raises OSError."""
     staging = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         handle = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -79,12 +79,12 @@ def create_atomic(path: Path, content: str, *, mode: int = 0o666) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file for reading that other users may have put there: it follows no link, and does
-    not wait for the writer of a pipe. Raises OSError, also for what is no regular file."""
+    """Opens a file for reading that other users may have created: it follows no link, and does not
+    wait for the writer of a pipe. Raises OSError, also if the path is not a regular file."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "it is no file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         return os.fdopen(handle, "rb")
     except BaseException:
         os.close(handle)
@@ -114,8 +114,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def sync_to_disk(path: Path) -> None:
-    """The bytes of a file, or the names in a folder, outlast a power cut from here on. Raises
-    OSError."""
+    """Makes the bytes of a file, or the names in a folder, survive a power cut. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

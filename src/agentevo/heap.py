@@ -1,4 +1,4 @@
-"""Python's search for cyclic garbage, kept from what lives as long as the run."""
+"""Excludes objects that live as long as the run from Python's search for cyclic garbage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 _lock = threading.Lock()
 _num_within = 0
-"""Blocks of this process that are under way, since one of them has frozen the heap."""
+"""The number of this process's open blocks, where the first block has frozen the heap."""
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def lasting_heap() -> Iterator[None]:
     transformers, 0.2 to 0.4 s in which no attempt plays; within this block it searches them only
     once, at the beginning, so the block is for work that takes minutes (benchmarks/heap.py). Cyclic
     garbage among them that arises within the block is freed after it, and after the last of several
-    blocks that overlap. Where other code has frozen the heap already, the block changes nothing.
+    blocks that overlap. If other code has already frozen the heap, the block changes nothing.
     """
     global _num_within
     with _lock:

@@ -1,5 +1,5 @@
-"""What all HTTP clients have in common: the authorities that they trust, which are read once (it
-takes 50 ms, in which no attempt plays), and the servers that are reached without a proxy."""
+"""The common parts of all HTTP clients: the trusted authorities, which are read once (this takes 50
+ms, in which no attempt plays), and the servers that are reached without a proxy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def trusted_context() -> ssl.SSLContext:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a URL is of this machine, so that no proxy is used for it, and none may see its
-    keys."""
+    """Whether a URL is on this machine. Then no proxy is used, and none sees its keys."""
     return is_this_machine(urlsplit(url).hostname or "")
 
 

@@ -1,5 +1,5 @@
 """A process of its own for work that no thread can interrupt, such as sympy or a foreign chat
-template: it has a limit of memory, and its caller ends it when it is late.
+template: it has a memory limit, and its caller kills it if it is late.
 
 A request is a line of JSON, and so is the answer. The first line says that the process is ready.
 The end of the requests ends the process.
@@ -31,7 +31,7 @@ class JsonWorker:
 
     def __init__(self, module: str, name: str) -> None:
         """`module` calls `serve_requests`; `name` is the process's name in messages. Raises
-        RuntimeError, and TimeoutError, for one that does not start."""
+        RuntimeError or TimeoutError if it does not start."""
         self._name = name
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -81,7 +81,7 @@ class JsonWorker:
                     piece = os.read(self._process.stdout.fileno(), 65536)
                     if not piece:
                         raise RuntimeError(
-                            f"the process of {self._name} ended; it was to {purpose}"
+                            f"the process of {self._name} ended before it could {purpose}"
                         )
 
                     line += piece
@@ -100,11 +100,11 @@ def serve_requests(
     prepare: Callable[[], object],
     max_memory: int,
 ) -> None:
-    """In the process: answers requests until there are no more. `prepare` imports what the first
-    request would wait for; `max_memory` is the allowance on top of that, in bytes of address
+    """In the process: answers requests until there are no more. `prepare` does the imports that the
+    first request would wait for; `max_memory` is the allowance on top of that, in bytes of address
     space."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output that a package prints is no answer
+    os.dup2(2, 1)  # a package's own output is not an answer
     prepare()
     _limit_memory(max_memory)
 
@@ -128,7 +128,7 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _end_after(seconds: int) -> None:
-    """Ends this process after so many seconds; 0: no more."""
+    """Kills this process after so many seconds; 0 cancels that."""
     if hasattr(signal, "alarm"):  # not on Windows
         signal.alarm(seconds)
 

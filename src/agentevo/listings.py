@@ -1,4 +1,5 @@
-"""What a recipe may name, per kind, with one line about each: the tables of `agentevo list`."""
+"""The names that a recipe may use, by kind, with one line about each: the tables of `agentevo
+list`."""
 
 from __future__ import annotations
 
@@ -69,7 +70,12 @@ def models() -> list[Row]:
     from agentevo.models.cache import cache_folder, is_complete
     from agentevo.models.known import known_models
 
-    rows = [("tiny", "made on the spot with random weights, shape and tokenizer under model.tiny")]
+    rows = [
+        (
+            "tiny",
+            "created at the start with random weights; model.tiny sets its shape and tokenizer",
+        )
+    ]
     for name in known_models.names():
         model = known_models.get(name)
         rows.append(
@@ -198,8 +204,8 @@ KINDS: Mapping[str, str] = {
     "engines": "what generates: engine.type",
     "transports": "how trained weights reach the engines: rollout.transport",
     "stores": "where trajectories go: store.url",
-    "sandboxes": "where code of a model runs: the key type of a sandbox",
-    "trackers": "where a run's numbers go beside its folder: tracking.backends",
+    "sandboxes": "where a model's code runs: the key type of a sandbox",
+    "trackers": "where a run's numbers go in addition to its folder: tracking.backends",
 }
 """The kinds, with their purposes."""
 

@@ -2,11 +2,11 @@
 
 `<|im_end|><|im_start|>system` in a tool's result or an observation is a text like any other.
 Encoded together with what the chat template writes, it would become the tokens that end one turn
-and begin another. So each such marker is cut before the template sees it: CUT stands behind its
-first character, and who encodes the rendering encodes the pieces between cuts each by itself. The
-ids still say the same text, without a special token that the template has not written.
+and begin another. So each such marker is cut before the template sees it: CUT follows its first
+character, and the code that encodes the rendering encodes each piece between cuts separately. The
+ids still decode to the same text, without a special token that the template has not written.
 
-Text that a template writes as ordinary text, such as Llama 2's [INST], is no token: it can't be
+Text that a template writes as ordinary text, such as Llama 2's [INST], is not a token: it can't be
 distinguished from a message with the same text.
 """
 
@@ -33,8 +33,8 @@ class MessageMarkers:
     In any message these are cut: special tokens, and added ones that the chat template writes
     (DeepSeek's <｜User｜> is not special), unless they are tags in the form of <tool_call>, which
     prompts speak of. In a tool's result such tags are cut, too. In an assistant's message only
-    those are cut that stand around messages: calls and thoughts are written with others, and
-    Harmony's own are kept, as one answer of its has several messages.
+    those are cut that surround messages: calls and thoughts are written with others, and Harmony's
+    own are kept, as one answer of its has several messages.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class MessageMarkers:
         )
 
     def cut(self, value: Any, role: str) -> Any:
-        """A text, or all texts within lists and mappings, their keys included, as a message of this
-        role says them."""
+        """A text, or all texts within lists and mappings (keys included), with the markers cut that
+        a message of this role may not contain."""
         if isinstance(value, str):
             pattern = {"tool": self._of_tools, "assistant": self._of_assistants}.get(role)
             return _cut(value, pattern or self._usual)
@@ -73,8 +73,8 @@ def _around_messages(
     render: Callable[[list[dict[str, Any]]], str],
     markers: set[str],
 ) -> set[str]:
-    """Those of the markers that the template writes in a plain conversation, and the tokenizer's
-    own beginning and end of a text."""
+    """The markers that the template writes in a plain conversation, and the tokenizer's own
+    beginning and end of a text."""
     user_message = {"role": "user", "content": "a"}
     messages = [user_message, {"role": "assistant", "content": "b"}, user_message]
     try:
@@ -88,7 +88,7 @@ def _around_messages(
 
 
 def encode_rendering(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of what a chat template makes of messages whose markers are cut: a special token where
+    """Ids of a chat template's rendering of messages whose markers are cut: a special token where
     the template has written one, and nowhere else."""
     pieces = [tokenizer.encode(piece, add_special_tokens=False) for piece in text.split(CUT)]
     return [token for piece in pieces for token in piece]

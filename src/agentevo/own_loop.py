@@ -1,7 +1,7 @@
 """An event loop on a thread of its own, for foreign code that may block it.
 
 All attempts of a world share it, since the objects that they share (clients, locks) belong to one
-loop. Blocking code delays only these attempts. Where the loop does not respond after an attempt was
+loop. Blocking code delays only these attempts. If the loop does not respond after an attempt was
 cancelled, it is abandoned with the attempts that hang on it, and later attempts get a new one; a
 process tolerates MAX_LEFT abandoned loops.
 """
@@ -32,8 +32,8 @@ class OwnLoop:
         self._num_left = 0
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the coroutine returns or raises on that loop; it is cancelled with the caller.
-        Raises EnvironmentFailure if too many loops are blocked."""
+        """Runs the coroutine on that loop, and returns or raises its result. It is cancelled with
+        the caller. Raises EnvironmentFailure if too many loops are blocked."""
         loop = self._running()
         future = asyncio.run_coroutine_threadsafe(_guard(work), loop)
         try:
@@ -48,8 +48,8 @@ class OwnLoop:
         if self._loop is None:
             if self._num_left >= MAX_LEFT:
                 raise EnvironmentFailure(
-                    f"{self._name} has blocked its event loop {self._num_left} times: give what "
-                    "its functions wait for deadlines of its own, and start anew"
+                    f"{self._name} has blocked its event loop {self._num_left} times: give each "
+                    f"wait in its functions a deadline, and restart this process"
                 )
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()

@@ -1,10 +1,10 @@
-"""YAML and JSON that a user wrote by hand, that another program wrote, or that was damaged since:
-read within limits, so that no text makes the reader crash, hang or run out of memory.
+"""Reads YAML and JSON that may be written by hand, by another program, or damaged. Limits ensure
+that no text makes the reader crash, hang or run out of memory.
 
-A mapping's keys are texts, as they are written: `1: x` and `~: x` have the keys `1` and `~`.
-YAML is version 1.1 without dates and numbers to the base of 60: `12:30` is a text. `1e-5` is a
-number, a key may not come twice, and only aliases and merges (`<<`) go beyond what JSON can say.
-What is read is made of mappings, lists, texts, numbers, true, false and null.
+A mapping's keys are texts, as they are written: `1: x` and `~: x` have the keys `1` and `~`. YAML
+is version 1.1 without dates and numbers to the base of 60: `12:30` is a text. `1e-5` is a number, a
+key may not come twice, and only aliases and merges (`<<`) go beyond JSON. The result consists of
+mappings, lists, texts, numbers, true, false and null.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _WHOLE_NUMBERS = re.compile(
 
 
 class ParseError(ValueError):
-    """A text is not valid; the message says in which line, and what is wrong."""
+    """A text is not valid; the message names the line and the problem."""
 
 
 def read_text(path: Path, *, at_most: int = MAX_BYTES) -> str:
-    """The text of a user's file. Raises ConfigError for what is no file, can't be read, has more
+    """The text of a user's file. Raises ConfigError if it is not a file, can't be read, has more
     than `at_most` bytes, or is not UTF-8."""
     size = check_file(path)
     if size > at_most:
@@ -71,8 +71,8 @@ def read_text(path: Path, *, at_most: int = MAX_BYTES) -> str:
 
 
 def check_file(path: Path) -> int:
-    """The size in bytes of a file. Raises ConfigError for anything else: a pipe would be waited
-    for, and a device has no end."""
+    """The size in bytes of a file. Raises ConfigError for anything else: reading a pipe would wait,
+    and a device has no end."""
     try:
         what = os.stat(path)
     except (OSError, ValueError) as error:
@@ -87,13 +87,13 @@ def check_file(path: Path) -> int:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The one JSON object in a file that AgentEvo wrote. Raises ConfigError for a damaged file."""
+    """The JSON object in a file that AgentEvo wrote. Raises ConfigError for a damaged file."""
     try:
         value = parse_json(read_text(path))
     except ParseError as error:
         raise ConfigError(f"{path}: is damaged: {error}: restore or delete it") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: is damaged: it is no JSON object: restore or delete it")
+        raise ConfigError(f"{path}: is damaged: it is not a JSON object: restore or delete it")
     return value
 
 
@@ -152,7 +152,7 @@ def _check_nesting(text: str) -> None:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Says what each plain scalar is: `1e-5` is a number, a date or a time is a text."""
+    """Determines the type of each plain scalar: `1e-5` is a number, a date or a time is a text."""
 
 
 _OTHERWISE = {f"{_TAG}{kind}" for kind in ("timestamp", "float", "int")}

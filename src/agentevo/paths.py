@@ -1,5 +1,5 @@
-"""Paths that a user gave: checks for what can't be a path, and for where no folder can be made,
-before anything is created."""
+"""Checks of paths from a user, before anything is created: whether a text can be a path, and
+whether a folder can be created there."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MAX_NAME = 255
 MAX_PATH = 4000
 """Bytes in a whole path; Linux takes 4096."""
 LONGEST_OWN = 80
-"""Bytes for the names of what a run has in its folder."""
+"""Bytes for the names of the files in a run's folder."""
 TRIAL_BYTES = 2**20
-"""What a run writes at least."""
+"""The space that a run needs at least."""
 MOST_NEIGHBOURS = 2000
 """Names of one folder that a misspelt one is compared with."""
 
 
 def name_problem(path: str) -> str:
-    """Why a text can't be a path and what to do, or empty. The function does not check whether the
+    """Why a text can't be a path, and the remedy; or empty. The function does not check whether the
     path exists."""
     if "\0" in path:
         return "has a NUL character, which no path has: remove it"
@@ -56,7 +56,7 @@ def short(path: Path) -> str:
 
 
 def check_new_folder(folder: Path, key: str) -> None:
-    """Raises ConfigError where a folder can't be made or written into; `key` is the key that sets
+    """Raises ConfigError if a folder can't be created or written into; `key` is the key that sets
     another. A file without a name tests the place, and disappears when this returns or the process
     dies."""
     problem = name_problem(f"{folder.absolute()}/{'x' * LONGEST_OWN}") or _place_problem(folder)
@@ -76,7 +76,7 @@ def _place_problem(folder: Path) -> str:
         except NotADirectoryError:
             pass  # a file above it: found there
         except OSError as error:
-            return f"can't be looked at ({error.strerror})"
+            return f"can't be read ({error.strerror})"
 
         place = place.parent
 
@@ -85,13 +85,13 @@ def _place_problem(folder: Path) -> str:
         return what if place == folder.absolute() else f"can't be made: {_shown(place)} {what}"
 
     if not os.access(place, os.W_OK | os.X_OK):
-        return f"can't be made: nothing may be written into {_shown(place)}"
+        return f"can't be made: no permission to write into {_shown(place)}"
 
     try:
         with tempfile.TemporaryFile(dir=place) as trial:
             trial.write(bytes(TRIAL_BYTES))
     except OSError as error:
-        return f"can't be made: {_shown(place)} takes no file ({error.strerror or error})"
+        return f"can't be made: {_shown(place)} accepts no file ({error.strerror or error})"
 
     return ""
 
@@ -113,7 +113,7 @@ def spelling_hint(path: Path, accepts: Callable[[Path], bool] = Path.exists) -> 
 
 
 def _nearest_name(folder: Path, name: str) -> str:
-    """The entry of the folder with nearly that name. Raises LookupError where there is none."""
+    """The entry of the folder with nearly that name. Raises LookupError if there is none."""
     wanted_path = Path(name)
     names = [entry.name for entry in islice(os.scandir(folder), MOST_NEIGHBOURS)]
     visible = [Path(entry) for entry in names if not entry.startswith(".")]

@@ -1,15 +1,14 @@
-"""Penalties of tokens that a text has already, and biases of tokens: their effect on a model's
-logits, for code that draws under them and for code that computes the same distribution again.
+"""Penalties of tokens that a text already has, and biases of tokens: their effect on a model's
+logits, for the code that samples under them and the code that recomputes the distribution.
 
-With logits z, r = repetition and c the number of times that a token has been drawn in this
-completion:
+With logits z, r = repetition and c the number of times that a token was sampled in this completion:
 
     z' = R(z) - presence * [c > 0] - frequency * c + logit_bias
     R(z) = z / r if z > 0 else z * r    for a token of the prompt or of the completion, else z
 
 (https://platform.openai.com/docs/api-reference/chat for the first two and the bias, arXiv
-1909.05858, section 4.1, for R). Temperature, filters and grammar come after. What they change at a
-place follows from the tokens before it, so it is never recorded: a turn has its penalties.
+1909.05858, section 4.1, for R). Temperature, filters and grammar apply afterwards. The changes at a
+place follow from the tokens before it, so only the penalties of a turn are recorded.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import msgspec
 import numpy as np
 
 LARGEST_PENALTY = 2.0
-"""Of presence and frequency, either way."""
+"""The largest presence and frequency penalty, positive or negative."""
 LARGEST_BIAS = 100.0
-"""Of a bias, either way."""
+"""The largest bias, positive or negative."""
 LARGEST_REPETITION = 100.0
-"""Of repetition and its inverse."""
+"""The largest value of repetition and of its inverse."""
 MAX_BIASES = 1024
 
 
@@ -40,10 +39,10 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be drawn under them."""
+        """Why no token can be sampled under them."""
         for name in ("presence", "frequency"):
             value = getattr(self, name)
-            if not abs(value) <= LARGEST_PENALTY:  # nor is NaN
+            if not abs(value) <= LARGEST_PENALTY:  # NaN is refused too
                 return f"{name} is {value:g}: give -{LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}"
 
         if not 1 / LARGEST_REPETITION <= self.repetition <= LARGEST_REPETITION:
@@ -71,12 +70,12 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def or_none(self) -> Penalties | None:
-        """None where they change nothing."""
+        """None if they change nothing."""
         return None if self == Penalties() else self
 
 
 class PenaltyChanges(NamedTuple):
-    """What penalties change at one place, for K different tokens."""
+    """The changes from penalties at one place, for K different tokens."""
 
     tokens: np.ndarray
     """[K] int64"""
@@ -114,7 +113,7 @@ class PenaltyState:
             self._offsets[place] -= penalties.presence
 
     def changes(self) -> PenaltyChanges:
-        """What they change at the next token."""
+        """The changes at the next token."""
         return PenaltyChanges(
             np.fromiter(self._places, dtype=np.int64, count=len(self._places)),
             np.array(self._offsets, dtype=np.float32),
@@ -130,7 +129,7 @@ class PenaltyState:
 
 
 class TokenPenalties(NamedTuple):
-    """The penalties under which the tokens of a text were drawn."""
+    """The penalties under which the tokens of a text were sampled."""
 
     table: list[Penalties]
     rows: np.ndarray

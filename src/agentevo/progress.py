@@ -38,7 +38,7 @@ LEAST_PACE_S = 2.0
 
 
 class Display:
-    """Where bars are drawn, one at a time."""
+    """The output on which bars are drawn, one at a time."""
 
     def __init__(self, stream: TextIO, plain: bool | None = None) -> None:
         self.stream = stream
@@ -99,7 +99,7 @@ def is_shown() -> bool:
 
 
 class ProgressBar:
-    """The number of what is done, for the code that does it."""
+    """The counter of done work, for the code that does it."""
 
     def __init__(
         self, what: str, total: float | None, unit: str, look: Callable[[], float] | None = None
@@ -116,11 +116,11 @@ class ProgressBar:
         self.done += count
 
     def to(self, done: float) -> None:
-        """So much is done in all."""
+        """Sets the total of done work."""
         self.done = done
 
     def counted_now(self) -> float:
-        """What is done by now."""
+        """The amount of work done so far."""
         if self._look is not None:
             self.done = self._look()
         return self.done
@@ -136,7 +136,7 @@ class ProgressBar:
         return max(self.done - before, 0.0) / (now - first_time) if now > first_time else 0.0
 
     def time_left(self, pace: float) -> float | None:
-        """Seconds, or None where that can't be known."""
+        """Seconds, or None if that can't be known."""
         if self.total is None or pace <= 0 or self.elapsed < LEAST_PACE_S:
             return None
         return max(self.total - self.done, 0.0) / pace
@@ -146,7 +146,7 @@ class ProgressBar:
         return time.monotonic() - self._began
 
     def count_text(self) -> str:
-        """`12,000 of 50,000 rows (24%)`; of what has no number nothing."""
+        """`12,000 of 50,000 rows (24%)`; empty for a bar without a number."""
         if self.total is None:
             return f"{_amount(self.done, self.unit)}" if self.done else ""
         share = f" ({min(self.done / self.total, 1.0):.0%})" if self.total else ""
@@ -174,8 +174,8 @@ def bar(
     unit: str = "rows",
     look: Callable[[], float] | None = None,
 ) -> Iterator[ProgressBar]:
-    """A bar around the block. `unit`: a plural noun, or `bytes`. `look` returns what is done, where
-    no code counts it; another thread calls it."""
+    """A bar around the block. `unit`: a plural noun, or `bytes`. `look` returns the amount of done
+    work, if no code counts it; another thread calls it."""
     new_bar = ProgressBar(what, total, unit, look)
     display = _display.get()
     if isinstance(display, Hidden):

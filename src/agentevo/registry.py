@@ -1,4 +1,5 @@
-"""Names that YAML may use, per kind, open to other packages through Python entry points.
+"""Registers the names that YAML may use, by kind. Other packages add names through Python entry
+points.
 
 A package adds, say, an environment by listing it under the entry-point group
 `agentevo.environments`; it is imported only when its name is used. The same holds for those that
@@ -40,8 +41,8 @@ def _is_same(first: object, second: object) -> bool:
 
 
 def installed_points(group: str) -> Iterable[EntryPoint]:
-    """Those of the packages that are installed. Reading what all packages say takes 10 ms, which is
-    long where a recipe asks for ten kinds of names, so it is done once for the same folders."""
+    """The entry points of the installed packages. Reading them takes 10 ms, which adds up for a
+    recipe with ten kinds of names, so they are read once for the same folders."""
     return _points(tuple(map(_with_time, sys.path)), group)
 
 
@@ -68,8 +69,8 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Name to object, for one kind of thing (`kind` is a plural noun, as in the entry-point
-    group). `packaged`: name -> MODULE:OBJECT of those that ship, in rooms above the registry's."""
+    """Name -> object, for one kind of thing (`kind` is a plural noun, as in the entry-point group).
+    `packaged`: name -> MODULE:OBJECT of those that ship, in rooms above the registry's."""
 
     def __init__(self, kind: str, packaged: Mapping[str, str] | None = None) -> None:
         self.kind = kind
@@ -77,8 +78,8 @@ class Registry(Generic[T]):
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: files the object under `name`. A name taken by another object is refused,
-        unless that is the same definition run earlier (a notebook cell run again)."""
+        """Decorator: files the object under `name`. A name of another object is refused, unless
+        that is an earlier run of the same definition (a notebook cell that is run again)."""
 
         def add(item: T) -> T:
             if not _is_same(self._items.get(name, item), item):

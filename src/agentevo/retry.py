@@ -1,5 +1,5 @@
-"""Calling a store again whose database is away: every call may be repeated, so a service repeats it
-until its time for that is over."""
+"""Retries calls of a store whose database is unavailable. Every call may be repeated, so a service
+repeats it until a time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentevo.errors import DeadlineExceededError, StoreUnavailableError
 T = TypeVar("T")
 
 STORE_RETRY_S = 600.0
-"""How long a run's processes wait for a database that is away before they give up."""
+"""How long a run's processes wait for an unavailable database before they fail."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 SILENT_S = 5.0
@@ -34,8 +34,8 @@ async def with_retries(
     that double from FIRST_PAUSE_S to LONGEST_PAUSE_S. Refusals are raised at once; what still fails
     after `within_s` seconds is raised as StoreUnavailableError.
 
-    `notify` receives a line with what is waited for, why and until when: at the first failure or
-    after SILENT_S, then every TELL_S, and when the wait is over."""
+    `notify` receives a line with the name of the call, the reason of the wait and its end: at the
+    first failure or after SILENT_S, then every TELL_S, and when the wait is over."""
     ends = time.monotonic() + within_s
     pause = FIRST_PAUSE_S
     reporter = _Reporter(what, within_s, notify)
@@ -46,7 +46,7 @@ async def with_retries(
             except (StoreUnavailableError, DeadlineExceededError) as error:
                 if time.monotonic() + pause >= ends:
                     raise StoreUnavailableError(
-                        f"{what}: given up after {within_s:g} s: {error}"
+                        f"{what}: stopped trying after {within_s:g} s: {error}"
                     ) from error
                 reporter.note_failure(error)
             else:
@@ -60,8 +60,8 @@ async def with_retries(
 
 
 class _Reporter:
-    """Reports from time to time what is waited for, from its creation until `stop`, while the event
-    loop continues."""
+    """Reports the wait from time to time, from its creation until `stop`, while the event loop
+    continues."""
 
     def __init__(self, what: str, within_s: float, notify: Callable[[str], None]) -> None:
         self._what = what

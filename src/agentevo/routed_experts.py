@@ -1,15 +1,15 @@
-"""Which experts the routers of a mixture chose, token by token.
+"""The experts that the routers of a mixture chose for each token.
 
 A turn has a row for each token that was computed for it first: the last token of the turn that it
-continues, its prompt, and its completion without the last token, which nothing was predicted from
+continues, its prompt, and its completion without the last token, from which no token was predicted
 yet. So along a path of the turn tree the rows of its turns, one after the other, are those of its
 tokens except the last:
 
     rows(path) = sum over its turns of (prompt tokens + completion tokens) - 1
 
-The row of a token is that of the pass in which the token after it was drawn (for a prompt's other
-tokens: of the pass before that draw). Too few or too many rows are refused wherever they appear,
-and never filled up or cut.
+The row of a token is from the pass in which the token after it was sampled (for a prompt's other
+tokens: of the pass before that draw). A wrong number of rows is always refused, and never padded or
+cut.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class RoutedExperts(msgspec.Struct, frozen=True):
         if min(self.layers, self.top_k, self.num_experts) < 1 or self.num_experts > 2**15:
             raise ValueError(
                 f"routed experts: {self.layers} layers that choose {self.top_k} of "
-                f"{self.num_experts} experts are no routing"
+                f"{self.num_experts} experts are not a valid routing"
             )
 
         if len(self.data) % self.bytes_per_token:
             raise ValueError(
-                f"routed experts: {len(self.data)} bytes are no rows of {self.bytes_per_token}"
+                f"routed experts: {len(self.data)} bytes can't be divided into rows of "
+                f"{self.bytes_per_token}"
             )
 
         if self.data and int(self.array().max()) >= self.num_experts:
@@ -73,10 +74,10 @@ class RoutedExperts(msgspec.Struct, frozen=True):
         return rows.reshape(-1, self.layers, self.top_k)
 
     def within(self, start: int, stop: int) -> RoutedExperts:
-        """The rows from `start` up to `stop`. Raises ValueError where there are fewer."""
+        """The rows from `start` up to `stop`. Raises ValueError if there are fewer."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise ValueError(
-                f"routed experts: rows {start} to {stop} of {self.num_tokens} are asked for"
+                f"routed experts: rows {start} to {stop} of {self.num_tokens} are requested"
             )
         size = self.bytes_per_token
         return msgspec.structs.replace(self, data=self.data[start * size : stop * size])
@@ -88,8 +89,8 @@ def rows_of_turn(prompt: int, completion: int, *, is_root: bool) -> int:
 
 
 def why_misaligned(turn: Any) -> str:
-    """What is wrong with the number of rows of a turn (types.Turn) that has some; empty where
-    nothing is."""
+    """The problem with the number of rows of a turn (types.Turn) that has some; empty if there is
+    none."""
     routed: RoutedExperts = turn.routed_experts
     sizes = len(turn.prompt_ids), len(turn.completion_ids)
     expected = rows_of_turn(*sizes, is_root=turn.parent is None)
@@ -113,5 +114,5 @@ def join_experts(parts: Sequence[RoutedExperts]) -> RoutedExperts:
 
 
 def row_dtype(num_experts: int) -> np.dtype[Any]:
-    """What holds the number of an expert: a byte up to 256 of them, else two."""
+    """The type for the number of an expert: a byte for up to 256 of them, else two."""
     return np.dtype("u1" if num_experts <= 256 else "<u2")

@@ -1,4 +1,4 @@
-"""Every random choice of a run comes from (run seed, what it is for, which one): a seed is an
+"""Every random choice of a run is derived from (run seed, purpose, number). A seed is always an
 argument, never ambient state."""
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 LOOK_S = 0.05
 """How often to look whether to stop."""
 STOPPING = "stopping after this step or within this evaluation"
-"""What a command does that was asked to stop."""
+"""The action of a command after a stop request."""
 
 
 class Interrupt(KeyboardInterrupt):
@@ -27,8 +27,8 @@ def collect_signals(
     on_first: Callable[[int], None] = lambda _: None,
     second_interrupts: bool = False,
 ) -> Iterator[list[int]]:
-    """Yields the list of those of these signals that have come, which grows, in place of their
-    usual effect. Python handles signals in the main thread only: elsewhere the list stays empty.
+    """Replaces the usual effect of these signals. Yields a list that grows with each received
+    signal. Python handles signals in the main thread only: elsewhere the list stays empty.
 
     `on_first` is called with the first one. `second_interrupts`: Ctrl-C after another signal raises
     KeyboardInterrupt at once.
@@ -53,9 +53,9 @@ def collect_signals(
 
 @contextmanager
 def asked_to_stop(parent: int | None = None) -> Iterator[Callable[[], bool]]:
-    """For a service of a run. Yields a function that says whether SIGTERM or Ctrl-C has come, or
-    the process with the id `parent` is not our parent any more: then no process is left that could
-    ask. A second Ctrl-C interrupts at once."""
+    """For a service of a run. Yields a function that says whether SIGTERM or Ctrl-C was received,
+    or the process with the id `parent` is no longer our parent, so that no process could request a
+    stop. A second Ctrl-C interrupts at once."""
     with collect_signals(signal.SIGINT, signal.SIGTERM, second_interrupts=True) as received:
         yield lambda: bool(received) or (parent is not None and os.getppid() != parent)
 
@@ -78,8 +78,8 @@ def stop_on_interrupt(notify: Callable[[str], None]) -> Iterator[list[int]]:
 
 
 def end_stopped(received: Sequence[int]) -> None:
-    """The end of a command that has stopped cleanly because it was asked to: KeyboardInterrupt
-    after Ctrl-C, SystemExit with 128 + 15 after SIGTERM. Does nothing if no signal has come."""
+    """Ends a command that has stopped cleanly on request: KeyboardInterrupt after Ctrl-C,
+    SystemExit with 128 + 15 after SIGTERM. Does nothing if no signal was received."""
     if received and received[0] == signal.SIGTERM:
         raise SystemExit(128 + signal.SIGTERM)
     if received:
@@ -87,7 +87,7 @@ def end_stopped(received: Sequence[int]) -> None:
 
 
 async def finished_before_stop(work: asyncio.Task[Any], stop: Callable[[], bool]) -> bool:
-    """Waits for `work`. False, with it cancelled, if `stop` said so first."""
+    """Waits for `work`. If `stop` is true first, cancels it and returns False."""
     while not work.done():
         if stop():
             work.cancel()

@@ -1,5 +1,5 @@
-"""The header that links a request to the call that makes it, in W3C's Trace Context: for every
-package that sends requests, also those below the store, which records the calls.
+"""The header of W3C's Trace Context that links a request to the call that makes it. Every package
+that sends requests uses it, also those below the store, which records the calls.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ current: ContextVar[Any] = ContextVar("agentevo call", default=None)
 
 
 def traceparent() -> str | None:
-    """The header with the call that this code runs in; None where nothing is traced."""
+    """The header with the call that this code runs in; None if nothing is traced."""
     call = current.get()
     place = None if call is None else call.place
     return None if place is None else str(place.header)
 
 
 def trace_headers() -> dict[str, str]:
-    """`traceparent` as a request's headers; empty where nothing is traced."""
+    """`traceparent` as a request's headers; empty if nothing is traced."""
     parent = traceparent()
     return {} if parent is None else {HEADER: parent}

@@ -1,4 +1,4 @@
-"""What a user's code raised, as its author wants to see it."""
+"""Tracebacks of a user's code, reduced to the parts that help its author."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _RELAYS = tuple(
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Where a user's code raised the error, then its causes; places in AgentEvo are left out, and
-    of installed packages all except the one that raised. Empty where that says no more than the
-    error's first line, and for a server that is away, which is not an error of the code."""
+    """Where a user's code raised the error, then its causes. Places in AgentEvo are left out, and
+    so are those in installed packages except the one that raised. Empty if that adds nothing to the
+    error's first line, and for an unreachable server, which is not an error of the code."""
     if error is None:
         return ""
 
@@ -60,8 +60,8 @@ def traceback_of(error: BaseException | None) -> str:
 
 
 def name_place(text: str) -> str:
-    """The innermost place of a user's code in what `traceback_of` gave, as `FILE, line N, in NAME`;
-    empty where it names none."""
+    """The innermost place of a user's code in the result of `traceback_of`, as `FILE, line N, in
+    NAME`; empty if it names none."""
     lines = re.findall(r'^ *File "(.+)", (line \d+, in .+)$', text.partition(CAUSED_BY)[0], re.M)
     user_places = [
         f"{file}, {place}" for file, place in lines if not file.startswith((_OURS, *_INSTALLED))
@@ -71,7 +71,7 @@ def name_place(text: str) -> str:
 
 def describe_failure(error: BaseException) -> str:
     """`Kind: message` of an error that a user's code raised, and below it the place; without places
-    where Python refused the arguments, so that none of that code has run."""
+    if Python refused the arguments, so that none of that code ran."""
     frames = traceback.extract_tb(error.__traceback__)
     has_run = any(not frame.filename.startswith((_OURS, *_RELAYS)) for frame in frames)
     is_refused_call = isinstance(error, TypeError) and not has_run
@@ -87,13 +87,13 @@ def describe_function(function: Any) -> str:
 
 
 def format_places(error: BaseException) -> str:
-    """Where in a user's code it was raised, the innermost place last."""
+    """The places in a user's code at which it was raised, the innermost last."""
     return _format_frames(traceback.extract_tb(error.__traceback__))
 
 
 def format_stack(thread_id: int, below: CodeType = threading.Thread.run.__code__) -> str:
-    """Where in a user's code a running thread stands, the innermost place last; only what the
-    function with the code `below` has called. Empty where that is AgentEvo's alone."""
+    """The current places of a running thread in a user's code, the innermost last; only the calls
+    below the function with the code `below`. Empty if all of them are AgentEvo's."""
     frame = sys._current_frames().get(thread_id)
     frames = []
     while frame is not None and frame.f_code is not below:
@@ -111,7 +111,7 @@ def _format_frames(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Those of a user's own code."""
+    """The places in a user's own code."""
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not frame.filename.startswith((_OURS, *_INSTALLED))]
 

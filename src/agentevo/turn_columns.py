@@ -1,4 +1,4 @@
-"""A turn's numbers as arrays: exactly as wide as the store keeps them."""
+"""A turn's numbers as arrays of the same width as in the store."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The words of the data path as frozen records (see docs/design.md, section 2).
+"""The frozen records of the data path (see docs/design.md, section 2).
 
 Invariant (token-exactness): along the tree of a trajectory, the tokens that the engine saw before
 turn `t` emitted its completion are
 
     context(t) = context(parent(t)) + completion_ids(parent(t)) + prompt_ids(t)
 
-with `context(root) = prompt_ids(root)`. A turn therefore stores only the ids that it adds; nothing
-is ever re-encoded from text.
+with `context(root) = prompt_ids(root)`. A turn therefore stores only the ids that it adds. No text
+is ever encoded again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
     arguments: str
     """The exact text that the model or the demonstrator wrote, which may not be valid JSON."""
     id: str = ""
-    """Empty where none was given."""
+    """Empty if none was given."""
 
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -111,13 +111,13 @@ MAX_GRAMMAR = 100_000
 
 
 MAX_TOP_LOGPROBS = 20
-"""Alternatives of a token that a request may ask for."""
+"""The number of alternatives per token that a request may ask for."""
 Alternatives = list[tuple[int, float]]
 """Tokens with their natural log-probs, the likeliest first."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How completions are drawn. `temperature=0` is greedy: the log-prob is then that of a point
+    """How completions are sampled. `temperature=0` is greedy: the log-prob is then that of a point
     mass, 0."""
 
     temperature: float = 1.0
@@ -133,22 +133,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The seed of this request alone: the same seed, prompt and weights give the same tokens in
     any batch."""
     grammar: str = ""
-    """What may be said, in llguidance's form of Lark: every token is drawn from those with which
-    the completion stays the beginning of a text of the grammar, and a stop token from where it is
-    whole. Empty: anything. Such a request needs `stop_token_ids`."""
+    """The grammar of the completion, in llguidance's form of Lark: every token is sampled from
+    those that keep the completion the beginning of a text of the grammar, and a stop token only
+    where the text is complete. Empty: no restriction. Such a request needs `stop_token_ids`."""
     penalties: Penalties | None = None
-    """What is done to the logits before temperature and filters."""
+    """The changes of the logits before temperature and filters."""
     top_logprobs: int = 0
     """How many of the likeliest tokens a completion has at each of its places."""
     routed_from: int = 0
-    """The first token whose routed experts a completion tells, where the engine records them."""
+    """The first token whose routed experts the completion reports, if the engine records them."""
 
 
 class SamplingOverrides(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What one call changes of the sampling; None keeps the recipe's. The first four decide the
-    distribution: a turn drawn under others than the recipe's is not trained."""
+    """One call's changes of the sampling parameters; None keeps the recipe's value. The first four
+    determine the distribution: a turn that was sampled with other values than the recipe's is not
+    trained."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
@@ -166,37 +167,38 @@ class SamplingOverrides(
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine answers. `ids`, `logprobs` and `versions` have one entry per new token."""
+    """The answer of an engine. `ids`, `logprobs` and `versions` have one entry per new token."""
 
     ids: list[int]
-    """Includes the stop token, if one was drawn."""
+    """Includes the stop token, if one was sampled."""
     logprobs: list[float]
-    """Natural log of the probability under the distribution that the token was drawn from (after
+    """Natural log of the probability under the distribution that the token was sampled from (after
     temperature and filters)."""
     versions: list[int]
     """Version of the weights that emitted each token."""
     finish_reason: FinishReason
     masks: str = ""
-    """A digest of what the grammar let each token be (models/grammar.py); empty without one."""
+    """A digest of the tokens that the grammar allowed at each place (models/grammar.py); empty
+    without one."""
     top_logprobs: list[Alternatives] = []
-    """For each token the likeliest of the distribution that it was drawn from, the drawn one or
-    not, those without probability left out; empty unless the request asks for it."""
+    """For each token the likeliest tokens of the distribution that it was sampled from, without
+    those of probability 0; empty unless the request asks for them."""
     routed_experts: RoutedExperts | None = None
-    """Of prompt and completion but its last token, from `routed_from` on; None where the engine
-    does not record them."""
+    """The routed experts of prompt and completion without its last token, from `routed_from` on;
+    None if the engine does not record them."""
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """The grammar that a completion was drawn under: its log-probs are those of the distribution
-    over the allowed tokens, and so is what is trained."""
+    """The grammar that a completion was sampled under: its log-probs are those of the distribution
+    over the allowed tokens, and training uses the same distribution."""
 
     grammar: str
     """As in SamplingParams."""
     end_ids: tuple[int, ...]
     """The tokens that may end a text of the grammar."""
     masks: str
-    """The digest that Completion.masks holds: who makes the masks again has the same ones, or does
-    not train the turn."""
+    """The digest in Completion.masks. The trainer makes the masks again, and leaves the turn out if
+    they differ."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,22 +220,25 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     temperature: float = 1.0
     seed: int = 0
-    """Of the engine request: with the context and the weights it regenerates the completion."""
+    """The seed of the engine request: with the context and the weights it regenerates the
+    completion."""
     overrides: SamplingOverrides | None = None
-    """What the call changed of the distribution that tokens are drawn from (temperature, filters).
-    The trainer computes the recipe's alone: such a turn is context, and is never trained."""
+    """The call's changes of the sampling distribution (temperature, filters). The trainer computes
+    only the recipe's distribution, so such a turn is context and is never trained."""
     constraint: Constraint | None = None
-    """The grammar that the completion was drawn under, which the trainer applies as well."""
+    """The grammar that the completion was sampled under, which the trainer also applies."""
     penalties: Penalties | None = None
     """Likewise."""
     routed_experts: RoutedExperts | None = None
-    """What the routers of a mixture chose, where the engine was to record it: see its module."""
+    """The experts that the routers of a mixture chose, if the engine recorded them: see the module
+    of the type."""
     reward: float = 0.0
-    """What the environment paid for this turn, penalties included."""
+    """The environment's reward for this turn, penalties included."""
     messages: list[Message] = []
     """The prompt's new part and the policy's answer, as readable text."""
     tools: str = ""
-    """Of a root: the tools that the template wrote into the prompt, as a JSON list of schemas."""
+    """The tools of a root turn that the template wrote into the prompt, as a JSON list of
+    schemas."""
 
     def __repr__(self) -> str:
         """Without ids and log-probs, which may be thousands."""
@@ -241,7 +246,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         last_text = self.messages[-1].text if self.messages else ""
         return (
             f"<Turn {self.index}{extends}: {len(self.prompt_ids)} new prompt tokens, "
-            f"{len(self.completion_ids)} drawn ({self.finish_reason}), said {shown(last_text)}>"
+            f"{len(self.completion_ids)} sampled ({self.finish_reason}), said {shown(last_text)}>"
         )
 
     def __post_init__(self) -> None:
@@ -277,15 +282,15 @@ class RemoteTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str
     """Its name in the recipe."""
     agent: str = ""
-    """Whose call it was, where an attempt has several agents."""
+    """The agent that made the call, if an attempt has several."""
     messages: list[Message]
-    """What was new since the parent, and last the answer."""
+    """The new messages since the parent; the last one is the answer."""
     tools: str = ""
-    """Where a conversation begins: the tools, as a JSON list of schemas in OpenAI's form."""
+    """The tools of a conversation's first turn, as a JSON list of schemas in OpenAI's form."""
     finish_reason: FinishReason = "stop"
     seed: int = 0
     prompt_tokens: int = 0
-    """As the server counts them, as the next two."""
+    """As the server counts them, like the next two."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0
@@ -293,8 +298,8 @@ class RemoteTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 Status = Literal["completed", "failed", "cancelled"]
-"""`cancelled`: broken off by the sampler (too old, or its group was full), with what was recorded
-until then."""
+"""`cancelled`: ended by the sampler (too old, or its group was full), with the turns recorded until
+then."""
 
 
 REWARD_PARTS = "reward_parts/"
@@ -314,16 +319,15 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Member number within the group; part of every random seed."""
     turns: list[Turn] = []
     remote_turns: list[RemoteTurn] = []
-    """What remote models said in it."""
+    """The turns of remote models."""
     files: dict[str, bytes] = {}
-    """What the agent kept of the files that it made, by path (`Policy.keep_files`)."""
+    """The files that the agent kept, by path (`Policy.keep_files`)."""
     texts: dict[str, str] = {}
     """The named texts that it was played with: name -> digest (docs/prompts.md)."""
     reward: float = 0.0
-    """What the whole attempt earned, penalties included: the advantages are made from it."""
+    """The reward of the whole attempt, penalties included. Advantages are computed from it."""
     reward_parts: dict[str, float] = {}
-    """The parts that the reward is the sum of, by name (`environment`, ...); empty where none were
-    given."""
+    """The parts whose sum is the reward, by name (`environment`, ...); empty if none were given."""
     success: bool = False
     status: Status = "completed"
     error: str | None = None
@@ -336,21 +340,21 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time in seconds."""
     duration_s: float = 0.0
     timings: dict[str, float] = {}
-    """What took how long, in seconds, such as `environment_step_s/mean`. No digest covers times."""
+    """Durations in seconds, such as `environment_step_s/mean`. No digest covers times."""
 
     def __repr__(self) -> str:
-        """What became of it, without its turns."""
+        """Its outcome, without its turns."""
         worth = f"reward {self.reward:g}, {'success' if self.success else 'no success'}"
         became = worth if self.status == "completed" else f"{self.status}: {shown(self.error)}"
         num = len(self.turns)
         return (
             f"<Trajectory {self.id!r}: {became}, {num} turn{'s' * (num != 1)}, "
-            f"{self.num_completion_tokens()} tokens drawn>"
+            f"{self.num_completion_tokens()} tokens sampled>"
         )
 
     @property
     def agent(self) -> str:
-        """Whose words these are, of several agents in the rollout; empty where there is one."""
+        """The agent of the trajectory, if the rollout has several; otherwise empty."""
         return self.group_id.rpartition("@")[2].partition(":")[2]
 
     def context_ids(self, index: int) -> list[int]:
@@ -361,7 +365,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(turn.completion_ids) for turn in self.turns)
 
     def num_trainable_tokens(self) -> int:
-        """Completion tokens that were drawn from the recipe's distribution."""
+        """The number of completion tokens that were sampled from the recipe's distribution."""
         return sum(len(turn.completion_ids) for turn in self.turns if turn.overrides is None)
 
 
@@ -403,25 +407,26 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One call within an attempt: of the policy, a tool, the environment or a scorer. The
-    trajectory has its content; a call has its time, its duration, and the call that it is inside
-    of."""
+    trajectory has the content; a call has its time, its duration, and its parent call."""
 
     id: str
     """`RECORDER-NUMBER`, unique in a store; a recorder belongs to one process."""
     trajectory_id: str
     parent: str | None = None
-    """Id of the call in which this one was made. None for the attempt itself, one for every try."""
+    """Id of the call in which this one was made. None for the call of the attempt itself; every try
+    has one."""
     kind: str
     """`attempt`, `policy`, `tool`, `environment`, `scorer`, or any other word."""
     name: str
     started_at: float  # Unix time in seconds
     ended_at: float | None = None
-    """None while it is running, and for ever where its process was killed."""
+    """None while it is running, and permanently if its process was killed."""
     status: Status | None = None
-    """None until it has ended. `cancelled`: it was broken off."""
+    """None until it has ended. `cancelled`: it was stopped before its end."""
     error: str | None = None
     attributes: dict[str, str | int | float | bool] = {}
-    """Small facts such as `turn`, never a prompt; what a `process` or an environment said last."""
+    """Small facts such as `turn`, never a prompt; the last output of a `process` or an
+    environment."""
 
 
 class TokenMasks(NamedTuple):
@@ -445,8 +450,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ids: np.ndarray
     """[T] int32"""
     loss_mask: np.ndarray
-    """[T] bool, True where the policy chose the token. Never True at position 0: nothing predicts
-    it."""
+    """[T] bool, True where the policy chose the token. Never True at position 0, which has no
+    context to predict it from."""
     logprobs: np.ndarray
     """[T] float32 behaviour log-probs; 0 where `loss_mask` is False."""
     versions: np.ndarray
@@ -454,13 +459,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     advantages: np.ndarray
     """[T] float64"""
     columns: dict[str, np.ndarray] = {}
-    """What else the update needs to know, float32 with one entry per *trained* token: `returns`,
+    """Further inputs of the update, float32 with one entry per *trained* token: `returns`,
     `values`, `old_logp`, `age`, ..."""
     temperature: float = 1.0
     masks: TokenMasks | None = None
-    """Which tokens could be drawn, where a grammar decided that."""
+    """The allowed tokens, where a grammar restricted them."""
     penalties: TokenPenalties | None = None
-    """Where the logits were changed before a token was drawn."""
+    """Where penalties changed the logits before a token was sampled."""
     routed_experts: RoutedExperts | None = None
     """T - 1 rows: of every token but the last. The policy's passes replay them."""
 
@@ -481,7 +486,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         mask: Sequence[bool] | np.ndarray,
         temperature: float = 1.0,
     ) -> Sample:
-        """A sample of tokens that no policy of this run has drawn, trained where `mask` is True:
+        """A sample of tokens that no policy of this run has sampled, trained where `mask` is True:
         demonstrations, and answers from a file."""
         trained = np.asarray(mask, dtype=np.bool_)
         zeros = np.zeros(len(trained))
@@ -516,7 +521,7 @@ class Baselines(msgspec.Struct, frozen=True):
     agent's own limits. None: unknown."""
 
     random: float | None
-    """A player that draws uniformly from the valid actions until the limit; None where the actions
+    """A player that chooses uniformly among the valid actions until the limit; None if the actions
     can't be listed (free text)."""
     optimal: float | None
-    """The best any player can do that sees the whole state; None where no solver exists."""
+    """The best success of a player that sees the whole state; None if no solver exists."""

@@ -1,14 +1,14 @@
 """A user's code that is loaded before anything is played: the modules of `import` and of packages,
 and the constructors of agents and rewards.
 
-The code runs on the thread of the caller: libraries want the main thread, and an SQLite connection
-or a client of an event loop belongs to the thread that made it. Where it has not ended after
-NOTICE_S, a line reports its place. At the deadline SIGALRM raises in the midst of it, which ends a
-sleep, a wait on a socket and a loop. Where it continues nevertheless for GRACE_S (a bare `except`,
-a call of native code), the process ends with code 2.
+The code runs on the thread of the caller: libraries need the main thread, and an SQLite connection
+or a client of an event loop belongs to the thread that made it. If it has not ended after NOTICE_S,
+a line reports its place. At the deadline SIGALRM raises inside it, which ends a sleep, a wait on a
+socket and a loop. If it still continues for GRACE_S (a bare `except`, a call of native code), the
+process ends with code 2.
 
 Not promised: a thread other than the main one receives no signals. Its place is reported at the
-deadline, and the caller waits for it. Native code that keeps Python's lock for good is not noticed.
+deadline, and the caller waits for it. Native code that never releases Python's lock is not noticed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ GRACE_S = 10.0
 
 
 class _Overdue(BaseException):
-    """Raised in the midst of overdue code. It is no Exception: a loop that tries again after each
-    of those would swallow it."""
+    """Raised inside overdue code. It is not an Exception, because a loop that retries after every
+    Exception would swallow it."""
 
 
 def load_in_time(work: Callable[[], T], what: str) -> T:
-    """What `work`, a user's code, returns or raises. `what` begins the messages, such as "import:
-    ./my_agent.py". Raises LoadingTimeoutError after LONGEST_S, or the seconds of VARIABLE."""
+    """Runs `work`, a user's code, and returns or raises its result. `what` begins the messages,
+    such as "import: ./my_agent.py". Raises LoadingTimeoutError after LONGEST_S, or the seconds of
+    VARIABLE."""
     watch = _Watch(what, _longest_s())
     try:
         watch.begin()
@@ -58,8 +59,8 @@ def load_in_time(work: Callable[[], T], what: str) -> T:
 
 
 def construct(make: Callable[[], T], where: str, name: str) -> T:
-    """An object of a user's class called `name`, made in time. `where`: the key that asks for it.
-    Raises ConfigError with what the constructor raised."""
+    """Creates an object of a user's class called `name`, within the time limit. `where`: the key
+    that asks for it. Raises ConfigError with the constructor's error."""
     try:
         return load_in_time(make, f"{where}: the constructor of {name}")
     except (ConfigError, KeyboardInterrupt):
@@ -110,8 +111,8 @@ class _Watch:
             self._timer_before = signal.setitimer(signal.ITIMER_REAL, self._longest_s, REPEAT_S)
 
     def end(self) -> None:
-        """Stops it, and gives the signal back, unless the code took it for itself. May be called
-        again."""
+        """Stops the clock, and restores the signal's handler unless the code installed its own. May
+        be called again."""
         self._is_over = True
         self._ended.set()
         if not self._can_interrupt or signal.getsignal(signal.SIGALRM) is not self._handler:
@@ -127,8 +128,8 @@ class _Watch:
     def message(self, places: str) -> str:
         """The message at the deadline."""
         return (
-            f"{self._what} has not ended within {self._longest_s:g} s "
-            f"({VARIABLE}=SECONDS allows more). It stands at:\n{places}"
+            f"{self._what} has not ended within {self._longest_s:g} s ({VARIABLE}=SECONDS allows "
+            f"more). It is now at:\n{places}"
         )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -141,7 +142,7 @@ class _Watch:
             return
         if notice_s < self._longest_s:
             to_stderr(
-                f"{self._what} takes long: {self._longest_s:g} s are allowed. It stands at:\n"
+                f"{self._what} takes long: the limit is {self._longest_s:g} s. It is now at:\n"
                 f"{self._places()}"
             )
 

@@ -79,7 +79,7 @@ def test_an_async_agent_that_blocks_the_event_loop_is_named_once(played, monkeyp
 
     assert played(run).reward == 1.0
     said = capsys.readouterr().err
-    assert said.count("has kept the event loop to itself for 1.1 s") == 1
+    assert said.count("has blocked the event loop for 1.1 s") == 1
     assert "test_function_agents.py" in said and "asyncio.to_thread" in said
 
 
@@ -226,7 +226,7 @@ def test_too_many_that_hang_are_refused(played, monkeypatch):
     ("raised", "expected"),
     [
         (ValueError("bad"), "ValueError: bad"),
-        (SystemExit(3), "SystemExit(3): an agent can't end the process that it plays in"),
+        (SystemExit(3), "SystemExit(3): an agent can't end the process that it runs in"),
         (KeyboardInterrupt(), "KeyboardInterrupt: : an agent can't end the process"),
         (StopIteration(3), "RuntimeError: the agent raised StopIteration(3)"),
     ],

@@ -97,7 +97,7 @@ def test_a_run_whose_whole_first_evaluation_failed_ends_with_the_reason(agentevo
     assert code == 1
     assert "error: the first evaluation: 2 of 2 failed: 2 " in err and WRONG[kind] in err
     assert err.rstrip().endswith(
-        "begin again in the same folder by the same command, or with `agentevo train "
+        "start again in the same folder by the same command, or with `agentevo train "
         f"runs/{kind}/config.yaml`, with --resume or without"
     )
     assert "held-out" not in out and out.count(WRONG[kind]) <= 2, "told as it happens, and no more"

@@ -360,7 +360,7 @@ def test_sft_dry_run_and_refusals(agentevo):
 
     Path("chats.jsonl").write_text("{}\n")
     code, _, err = agentevo("sft", "chats.yaml", "--dry-run")
-    assert code == 2 and "no row is left to train on" in err
+    assert code == 2 and "no usable row to train on" in err
 
     Path("chats.jsonl").write_text('{"instruction": "2 + 2?", "output": "4"}\n')
     code, out, err = agentevo("sft", "chats.yaml", "sft.epochs=3", "--dry-run")

@@ -88,5 +88,5 @@ def test_nobody_waits_longer_than_a_day(agentevo, wait):
 def test_importing_what_is_no_export_makes_no_store(agentevo, content):
     Path("in.jsonl").write_text(content + "\n")
     refused = agentevo("store", "import", "sqlite:///new.sqlite", "in.jsonl")
-    assert refused.code == 2 and "line 1 is no line of `agentevo store export`" in refused.err
+    assert refused.code == 2 and "line 1 is not a line of `agentevo store export`" in refused.err
     assert not Path("new.sqlite").exists()

@@ -49,7 +49,7 @@ def test_a_sound_recipe(tmp_path):
 def test_rows_that_are_left_out_are_told(tmp_path):
     (check, *_) = check_sft_recipe(recipe(tmp_path, rows(3, 20) + "no json\n"))
     assert check.status == "warning" and "3 of 4" in check.finding
-    with pytest.raises(ConfigError, match="no row is left"):
+    with pytest.raises(ConfigError, match="no usable row"):
         check_sft_recipe(recipe(tmp_path, "no json\n"))
 
 

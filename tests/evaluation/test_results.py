@@ -128,7 +128,7 @@ def test_a_process_that_is_killed_as_it_begins_leaves_what_can_be_gone_on_with(
 
 def test_a_file_is_no_folder_of_results(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="is no folder that can be read"):
+    with pytest.raises(ConfigError, match="is not a readable folder"):
         ResultsFolder(tmp_path / "file").check_new()
 
 

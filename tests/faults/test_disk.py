@@ -233,6 +233,6 @@ def test_torn_checkpoints(
 
     text = trainer.log.read_text()
     for step in damaged:
-        assert f"the checkpoint of step {step} is left out and deleted" in text
+        assert f"the checkpoint of step {step} is unusable and was deleted" in text
 
     assert_equal(check(config), config, whole)

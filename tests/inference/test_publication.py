@@ -254,6 +254,6 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
 
     asyncio.run(work())
     (alone,) = set(notes) - set(damaged(notes))
-    assert alone.startswith("no attempts after 0 s: `agentevo sample` makes them")
+    assert alone.startswith("no attempts after 0 s: start `agentevo sample`")
     assert notes.count(alone) == 1
     assert "is not what was written" in log[0] and log[1:] == ["serving version 0"] * 2

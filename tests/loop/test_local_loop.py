@@ -169,17 +169,17 @@ def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
         forged = msgspec.structs.replace(turns[0], completion_ids=[5] * len(turns[0].logprobs))
         wrong = msgspec.structs.replace(group.trajectories[0], turns=[forged])
         other = msgspec.structs.replace(group, trajectories=[wrong, *group.trajectories[1:]])
-        with pytest.raises(SealError, match="is not what this run's engine drew"):
+        with pytest.raises(SealError, match="is not what this run's engine sampled"):
             await model.train([other])
         with pytest.raises(SealError):
             await model.train([msgspec.structs.replace(group, seals={})])
         with pytest.raises(ConfigError, match="at least one"):
             await model.train([])
-        with pytest.raises(ConfigError, match="there twice"):
+        with pytest.raises(ConfigError, match="appears twice"):
             await model.train([group, group])
 
         greedy = await answer.group(model, TASKS[0], greedy=True)
-        with pytest.raises(ConfigError, match="only evaluates"):
+        with pytest.raises(ConfigError, match="only for evaluation"):
             await model.train([greedy])
         with pytest.raises(ConfigError, match="no attempt has completed"):
             await model.train([group.without(*(one.id for one in group.completed))])
@@ -201,7 +201,7 @@ def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
             await model.train([group])  # with other rewards, it is another submission
 
         changed = await answer.group(model, {**TASKS[0], "query": "Say b."}, size=2)
-        with pytest.raises(ConfigError, match="another id"):
+        with pytest.raises(ConfigError, match="its own id"):
             await model.train([changed])
 
         stale = await model.train(old)

@@ -207,7 +207,7 @@ def test_only_the_chosen_agents_turns_move_only_its_own_weights(tmp_path, monkey
             assert set(trained.dropped.values()) == {"not-trained"}
             assert policies.agents_moved() == {"solver", "writer"}
 
-            with pytest.raises(ConfigError, match="'judge' is no agent of the group"):
+            with pytest.raises(ConfigError, match="'judge' is not an agent of the group"):
                 group.of("judge")
 
     asyncio.run(work())
@@ -373,7 +373,7 @@ def test_what_a_program_can_not_say(tmp_path):
         ({"agents": {"a": {}, "b": {"remote": "t"}}}, "'t' is not in remote_models"),
         (
             {"agents": {"t": {}}, "remote_models": {"t": {"model": "m"}}},
-            "'t' is a remote model too",
+            "'t' is also the name of a remote model",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -71,8 +71,8 @@ def test_what_the_door_refuses(tmp_path):
             assert await client.models() == []
 
             for name, sections, message in (
-                ("-x", {}, "no name for a model"),
-                ("..", {}, "no name for a model"),
+                ("-x", {}, "not a valid model name"),
+                ("..", {}, "not a valid model name"),
                 ("mine", {"import": ["./evil.py"]}, "runs no code"),
                 ("mine", {"run": {"dir": "/tmp/x"}}, "keeps the run in its own folder"),
                 ("mine", {"store": "sqlite:///x"}, "keeps the run"),
@@ -84,7 +84,7 @@ def test_what_the_door_refuses(tmp_path):
                         "POST", f"/{name.replace('.', '%2E')}", {"sections": sections}, kind=dict
                     )
 
-            with pytest.raises(ConfigError, match="no name for a model"):
+            with pytest.raises(ConfigError, match="not a valid model name"):
                 async with client.open_model("a/b"):
                     pass
             assert not list(tmp_path.glob("m*"))

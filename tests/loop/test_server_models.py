@@ -33,17 +33,17 @@ async def trained(model, task):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"tracking": {"tensorboard": "${oc.env:SECRET_OF_THE_SERVER}"}}, r"fills in no \$"),
-        ({"model": {"name": "${oc.env:SECRET_OF_THE_SERVER}"}}, r"fills in no \$"),
-        ({"sampling": {"stop": ["${run.dir}"]}}, r"fills in no \$"),
+        ({"tracking": {"tensorboard": "${oc.env:SECRET_OF_THE_SERVER}"}}, r"does not resolve \$"),
+        ({"model": {"name": "${oc.env:SECRET_OF_THE_SERVER}"}}, r"does not resolve \$"),
+        ({"sampling": {"stop": ["${run.dir}"]}}, r"does not resolve \$"),
         ({"agent": {"type": "command", "command": ["true"]}}, "client's own function"),
         ({"model": {"name": "/etc"}}, "no path"),
         ({"model": {"name": "/no/such/folder"}}, "no path"),
         ({"model": {"name": "../models"}}, "no path"),
         ({"reward_model": {"name": "/etc/passwd"}}, "no path"),
         ({"agents": {"a": {"model": {"name": "/etc"}}}}, "no path"),
-        ({"model": {"name": "tiny", "lora": {"adapter": "/etc"}}}, "no file"),
-        ({"model": {"name": "tiny", "chat_template": "/etc/passwd"}}, "no file"),
+        ({"model": {"name": "tiny", "lora": {"adapter": "/etc"}}}, "not use files"),
+        ({"model": {"name": "tiny", "chat_template": "/etc/passwd"}}, "not read files"),
         ({"model": {"name": "tiny", "tiny": {"hidden_size": 10**7}}}, "has at most"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_run_pauses_saves_resumes_and_stops_as_it_is_asked(
     until(lambda: read_moment(folder / NOW).phase == "paused")
     assert main(["top", str(folder), "--once"]) == 0
     assert "paused, after step" in capsys.readouterr().out
-    assert f"the checkpoint of step {step} is there" in command("save")
+    assert f"the checkpoint of step {step} exists" in command("save")
     assert (folder / "checkpoints" / f"step-{step:06d}" / "checkpoint.json").is_file()
     assert last_step(folder) == step  # it still stands
     assert "it goes on" in command("resume")

@@ -34,7 +34,7 @@ def test_each_engine_has_devices_of_its_own_behind_the_trainers(
         (1, 1, 1, 2, "set rollout.engines=1 with one device"),
         (4, 1, 4, 1, "set rollout.engines=3,"),
         (8, 4, 3, 2, "set rollout.engines=2,"),
-        (2, 4, 1, 1, "start 2 ranks of the trainer at most"),
+        (2, 4, 1, 1, "start at most 2 ranks of the trainer"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(count, ranks, engines, per_engine, remedy):

@@ -87,8 +87,8 @@ def test_greedy_and_sampled():
     assert found["val-aux/coins/failed_by/greedy/timeout"] == 1
     assert found["val-aux/coins/failed_by/sampled/timeout"] == 2
     assert evaluated.failures == (
-        "3 of 12 failed: 3 took longer than agent.timeout_s=300 s; they count neither in success "
-        "nor in reward"
+        "3 of 12 failed: 3 took longer than agent.timeout_s=300 s; success and reward do not "
+        "include them"
     )
     assert solved_share(found) == pytest.approx(1 / 4), "what the best checkpoint is chosen by"
     assert found["val-core/coins/n"] == 4
@@ -176,7 +176,7 @@ def test_reference_players_of_an_environment_that_breaks_are_unknown(monkeypatch
     monkeypatch.setattr("agentevo.orchestration.players.make", Broken)
     monkeypatch.setattr("agentevo.environments.make", Broken)
     assert reference_players(parts) is None
-    assert "KeyboardInterrupt" in notes[0] and "is not known" in notes[0]
+    assert "KeyboardInterrupt" in notes[0] and "is unknown" in notes[0]
 
 
 @pytest.mark.parametrize(

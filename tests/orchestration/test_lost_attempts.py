@@ -286,7 +286,7 @@ def test_attempts_that_failed_in_an_earlier_life_do_not_end_this_one(opened):
             await lost.check()
             await fail("new")
 
-            with pytest.raises(TrainingError, match=r"have all failed, .* with --resume goes on"):
+            with pytest.raises(TrainingError, match=r"have all failed, .* with --resume continues"):
                 await lost.check()
 
     asyncio.run(work())

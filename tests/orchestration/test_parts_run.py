@@ -54,7 +54,7 @@ def test_what_no_process_has_whole_is_published_saved_and_resumed(key, tmp_path,
 
     code, said = launched(run, 1, *APART[:2], "trainer.steps=4", "--resume")
     assert code == 0, said
-    assert "committed steps after it are done again" in said
+    assert "committed steps after it are repeated" in said
     assert "has a gradient norm" not in said
     assert 4 in rows(run, "actor/grad_norm")
     assert main(["audit", str(run)]) == 0

@@ -265,7 +265,7 @@ def test_a_mark_that_fails_or_a_run_that_does_leaves_nothing_open(
         pass
 
     assert cuda.calls[-2:] == ["start", "stop"]
-    assert "the run goes on: RuntimeError: no NVTX" in lines[0]
+    assert "the run continues: RuntimeError: no NVTX" in lines[0]
 
 
 def test_marks_without_a_gpu_are_refused(small_config: SmallConfig, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_a_process_that_dies_ends_all_and_the_run_goes_on(key, single, tmp_path)
             assert others not in said or said.index(first) < said.index(others), said
             assert "words of its own" in (folder / "logs" / "rank-1.log").read_text()
         else:
-            assert "is gone without a word" in said, said
+            assert "ended without an error message" in said, said
 
     code, said = launched(folder, 2, *words, "--resume")
     assert code == 0, said
@@ -264,7 +264,7 @@ def test_what_several_processes_can_not_do_is_refused(words, world, message, mon
     [
         (["trainer.parallel.context=3"], "context=3 does not divide the model's 4 attention"),
         (["trainer.parallel.tensor=3"], "tensor is not possible with 4 attention heads"),
-        (["trainer.parallel.expert=2"], "has no experts that lie stacked"),
+        (["trainer.parallel.expert=2"], "has no experts that are stacked"),
         (["trainer.parallel.pipeline=5"], "pipeline=5 does not divide the model's . layers"),
     ],
 )

@@ -338,7 +338,7 @@ def test_a_step_that_comes_out_differently_is_told_of(tmp_path, small_config, qu
     told = [
         line
         for line in again
-        if line.startswith("step 1, done again from its plan, has a gradient norm of")
+        if line.startswith("step 1, repeated from its plan, has a gradient norm of")
     ]
     assert len(told) == 1
     assert sorted(again) == sorted([*before, *told])
@@ -352,7 +352,7 @@ def test_a_plan_that_no_longer_fits_the_store_is_not_done_again(tmp_path, small_
     shutil.rmtree(config.run_dir / "checkpoints")
     with sqlite3.connect(config.run_dir / "store.sqlite") as store:
         store.execute("UPDATE trajectories SET reward = reward + 1 WHERE trained_step = 1")
-    with pytest.raises(CheckpointError, match=r"step 1 can't be done again.*not those that were"):
+    with pytest.raises(CheckpointError, match=r"step 1 can't be repeated.*not those that were"):
         train(config, resume=True, view=quiet_view())
 
 

@@ -173,7 +173,7 @@ def test_group_ids_that_were_moved_are_refused_and_named(
     database.close()
 
     config = small_config(folder, *OVERRIDES)
-    with pytest.raises(CheckpointError, match=r"step 1 can't be done again.*changed was 'train-"):
+    with pytest.raises(CheckpointError, match=r"step 1 can't be repeated.*changed was 'train-"):
         asyncio.run(find_resume_point(config, Checkpoints(folder / "checkpoints", 1), note=print))
 
 
@@ -185,7 +185,7 @@ def test_config_yaml_changed_by_hand_is_refused_and_overrides_are_not(
     file = folder / "config.yaml"
     file.write_text(file.read_text().replace("learning_rate: 0.003", "learning_rate: 0.3"))
     config = small_config(folder, *OVERRIDES)
-    with pytest.raises(CheckpointError, match=r"config.yaml is not what this run has written"):
+    with pytest.raises(CheckpointError, match=r"config.yaml differs from what this run wrote"):
         asyncio.run(find_resume_point(config, Checkpoints(folder / "checkpoints", 1), note=print))
 
 
@@ -219,7 +219,7 @@ def test_a_metrics_file_changed_by_hand_is_refused_and_lost_rows_are_told_of(
         [*lines, json.dumps({"step": 4}) + "\n"],
     ):
         file.write_text("".join(changed_lines))
-        with pytest.raises(CheckpointError, match=r"metrics.jsonl is not what was logged"):
+        with pytest.raises(CheckpointError, match=r"metrics.jsonl differs from what was logged"):
             resume()
         assert file.read_text() == "".join(changed_lines)
 

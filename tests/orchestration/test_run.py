@@ -179,7 +179,7 @@ def test_a_folder_with_something_else_is_refused_even_with_overwrite(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
     for options in ((), ("run.overwrite=true",)):
-        with pytest.raises(ConfigError, match="is not empty and not a run"):
+        with pytest.raises(ConfigError, match="is not empty and is not a run"):
             train(small_config(tmp_path / "run", *options), view=quiet_view())
     assert (tmp_path / "run" / "thesis.tex").read_text() == "years of work"
     assert len(list((tmp_path / "run").iterdir())) == 1
@@ -298,7 +298,7 @@ def test_an_engine_without_time_ends_the_run_with_what_to_do_about_it(
     config = agent_config(tmp_path / "run", engine={"timeout_s": 1e-4})
     with pytest.raises(
         EngineError,
-        match=r"given up after 5 tries: .*no completion within 0\.0001 s .*: raise engine\.timeout",
+        match=r"failed 5 times, last with: .*completion within 0\.0001 s .*: raise engine\.timeout",
     ):
         train(config, agent=agent, tasks=TASKS, view=quiet_view())
 

@@ -256,7 +256,7 @@ def test_held_out_files_are_not_trained_on(tmp_path, quiet_view):
 def test_nothing_left_to_train_on_creates_nothing(tmp_path, quiet_view):
     config = files_config(tmp_path, [{"messages": []}, {"text": "no form"}])
     with pytest.raises(
-        ConfigError, match=r"(?s)no row is left to train on.*0 of 2 rows are used.*rows\.jsonl:1"
+        ConfigError, match=r"(?s)no usable row to train on.*0 of 2 rows are used.*rows\.jsonl:1"
     ):
         sft(config, view=quiet_view())
     assert not config.run_dir.exists()

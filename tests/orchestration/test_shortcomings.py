@@ -39,21 +39,21 @@ def test_a_run_that_was_stopped_says_nothing_yet():
             6,
             "train",
             "105 steps are committed and trainer.steps=6 is less, so nothing is "
-            "trained: give trainer.steps above 105 to go on",
+            "trained: give trainer.steps above 105 to continue",
         ),
         (
             6,
             6,
             "train",
             "6 steps are committed and trainer.steps=6 is no more, so nothing is "
-            "trained: give trainer.steps above 6 to go on",
+            "trained: give trainer.steps above 6 to continue",
         ),
         (
             6,
             6,
             "learn",
             "6 steps are committed and trainer.steps=6 is no more, so nothing is "
-            "trained: give --resume and trainer.steps above 6 to go on",
+            "trained: give --resume and trainer.steps above 6 to continue",
         ),
         (6, 7, "train", None),
         (0, 0, "train", None),

@@ -45,7 +45,7 @@ def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
     assert (engine.version, engine.verified) == (0, 2)
     assert (
         len(notes) == 2
-        and "version 0 goes on serving: weights refused" in notes[1]
+        and "version 0 continues to serve: weights refused" in notes[1]
         and "NaN" in notes[1]
     )
     assert run.weights.write(1, unfit, keep=3) == sha256

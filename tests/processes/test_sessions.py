@@ -100,7 +100,7 @@ def test_a_session_that_nobody_ends_expires_and_fails(doors):
     rows, used, state = run_coroutine(work())
     assert [row.status for row in rows] == ["failed", "failed"]
     assert "longer than agent.timeout_s" in rows[0].error
-    assert "nobody opened this attempt" in rows[1].error
+    assert "no client opened this attempt" in rows[1].error
     assert (used, state["state"]) == (401, "failed")
 
 
@@ -361,7 +361,7 @@ def test_a_task_that_can_t_be_judged_or_is_another_by_its_id_opens_nothing(doors
     scorer, other, open_ones = run_coroutine(work())
     assert (scorer.status_code, other.status_code, open_ones) == (400, 409, 1)
     assert "no reward is called 'nope'" in scorer.json()["error"]["message"]
-    assert "known with another content" in other.json()["error"]["message"]
+    assert "has other content in this run" in other.json()["error"]["message"]
 
 
 def test_a_group_that_fails_for_whatever_reason_is_told_and_forgotten_in_its_time(

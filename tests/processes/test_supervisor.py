@@ -97,7 +97,7 @@ def test_who_is_killed_is_replaced_however_often_and_soon(name, start, notes):
 def test_who_only_fails_is_given_up_with_the_end_of_its_log(script, who, start, notes):
     with start(**{who: f"echo no such model; {script}"}) as children:
         told = failure(children)
-    assert f"{who}-0 failed 3 times before it was good for anything" in told and told.endswith(
+    assert f"{who}-0 failed 3 times before it did any work" in told and told.endswith(
         "no such model"
     )
     assert len(notes) == 2
@@ -196,9 +196,7 @@ def test_nobody_looking_after_them_is_a_failure(small_config, tmp_path):
         child.command = ["/bin/sh", "-c", "kill -9 $$"]
 
     with children:
-        assert "not looked after any more: ValueError: I/O operation on closed file" in failure(
-            children
-        )
+        assert "no longer supervised: ValueError: I/O operation on closed file" in failure(children)
 
 
 def test_ctrl_c_is_not_for_them_and_they_end_with_the_block(start, notes):

@@ -135,7 +135,7 @@ def test_a_finished_sweep_goes_on_with_what_is_missing_only(whole):
 @pytest.mark.parametrize(
     ("overrides", "resume", "expected"),
     [
-        ([], False, "holds a sweep already: go on with it with --resume"),
+        ([], False, "holds a sweep already: continue it with --resume"),
         (
             ["trainer.learning_rate=0.5"],
             True,
@@ -159,7 +159,7 @@ def test_folders_that_are_no_sweep_are_refused(tmp_path):
 
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "thesis.txt").touch()
-    with pytest.raises(ConfigError, match="not empty and not a sweep"):
+    with pytest.raises(ConfigError, match="not empty and is not a sweep"):
         run_sweep(sweep_in(tmp_path / "s", "run.overwrite=true"), view=quiet()[0])
 
     (tmp_path / "s" / "config.yaml").touch()
@@ -187,7 +187,7 @@ def test_a_member_that_fails_is_told_with_its_reason_and_resume_tries_it_again(t
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("1 of 2 runs failed")
     assert lines[1].startswith("plain-0: failed with exit code 2: ") and len(lines) == 2
-    assert "plain-0 is not empty and not a run" in lines[1] and "plain-0.log)" in lines[1]
+    assert "plain-0 is not empty and is not a run" in lines[1] and "plain-0.log)" in lines[1]
     assert "plain-1: success" in stream.getvalue(), "the others go on"
     assert [result.folder.name for result in read_results([folder])] == ["plain-1", "leave-0"]
     assert "old" in page.read_text(), "a page gets whole tables only"

@@ -215,7 +215,7 @@ def test_an_async_reward_that_blocks_is_named(own_rewards, monkeypatch, capsys):
     scoring = Scoring([RewardConfig(name="blocks")])
     for _ in range(4):
         asyncio.run(scoring.score([said("4")], [False], {}, task=task()))
-    assert capsys.readouterr().err.count("the reward 'blocks' has kept the event loop") == 1
+    assert capsys.readouterr().err.count("the reward 'blocks' has blocked the event loop") == 1
 
 
 def test_the_tasks_own_scorer_then_the_list_then_what_was_returned(own_rewards):
@@ -459,7 +459,7 @@ def test_a_reward_that_ends_the_process_is_called_a_reward(own_rewards, error, i
     reward("raises")(raises_later if is_async else raises)
     (failed,) = scored([RewardConfig(name="raises")], [said("4")], task())
     assert failed.error.startswith("the reward 'raises' failed: ")
-    assert failed.error.endswith("a reward can't end the process that it plays in")
+    assert failed.error.endswith("a reward can't end the process that it runs in")
 
 
 def test_a_weighted_sum_that_is_too_large_fails_its_attempt(own_rewards):

@@ -38,7 +38,7 @@ LATE = "the episode took longer than agent.timeout_s=300 s"
     ("error", "kind"),
     [
         ("ValueError: bad: 3", "ValueError"),
-        ("SystemExit(3): an agent can't end the process that it plays in", "SystemExit"),
+        ("SystemExit(3): an agent can't end the process that it runs in", "SystemExit"),
         (LATE, "timeout"),
         (NO_REWARD, "no_reward"),
         ("the reward 'judge' failed: KeyError: 'a'", "scorer_KeyError"),

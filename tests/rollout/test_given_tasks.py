@@ -151,7 +151,7 @@ def test_files_that_the_code_agent_could_not_be_given_are_a_bad_row(tmp_path):
     given = read_tasks(section, CodeAgentSection())
     assert [task.query for task in given.train] == ["0?"]
     assert given.reports[0].counts() == {"unknown_form": 3}
-    assert "'../x' is none below a folder" in given.reports[0].bad[0].detail
+    assert "'../x' is not relative to a folder" in given.reports[0].bad[0].detail
     assert len(read_tasks(section).train) == 4, "to others it is a column like any"
 
 

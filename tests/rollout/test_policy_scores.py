@@ -170,7 +170,7 @@ def test_an_engine_that_fails_is_no_attempts_failure(play, monkeypatch):
         raise EngineUnavailableError("nobody is there")
 
     engine.score = score
-    with pytest.raises(EngineError, match=r"given up after 2 tries.*nobody is there"):
+    with pytest.raises(EngineError, match=r"failed 2 times.*nobody is there"):
         play(2, engine=engine)
 
     assert asked
@@ -223,4 +223,4 @@ def test_where_no_engine_is_at_hand_the_score_has_failed(play):
     config = build_config({"rewards": ["rlpr"]}, needs_environment=False)
     (judged,) = asyncio.run(Scoring(config.rewards).score(found[:1], [True], {}, task=TASKS[0]))
     assert judged.status == "failed"
-    assert "'rlpr' failed: it asks the policy's engine" in judged.error
+    assert "'rlpr' failed: it needs the policy's engine" in judged.error

@@ -200,7 +200,7 @@ def failing(attempt: int, error):
             "DeadlineExceededError: no completion within 7 s",
         ),
         (TimeoutError("the tool took too long"), "TimeoutError: the tool took too long"),
-        (SystemExit(3), "SystemExit(3): an agent can't end the process that it plays in"),
+        (SystemExit(3), "SystemExit(3): an agent can't end the process that it runs in"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -250,7 +250,7 @@ def test_an_engine_that_always_fails_ends_the_pass_and_nothing_is_made_up(
     error, told, sample, monkeypatch
 ):
     monkeypatch.setattr("agentevo.rollout.sampler.RETRIES", RetryPolicy(first_delay_s=0.01))
-    with pytest.raises(EngineError, match=rf"^given up after 5 tries: .*{told}"):
+    with pytest.raises(EngineError, match=rf"^failed 5 times, last with: .*{told}"):
         sample(Asker(), [error] * 99, label="eval", split="eval")
     _, stored, *_ = sample(Asker(), ["left"] * 8, label="other", split="eval")
     assert len(stored) == 4, "of the first pass there is nothing"
@@ -354,7 +354,7 @@ def test_engines_that_can_not_be_reached_are_waited_for(sample, monkeypatch):
 
     with pytest.raises(
         EngineUnavailableError,
-        match=r"given up after 5 tries: \w+/train@3#\d: EngineUnavailableError: no engine",
+        match=r"failed 5 times, last with: \w+/train@3#\d: EngineUnavailableError: no engine",
     ):
         sample(Asker(), [gone] * 99, store="away")
 

@@ -267,7 +267,7 @@ def test_a_reply_is_read_while_it_is_played():
         (agentevo.Question("a", difficulty=float("inf")), "finite"),
         (agentevo.Question("a", metadata={"id": "b"}), "has the key id"),
         (agentevo.Question("a", metadata={"proposes_for_step": 1}), "reserved"),
-        (agentevo.Question("a" * (1 << 20)), "are the most"),
+        (agentevo.Question("a" * (1 << 20)), "the limit is"),
         (agentevo.Question("a", cluster="\ud800"), "surrogate"),
         (agentevo.Question("a", cluster=[1]), "give a text"),
         (agentevo.Question("a", scorer="nobodys"), "no reward is called"),
@@ -299,7 +299,7 @@ def test_a_family_that_cannot_be_made_is_refused():
         def prompt(self, rng):
             return ""
 
-    with pytest.raises(ConfigError, match="nothing to ask"):
+    with pytest.raises(ConfigError, match="no valid prompt"):
         proposals(Silent()).of_step(1)
 
 

@@ -240,7 +240,7 @@ def test_a_database_that_stays_away_ends_the_service(url, make_service, moving_e
             store.outstanding = away
             with pytest.raises(
                 StoreUnavailableError,
-                match=r"outstanding: given up after 0.2 s: connection refused",
+                match=r"outstanding: stopped trying after 0.2 s: connection refused",
             ):
                 await service.run(lambda: False)
 

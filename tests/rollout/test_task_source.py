@@ -69,7 +69,7 @@ def test_the_key_of_the_queue_is_refused_in_given_tasks():
 
 
 def test_ids_that_repetitions_would_have_are_refused():
-    with pytest.raises(ConfigError, match="the id 'a~1' is what a repetition of 'a' is called"):
+    with pytest.raises(ConfigError, match="the id 'a~1' is reserved for a repetition of 'a'"):
         source([Task(id="a"), Task(id="b"), Task(id="a~1")])
     source([Task(id="a"), Task(id="b~1"), Task(id="a~x")])
 

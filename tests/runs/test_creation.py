@@ -78,7 +78,7 @@ def test_a_folder_that_may_hold_more_is_refused(name, tmp_path, small_config):
     path.unlink() if name == "trainer.lock" else path.write_text("{}\n")
 
     with (
-        pytest.raises(ConfigError, match="is not empty and not a run"),
+        pytest.raises(ConfigError, match="is not empty and is not a run"),
         new_folder(small_config(tmp_path / "run")),
     ):
         pass

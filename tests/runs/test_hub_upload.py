@@ -279,12 +279,12 @@ def test_another_model_s_folder_keeps_its_card(tmp_path):
         ({"/lfs/": 403}, "the token may not write to me/lake"),
         ({"/api/repos/create": 403}, "the token may not write to me/lake"),
         ({"/api/repos/create": 401}, "the token is not valid"),
-        ({"/lfs/": 413}, "a file is larger than it takes"),
+        ({"/lfs/": 413}, "a file is larger than the hub's limit"),
         ({"/lfs/": 507}, "it has no room left"),
-        ({"/me/lake.git/info/lfs": 404}, "it has no place for these files"),
-        ({"/lfs/": 0}, "broke the connection off"),
-        ({"/lfs/": -1}, "stood still for 0.2 s"),
-        ({"/api/repos/create": -1}, "stood still for 0.2 s"),
+        ({"/me/lake.git/info/lfs": 404}, "it does not accept these files"),
+        ({"/lfs/": 0}, "closed the connection"),
+        ({"/lfs/": -1}, "stalled for 0.2 s"),
+        ({"/api/repos/create": -1}, "stalled for 0.2 s"),
     ],
 )
 def test_what_the_hub_refuses_leaves_nothing_half_uploaded(
@@ -325,9 +325,11 @@ def test_files_go_by_xet_where_the_hub_speaks_it(hub, run, monkeypatch, gives_to
 
 
 def test_nothing_is_sent_without_a_token_a_model_or_a_name(hub, run, monkeypatch):
-    with pytest.raises(ModelError, match="is no name of a repository"):
+    with pytest.raises(ModelError, match="is not a repository name"):
         push_to_hub(run, "a/b/c")
-    with pytest.raises(ModelError, match="no run with a checkpoint and no folder of a model"):
+    with pytest.raises(
+        ModelError, match="neither a run with a checkpoint nor the folder of a model"
+    ):
         push_to_hub(run.parent, "me/lake")
     with pytest.raises(ModelError, match="no checkpoint of step 7"):
         push_to_hub(f"{run}@7", "me/lake")

@@ -60,7 +60,7 @@ def test_a_run_that_was_moved_or_renamed_is_the_same(small_config, tmp_path):
 
 def test_what_is_no_run_is_refused(small_config, tmp_path):
     (tmp_path / "thesis.tex").write_text("not a run")
-    with pytest.raises(ConfigError, match="is not empty and not a run"):
+    with pytest.raises(ConfigError, match="is not empty and is not a run"):
         ensure_run_folder(small_config(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -113,7 +113,7 @@ def away(small_config, tmp_path, monkeypatch):
 
 def test_a_database_that_is_away_is_waited_for(away):
     told = []
-    with pytest.raises(StoreUnavailableError, match="given up after 1 s"):
+    with pytest.raises(StoreUnavailableError, match="stopped trying after 1 s"):
         ensure_run_folder(away, within_s=1.0, note=told.append)
     assert len(told) == 1 and "waiting until" in told[0] and "hush" not in told[0]
     assert not away.run_dir.exists()
@@ -191,7 +191,7 @@ def test_machines_without_a_shared_folder_meet_in_the_object_store(machine, tmp_
     assert not (tmp_path / "third").exists()
 
     (tmp_path / "bucket" / "config.yaml").write_text("- a\n")
-    with pytest.raises(ConfigError, match="is no configuration of a run"):
+    with pytest.raises(ConfigError, match="is not a run's configuration"):
         ensure_run_folder(machine("fourth"))
 
 
@@ -213,7 +213,7 @@ def test_what_a_trainer_changes_holds_for_all(machine, tmp_path):
     assert ensure_run_folder(machine("sampler"))
 
     said = confirmed(machine("trainer", MORE))
-    assert said == ["from here on with trainer.steps=7, which was 40"]
+    assert said == ["from now on with trainer.steps=7, which was 40"]
     for name in ("sampler", "fresh"):
         with pytest.raises(ConfigError, match=r"bucket is a run with trainer.steps=7 and not 40"):
             ensure_run_folder(machine(name))
@@ -274,7 +274,7 @@ def test_a_recipe_can_be_changed_where_head_json_was_deleted(machine, tmp_path):
 def test_a_sampler_alone_is_told_what_to_do_with_its_folder(small_config, tmp_path):
     """Without an object store nobody knows of the trainer's change."""
     ensure_run_folder(small_config(tmp_path / "run"))
-    with pytest.raises(ConfigError, match=r"or delete this folder if the run's trainer has chang"):
+    with pytest.raises(ConfigError, match=r"or delete this folder if the trainer has changed"):
         ensure_run_folder(small_config(tmp_path / "run", MORE))
     with pytest.raises(ConfigError) as refused:
         ensure_run_folder(small_config(tmp_path / "run", "run.seed=9"))
@@ -289,7 +289,7 @@ def test_a_trainer_that_was_killed_before_it_began_is_resumed_as_it_was(machine)
 
 def test_no_resume_where_it_could_not_be_told_or_would_be_another_run(machine, tmp_path):
     ensure_run_folder(machine("sampler"))
-    with pytest.raises(ConfigError, match="no trainer of this run has been here"):
+    with pytest.raises(ConfigError, match="this run's trainer never used this folder"):
         confirmed(machine("sampler", MORE))
 
     write_config(machine("trainer"))

@@ -65,6 +65,6 @@ def test_the_best_of_a_group_stands_against_the_worst_and_others_are_accounted_f
 
 def test_without_a_pair_nothing_is_written(tmp_path: Path):
     same = [attempt("a", 0, "x", 1.0), attempt("a", 1, "x", 0.0)]
-    with pytest.raises(ConfigError, match="say the same"):
+    with pytest.raises(ConfigError, match="are the same"):
         exported(same, tmp_path / "pairs.jsonl")
     assert not (tmp_path / "pairs.jsonl").exists()

@@ -180,7 +180,7 @@ def test_runs_that_did_not_end_are_refused_alone_and_left_out_of_a_sweep(tmp_pat
     (tmp_path / "sweep" / "sweep.yaml").write_text("variants: {z: {}, a: {}}\n")
 
     early = finished(tmp_path / "sweep" / "a-0", name="a", steps=10)
-    with pytest.raises(ConfigError, match="this run has not come to its end"):
+    with pytest.raises(ConfigError, match="this run has not finished"):
         read_results([early])
     with pytest.raises(ConfigError, match="no run of this sweep has finished"):
         read_results([tmp_path / "sweep"])

@@ -174,7 +174,7 @@ def test_what_changed_on_the_way_is_said_and_written_down(tmp_path, small_config
         view=LiveView("x", plain=True, stream=said),
     )
 
-    assert "from here on with trainer.steps=2, which was 1" in said.getvalue()
+    assert "from now on with trainer.steps=2, which was 1" in said.getvalue()
     assert load_config(tmp_path / "run" / "config.yaml").trainer.steps == 2
 
 

@@ -95,10 +95,12 @@ def test_an_attempt_says_what_it_is_without_its_tokens():
         messages=[Message("assistant", "word " * 1000)],
     )
     assert str(turn).startswith(
-        "<Turn 1 after turn 0: 5000 new prompt tokens, 3000 drawn (stop), said 'word word"
+        "<Turn 1 after turn 0: 5000 new prompt tokens, 3000 sampled (stop), said 'word word"
     )
     attempt = Trajectory(id="t#0", task_id="t", group_id="g", turns=[turn], reward=0.5)
-    assert str(attempt) == ("<Trajectory 't#0': reward 0.5, no success, 1 turn, 3000 tokens drawn>")
+    assert str(attempt) == (
+        "<Trajectory 't#0': reward 0.5, no success, 1 turn, 3000 tokens sampled>"
+    )
     failed = Trajectory(id="t#1", task_id="t", group_id="g", status="failed", error="late " * 999)
     assert "failed: 'late late" in str(failed)
     assert max(len(str(one)) for one in (turn, attempt, failed)) < 1000

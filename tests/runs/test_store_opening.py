@@ -37,7 +37,7 @@ def test_a_closed_port(closed_port):
     told = []
     with pytest.raises(
         StoreUnavailableError,
-        match=r"opening the store: given up after 3 s: .*start the database, or correct store\.url",
+        match=r"opening the store: stopped trying after 3 s: .*start the database, or correct",
     ):
         asyncio.run(
             open_run_store(
@@ -64,7 +64,7 @@ def test_a_host_that_takes_connections_and_says_nothing(monkeypatch):
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         with pytest.raises(
-            StoreUnavailableError, match=r"given up after 1 s: .*does not answer"
+            StoreUnavailableError, match=r"stopped trying after 1 s: .*does not answer"
         ) as raised:
             asyncio.run(
                 open_run_store(
@@ -95,7 +95,7 @@ def test_the_commands_say_what_they_wait_for(command, closed_port, tmp_path, mon
     captured = capsys.readouterr()
     lines = [line for line in captured.err.splitlines() if "waiting until" in line]
     assert lines and all("Connect call failed" in line for line in lines)
-    assert "given up after 1 s" in captured.err and "correct store.url" in captured.err
+    assert "stopped trying after 1 s" in captured.err and "correct store.url" in captured.err
     assert "hush" not in captured.err + captured.out
 
 
@@ -131,7 +131,7 @@ def test_nobody_waits_long_at_a_prompt_for_a_database_that_is_away(words, tmp_pa
     assert time.monotonic() - begun < 300
 
     err = capsys.readouterr().err
-    assert "opening the store: given up after 0.3 s" in err and "does not answer" in err
+    assert "opening the store: stopped trying after 0.3 s" in err and "does not answer" in err
     assert "or wait longer with --wait SECONDS" in err
 
 

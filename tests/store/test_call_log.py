@@ -226,7 +226,7 @@ def test_the_end_of_a_run_waits_for_a_slow_store_only_so_long(
 
     asyncio.run(asyncio.wait_for(scenario(), 300))
 
-    why = "the run ended before the store had taken them"
+    why = "the run ended before they were written to the store"
     assert told == [f"1 calls of attempts were not recorded: {why}"]
 
 

@@ -102,9 +102,9 @@ def test_many_calls_are_read_page_by_page(url: str) -> None:
                 _ = [one async for one in store.calls(state="done")]  # type: ignore[arg-type]
             with pytest.raises(StoreError, match="limit=-1 is negative"):
                 _ = [one async for one in store.calls(limit=-1)]
-            with pytest.raises(StoreError, match="is no recorder"):
+            with pytest.raises(StoreError, match="is not a recorder"):
                 await store.renew_calls("%")
-            with pytest.raises(StoreError, match="attributes are texts, numbers"):
+            with pytest.raises(StoreError, match="attributes must be texts, numbers"):
                 await store.write_calls([call(1, attributes={"a": object()})])
 
     asyncio.run(scenario())

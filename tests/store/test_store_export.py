@@ -219,7 +219,7 @@ def test_what_is_no_export_is_refused_with_its_line(
             await export_store(store, tmp_path / "good.jsonl")
             good = (tmp_path / "good.jsonl").read_bytes().splitlines(keepends=True)
             for text, message in [
-                (good[0] + b"{}\n", "line 2 is no line"),
+                (good[0] + b"{}\n", "line 2 is not a line"),
                 (good[0] + b'{"kind": "song"}\n', "unknown kind 'song'"),
                 (good[0] + good[1][:40], "line 2"),
                 (
@@ -366,7 +366,7 @@ def test_a_store_in_which_something_moves_is_not_exported(
                         await store.lease_task("w", lease_s=60)
 
             monkeypatch.setattr(Streaming, "trajectories", goes_on)
-            with pytest.raises(StoreError, match=r"the run goes on.*stop it first"):
+            with pytest.raises(StoreError, match=r"the run is still writing.*stop it first"):
                 await export_store(store, tmp_path / "all.jsonl")
 
             assert (tmp_path / "all.jsonl").read_bytes() == before

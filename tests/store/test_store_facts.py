@@ -282,9 +282,9 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(
         ({"reward_parts": {"format": math.inf}}, "reward_parts/format is inf"),
         (
             {"metrics": {"reward_parts/format": 1.0}},
-            "the metric 'reward_parts/format' has a name that parts of the reward have",
+            "the metric 'reward_parts/format' has a name that is reserved for parts of the",
         ),
-        ({"metrics": {"timings/step": 1.0}}, "the metric 'timings/step' has a name that times"),
+        ({"metrics": {"timings/step": 1.0}}, "the metric 'timings/step' has a name that is"),
         ({"timings": {"step": math.nan}}, "timings/step is nan"),
         ({"status": "lost"}, "status 'lost' is unknown"),
         ({"error": "\ud800"}, "surrogates"),

@@ -275,14 +275,14 @@ def test_postgresql_urls_and_foreign_schemas_are_refused(postgresql: PostgreSQL)
         for url, message in [
             ("postgresql://", "names no database"),
             (postgresql.url("Not-Good"), "use small letters"),
-            (postgresql.url("missing") + "&colour=red", "'colour' is no option"),
+            (postgresql.url("missing") + "&colour=red", "'colour' is not an option"),
         ]:
             with pytest.raises(StoreError, match=message):
                 await open_store(url, create=False, timeout_s=300)
 
         with pytest.raises(StoreError, match="no store in the schema 'nothing_here'"):
             await open_store(postgresql.url("nothing_here"), create=False)
-        with pytest.raises(StoreError, match="holds other tables"):
+        with pytest.raises(StoreError, match="has other tables"):
             await open_store(postgresql.url("pg_catalog"))
 
     asyncio.run(scenario())
@@ -329,7 +329,7 @@ def test_mongodb_urls_and_foreign_databases_are_refused(mongodb: MongoDB) -> Non
             await open_store("mongodb://localhost/")
         with pytest.raises(StoreError, match="not the URL"):
             await open_store("mongodb://local host:x/y")
-        with pytest.raises(StoreError, match="no store in this database"):
+        with pytest.raises(StoreError, match="this database has no store"):
             await open_store(mongodb.url(unused_name()), create=False)
 
     asyncio.run(scenario())

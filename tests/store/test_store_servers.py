@@ -157,7 +157,7 @@ def test_a_mongodb_schema_of_a_newer_version_is_refused(mongodb: MongoDB) -> Non
         url = mongodb.url(unused_name())
         async with await MongoDBStore.open(url) as store:
             await store._database["meta"].update_one({"_id": "schema"}, {"$set": {"version": 99}})
-        with pytest.raises(StoreError, match=r"its schema 99 is a newer AgentEvo's.*pip install"):
+        with pytest.raises(StoreError, match=r"its schema 99 is of a newer AgentEvo.*pip install"):
             await open_store(url)
 
     asyncio.run(scenario())

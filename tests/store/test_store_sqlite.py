@@ -67,8 +67,8 @@ def refuses(
 
 def test_bad_urls_are_refused(tmp_path: Path) -> None:
     refuses("runs/store.sqlite", "write it as sqlite:///PATH")
-    refuses("sqlite://", "names no SQLite file")
-    refuses("sqlite:///:memory:", "names no SQLite file")
+    refuses("sqlite://", "has no path of an SQLite file")
+    refuses("sqlite:///:memory:", "has no path of an SQLite file")
     refuses("sqlight:///x", "did you mean 'sqlite'", UnknownNameError)
     refuses(f"sqlite:///{tmp_path}", "is a folder")
     refuses(f"sqlite:///{tmp_path}/missing/s", "no store at", create=False)
@@ -110,7 +110,9 @@ def test_a_schema_that_never_was_is_refused_and_left_as_it_is(version, tmp_path:
 
     connection.close()
     before = path.read_bytes()
-    refuses(f"sqlite:///{path}", f"its schema is {version}, which no AgentEvo has made.*restore it")
+    refuses(
+        f"sqlite:///{path}", f"its schema is {version}, which no AgentEvo version used.*restore"
+    )
     assert path.read_bytes() == before
 
 

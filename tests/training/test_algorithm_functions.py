@@ -147,7 +147,7 @@ def spoils(inputs):
         (lambda inputs: inputs.logp / inputs.mask.sum(), "a row alone has another loss"),
         (lambda inputs: inputs.logp / inputs.logp.shape[1], "a row with padding has another loss"),
         (lambda inputs: inputs.logp.flip(0), "a row alone has another loss"),
-        (lambda inputs: (inputs.logp, {"entropy": inputs.logp}), "a metric 'entropy' already"),
+        (lambda inputs: (inputs.logp, {"entropy": inputs.logp}), "already has a metric 'entropy'"),
         (lambda inputs: (inputs.logp, {"mine": inputs.logp[0]}), r"'mine' have the shape \[6\]"),
         (lambda inputs: (inputs.logp, [1]), "the metrics are list"),
         (lambda inputs: exit(3), "a loss function can't end the process"),

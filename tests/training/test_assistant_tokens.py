@@ -294,7 +294,7 @@ def test_a_thought_that_is_written_otherwise_than_it_is_opened_is_refused():
     otherwise = QWEN3_THINKING.replace("'<think>\n' + thought", "'<think> ' + thought")
     assert otherwise != QWEN3_THINKING
     error = refused(template_tokenizer(otherwise), talk(("user", "one"), ("assistant", "ONE")))
-    assert "otherwise than its own generation prompt" in error.detail
+    assert "does not begin it with its own generation prompt" in error.detail
 
 
 def test_tools_and_calls():
@@ -339,12 +339,12 @@ def test_tools_and_calls():
 def test_what_a_template_can_not_say():
     prompted = CHATML.replace("assistant\n'", "assistant\nSure: '")
     assert (
-        "otherwise than its own generation prompt"
+        "does not begin it with its own generation prompt"
         in refused(tokenizer_with(prompted), talk(*TALK)).detail
     )
 
     endless = CHATML.replace("<|im_end|>\n", "\n")
-    assert "no special token behind it" in refused(tokenizer_with(endless), talk(*TALK)).detail
+    assert "no special token after it" in refused(tokenizer_with(endless), talk(*TALK)).detail
 
     strict = "{{ raise_exception('roles must alternate') }}"
     assert "roles must alternate" in refused(tokenizer_with(strict), talk(*TALK)).detail
@@ -357,7 +357,7 @@ def test_what_a_template_can_not_say():
         "}}{% endif %}{% endfor %}"
     )
     assert (
-        "nothing predicts"
+        "no context to predict it from"
         in refused(tokenizer_with(begins), talk(("user", "q"), ("assistant", "a"))).detail
     )
 

@@ -61,5 +61,5 @@ def test_a_reference_begins_as_the_model_that_is_named(tmp_path: Path):
     assert not any(weight.requires_grad for weight in weights.values())
 
     larger = tiny(0, SHAPE.model_copy(update={"hidden_size": 32}))[0]
-    with pytest.raises(ModelError, match="own architecture"):
+    with pytest.raises(ModelError, match="architecture and size"):
         Reference(larger, section)

@@ -105,7 +105,7 @@ def test_a_checkpoint_that_fails_half_way_is_not_there(where, save, monkeypatch,
     monkeypatch.setattr(*((module, where) if where == "write_model" else (torch, "save")), fail)
     with pytest.raises(
         CheckpointError,
-        match=r"step-000002 could not be written \(no space.*make room.*of steps: 1\)",
+        match=r"step-000002 could not be written \(no space.*make room.*\(steps: 1\)",
     ):
         save(2, 0.9)
 
@@ -134,7 +134,7 @@ def test_nothing_saved_yet(tmp_path):
     checkpoints = Checkpoints(tmp_path / "none", 2)
     assert checkpoints.steps() == []
     assert checkpoints.best_step is None
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         checkpoints.find("last")
 
 

@@ -335,7 +335,7 @@ def test_a_disk_that_fills_up_while_files_are_synced(after, saved, loaded, monke
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(
         CheckpointError,
-        match=r"step-000003 could not be written.*No space left.*make room.*of steps: 1, 2",
+        match=r"step-000003 could not be written.*No space left.*make room.*\(steps: 1, 2",
     ):
         checkpoints.save(3, loaded.model, loaded.tokenizer, STATE, {}, 1.0)
 
@@ -397,7 +397,7 @@ def test_a_disk_that_is_really_full(what, loaded, small_disk, tiny_policy):
     )
     state = {"moments": torch.zeros(300_000)} if what == "optimizer" else STATE
     with pytest.raises(
-        CheckpointError, match=r"step-000002 could not be written.*No space left.*of steps: 1\)"
+        CheckpointError, match=r"step-000002 could not be written.*No space left.*\(steps: 1\)"
     ):
         checkpoints.save(2, model, loaded.tokenizer, state, {}, None)
 

@@ -208,7 +208,7 @@ def test_masks_that_can_not_be_made_again_make_a_turn_context_and_are_counted(ca
 
 
 def test_a_trainer_without_grammars_refuses_such_turns():
-    with pytest.raises(TrainingError, match="drawn under a grammar"):
+    with pytest.raises(TrainingError, match="sampled under a grammar"):
         Trainer(tiny_policy().model, STILL, AlgorithmSection()).prepare(attempts())
 
 

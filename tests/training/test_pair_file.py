@@ -105,7 +105,7 @@ def test_single_answers_and_pairs_taken_apart(written, chat):
     ("line", "loss", "said"),
     [
         ("{not json", "dpo", r":2: is not JSON \(.*write one JSON object a line"),
-        ("[1]", "dpo", ":2: is no JSON object"),
+        ("[1]", "dpo", ":2: is not a JSON object"),
         (
             {"chosen": "a", "rejected": "b"},
             "dpo",
@@ -114,9 +114,9 @@ def test_single_answers_and_pairs_taken_apart(written, chat):
         (
             PAIR | {"prompt": "hello"},
             "dpo",
-            r":2: prompt is no list of messages: give \[{.role.: .user.",
+            r":2: prompt is not a list of messages: give \[{.role.: .user.",
         ),
-        (PAIR | {"prompt": []}, "dpo", ":2: prompt must end with what the assistant answers to"),
+        (PAIR | {"prompt": []}, "dpo", ":2: prompt must end with a message that the"),
         (
             PAIR | {"prompt": [*ASK, {"role": "assistant", "content": "x"}]},
             "dpo",
@@ -132,7 +132,7 @@ def test_single_answers_and_pairs_taken_apart(written, chat):
             "dpo",
             ":2: prompt: message 1: content is missing: give a text",
         ),
-        (PAIR | {"chosen": 3}, "dpo", ":2: chosen is no list of messages: give .* or a text"),
+        (PAIR | {"chosen": 3}, "dpo", ":2: chosen is not a list of messages: give .* or a text"),
         (
             PAIR | {"chosen": []},
             "dpo",

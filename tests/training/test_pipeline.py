@@ -107,7 +107,7 @@ def with_another(name: str) -> nn.Module:
 
 REFUSED = {
     "layers": (lambda: made("llama+deep"), 3, "=3 does not divide the model's 4 layers: choose"),
-    "tied": (lambda: made("qwen3 tied"), 2, ": the model's embeddings are its output layer, too"),
+    "tied": (lambda: made("qwen3 tied"), 2, ": the model's embeddings are also its output layer"),
     "adapters": (
         lambda: get_peft_model(made("llama"), LoraConfig(target_modules=["q_proj"])),
         2,
@@ -118,7 +118,7 @@ REFUSED = {
             GPT2Config(n_layer=2, n_embd=8, n_head=2, tie_word_embeddings=False)
         ),
         2,
-        ": GPT2LMHeadModel is not known to be embeddings, layers that take hidden states alone",
+        ": GPT2LMHeadModel is not known to consist of embeddings, layers that take",
     ),
     "another part": (lambda: with_another("llama"), 2, "(projection.weight is something else)"),
     "a number": (lambda: scaled("llama"), 2, "(model.layers.0.scale is something else)"),

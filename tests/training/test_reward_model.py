@@ -144,7 +144,7 @@ def test_a_line_may_have_its_own_margin(tmp_path, tiny_policy):
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ({"margin": -1}, r"pairs\.jsonl:2: margin is -1: give a number from 0 on"),
+        ({"margin": -1}, r"pairs\.jsonl:2: margin is -1: give a number of at least 0"),
         ({"margin": "big"}, r"pairs\.jsonl:2: margin is 'big'"),
         ({"margin": True}, r"margin is True"),
         ({"margin": math.inf}, r"margin is inf|is not JSON"),
@@ -169,7 +169,7 @@ def test_pairs_that_read_the_same_are_refused(tmp_path, tiny_policy):
     tokenizer = tiny_policy().tokenizer
     encode_pairs(lines, tokenizer, 0.0, 100)
 
-    with pytest.raises(ConfigError, match=r"read the same in the last 4 tokens: raise rm\.max_tok"):
+    with pytest.raises(ConfigError, match=r"are the same in the last 4 tokens: raise rm\.max_tok"):
         encode_pairs(lines, tokenizer, 0.0, 4)
 
     messages = [Message("user", "Take the coin"), Message("assistant", "left")]
@@ -191,5 +191,5 @@ def test_held_out_pairs_are_drawn_by_the_seed_and_never_trained_on(tmp_path):
     assert parts() == [train, held] != parts(run={"seed": 1})
 
     tree["rm"]["eval_share"] = 0.0
-    with pytest.raises(ConfigError, match=r"holds out 0: at least one is needed.*rm\.eval"):
+    with pytest.raises(ConfigError, match=r"holds out 0: at least one must be held out.*rm\.eval"):
         parts()

@@ -81,7 +81,7 @@ REFUSED = {
     "norms over heads": (
         lambda: Olmo2ForCausalLM(Olmo2Config(**runs.SHAPE)),
         2,
-        "q_proj is cut by the rule 'colwise_gather_output'",
+        "q_proj needs the unknown rule 'colwise_gather_output'",
     ),
     "no plan": (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)), 2, "no plan"),
     "vocabulary": (

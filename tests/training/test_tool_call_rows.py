@@ -76,7 +76,7 @@ def test_calls_that_the_template_does_not_write_are_refused_with_their_message(t
     beside = row_of_calls(tmp_path, content="Let me see.")
     for template, expected in (
         (R1_DISTIL, "leaves out tool_calls beside a content (message 2)"),
-        (R1_TEXT, "message 6: the template begins it otherwise"),
+        (R1_TEXT, "message 6: the template does not begin it with"),
     ):
         with pytest.raises(RowError) as caught:
             pieces(template, beside)

@@ -105,7 +105,7 @@ def test_a_request_that_could_not_be_written_is_asked_about_again(
             return [failed, await client.post(URL, data=sure, headers=ORIGIN)]
 
     failed, again = asyncio.run(pressed())
-    assert failed.status_code == 503 and "nothing was changed" in failed.text
+    assert failed.status_code == 503 and "the change was not made" in failed.text
     assert again.status_code == 200 and "Stop, really" in again.text
     assert stops == []
 

@@ -1,11 +1,11 @@
-"""The attempts of programs' loops that are under way in a run, recorded where its engine is. All of
-it happens on the run's event loop.
+"""The running attempts of programs' loops in a run, recorded next to its engine. Everything happens
+on the run's event loop.
 
     open -> generate, or calls of a client of its own -> settle -> end
 
 Every request may be repeated: an attempt begins once, and repeated requests for its end have the
 same answer. Attempts beyond the limit wait for their turn. An attempt without a request for as long
-as an attempt may take is given up: its program is gone.
+as an attempt may take is ended, because its program is gone.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from agentevo.types import RemoteTurn, Trajectory, Turn, group_of_agent
 T = TypeVar("T")
 
 MARGIN_S = 60.0
-"""What is waited for a program beyond the time that its attempt may take."""
+"""How long to wait for a program after its attempt's time limit."""
 LOOK_S = 5.0
 """Time between two checks for such attempts."""
 KEPT = 1000
-"""Ended attempts whose end may be asked for again."""
+"""The number of ended attempts whose result is kept for repeated requests."""
 MAX_ASKS = 10_000
 """Calls of one attempt."""
 
 
 class _Elsewhere:
-    """In the place of an attempt's remote models, where its program asks them itself."""
+    """Replaces an attempt's remote models if its program calls them itself."""
 
     turns: tuple[RemoteTurn, ...] = ()
 
@@ -64,8 +64,8 @@ class _Elsewhere:
 
     async def complete(self, model: str, *arguments: Any, **options: Any) -> NoReturn:
         raise BadRequestError(
-            f"{model} is a remote model of the program, whose key is not here: ask it there, by "
-            f"policy.model({model!r})"
+            f"{model} is a remote model of the program, which alone has its key: call it there, "
+            f"by policy.model({model!r})"
         )
 
 
@@ -93,10 +93,10 @@ class _AttemptUnderWay:
         return asyncio.get_running_loop().create_task(work, context=self.context.copy())
 
     def conversation(self, agent: str) -> Conversation:
-        """That of one of several agents, or of the only one. Raises BadRequestError."""
+        """The conversation of one of several agents, or of the only one. Raises BadRequestError."""
         conversations = self.policy.conversations
         if agent not in conversations:
-            agent_names = ", ".join(filter(None, conversations)) or "none: there is but one"
+            agent_names = ", ".join(filter(None, conversations)) or "none: one agent has no name"
             raise BadRequestError(f"there is no agent {agent!r} (known: {agent_names})")
         return conversations[agent]
 
@@ -126,7 +126,7 @@ class Attempts:
         timeout_s: float,
     ) -> None:
         """`make_policy(attempt, name)`; at most `limit` attempts at once; `timeout_s` is the time
-        that one may take."""
+        limit of an attempt."""
         self._make_policy = make_policy
         self._sealer = sealer
         self._limit = limit
@@ -141,7 +141,7 @@ class Attempts:
 
     async def open(self, new: NewAttempt, *, has_session: bool, within_s: float) -> OpenedService:
         """Begins an attempt, or repeats the answer about it. `has_session`: its own clients get a
-        key at once. Raises TimeoutError where the largest number of attempts is under way for
+        key at once. Raises TimeoutError if the largest number of attempts is under way for
         `within_s`."""
         check_id(new.task_id, "a task")
         check_id(new.group_id, "a group")
@@ -156,15 +156,18 @@ class Attempts:
 
         attempt = self._open[self._handles[new.id]]
         if attempt.new != new:
-            raise BadRequestError(f"the attempt {new.id!r} is another one: give a new one a new id")
+            raise BadRequestError(
+                f"the attempt {new.id!r} has the id of another attempt: give "
+                f"each attempt its own id"
+            )
         assert attempt.opened is not None
         return attempt.opened
 
     def _begin(self, new: NewAttempt, has_session: bool) -> None:
         if self._is_closed:
-            raise EngineUnavailableError("the run has ended: no attempt begins")
+            raise EngineUnavailableError("the run has ended: no new attempt can start")
 
-        if new.id in self._handles:  # asked for twice while all had to wait
+        if new.id in self._handles:  # requested twice while all had to wait
             self._slots.release()
             return
 
@@ -188,7 +191,7 @@ class Attempts:
         return self._find(handle).session(agent)
 
     def remote(self, handle: str) -> RemoteConversations | None:
-        """What the attempt says to the run's own remote models, if it has any."""
+        """The attempt's conversations with the run's own remote models, if it has any."""
         return self._find(handle).policy.remote
 
     async def generate(self, handle: str, ask: ServiceRequest) -> Answers:
@@ -197,14 +200,14 @@ class Attempts:
         attempt = self._find(handle)
         if ask.id not in attempt.asks:
             if len(attempt.asks) >= MAX_ASKS:
-                raise BadRequestError(f"an attempt makes {MAX_ASKS} calls at most")
+                raise BadRequestError(f"an attempt can make at most {MAX_ASKS} calls")
             conversation = attempt.conversation(ask.agent)
             attempt.asks[ask.id] = attempt.start(self._generate(conversation, ask))
 
         task = attempt.asks[ask.id]
         await asyncio.wait([task])
         if task.cancelled():
-            raise UnknownAttemptError("this attempt was ended while it asked: begin it again")
+            raise UnknownAttemptError("this attempt was ended during a call: start it again")
 
         return task.result()
 
@@ -229,7 +232,7 @@ class Attempts:
         return Settled(agents=agents, posted=list(attempt.session("").posted))
 
     async def end(self, handle: str) -> EndedAttempts:
-        """Ends one; asked for again, it says the same again."""
+        """Ends an attempt; a repeated call returns the same record."""
         if handle not in self._ends:
             self._find(handle)
             self._ends[handle] = self._ending(handle)
@@ -248,7 +251,7 @@ class Attempts:
     def _retrieve_exception(self, task: asyncio.Task[EndedAttempts]) -> None:
         self._slots.release()
         if not task.cancelled():
-            task.exception()  # no program may ask
+            task.exception()  # no program may call
 
     async def _end(self, attempt: _AttemptUnderWay) -> EndedAttempts:
         for task in attempt.asks.values():
@@ -293,7 +296,7 @@ class Attempts:
         await asyncio.gather(*ends, *self._ends.values(), return_exceptions=True)
 
     async def _watch(self) -> None:
-        """Gives up attempts whose programs are gone."""
+        """Ends attempts whose programs are gone."""
         while True:
             await asyncio.sleep(LOOK_S)
             limit = self._timeout_s + MARGIN_S
@@ -306,8 +309,8 @@ class Attempts:
         attempt = self._open.get(handle)
         if attempt is None:
             raise UnknownAttemptError(
-                "this attempt is not under way: it has ended, nothing was asked of it for long, or "
-                "the server was started anew; begin it again"
+                "this attempt is not under way: it has ended, had no request for too long, or "
+                "the server was restarted; start it again"
             )
 
         attempt.seen_at = time.monotonic()

@@ -1,7 +1,6 @@
-"""What other threads' event loops ask of the event loop of a run, which may end at any moment.
-
-Invariant: every caller gets an answer: the result, or why the run has ended. Every coroutine is
-begun, and a closed event loop receives nothing.
+"""Calls from other threads' event loops to the event loop of a run, which may end at any moment.
+Invariant: every caller gets the result, or the reason why the run has ended. Every coroutine is
+started, and a closed event loop receives nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ class Calls:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_closed = False
-        """Whether nothing more is done."""
+        """Whether no further call is accepted."""
         self._open: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
         self._tasks: dict[Future[Any], asyncio.Task[Any]] = {}
 
     def begin(self) -> None:
-        """From now on the event loop that runs is asked."""
+        """From now on calls go to the current event loop."""
         self._loop = asyncio.get_running_loop()
 
     def end(self) -> None:
@@ -56,13 +55,13 @@ class Calls:
             task.cancel()
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of something that is done on that event loop. Cancelled, it is cancelled
-        there."""
+        """Runs a coroutine on that event loop and returns its result. A cancellation is passed
+        on."""
         caller_loop = asyncio.get_running_loop()
         answered = asyncio.Event()
 
         def wake_caller(_: object) -> None:
-            with suppress(RuntimeError):  # who asked has ended with its loop
+            with suppress(RuntimeError):  # the caller has ended with its loop
                 caller_loop.call_soon_threadsafe(answered.set)
 
         future = self._ask(work)
@@ -76,8 +75,8 @@ class Calls:
         return future.result()
 
     def call_now(self, work: Callable[[], T], within_s: float) -> T:
-        """The same of something that does not wait, from a thread that may be blocked for it.
-        Raises EngineUnavailableError after `within_s`."""
+        """Calls a function that does not wait, from a thread that may block for it. Raises
+        EngineUnavailableError after `within_s`."""
 
         async def done() -> T:
             return work()
@@ -88,7 +87,7 @@ class Calls:
             raise EngineUnavailableError(f"the run did not answer within {within_s:g} s") from error
 
     def soon(self, work: Callable[[], object]) -> None:
-        """Does something on that event loop, if there still is one."""
+        """Calls a function on that event loop, if it still exists."""
         with self._lock, suppress(RuntimeError):  # the loop has just been closed
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(work)

@@ -2,7 +2,7 @@
 methods of a loop in one process, imports no torch, and shares no folder with the server.
 
 Requests are repeated for `patience_s` while the server is unreachable; repeating any of them is
-safe. After a restart of the server, the client opens the model again, which continues from its
+safe. After a restart of the server, the client opens the model again, and it continues from its
 newest committed step.
 """
 
@@ -62,9 +62,10 @@ from agentevo.seeds import derive_seed
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
-"""How long a server that can't be reached is waited for."""
+"""How long to wait for an unreachable server."""
 ANSWER_S = 120.0
-"""How long one answer may take: the server sends one in time, if only that it is not there yet."""
+"""The time limit of one answer. The server always sends one in time, at least that the result is
+not ready yet."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 NAMED_SECTIONS = ("model", "algorithm")
@@ -131,10 +132,10 @@ class Client:
         After the block the model stays open on the server until `close_model`.
 
         `rewards`, `remote_models` and the agents that they play belong to this program. It calls
-        them itself, the server does not know them, and every program passes them again."""
+        them itself. The server does not know them, so every program passes them again."""
         if not re.fullmatch(NAME, name):
             raise ConfigError(
-                f"{shown(name)} is no name for a model: use letters, digits, `-`, `_` and `.`"
+                f"{shown(name)} is not a valid model name: use letters, digits, `-`, `_` and `.`"
             )
 
         options = {
@@ -201,7 +202,7 @@ def _failure(answer: httpx.Response) -> Exception:
         return error_of(decode(answer.content, WireFailure))
     except Exception:  # noqa: BLE001 (it is no server of ours)
         return EngineUnavailableError(
-            f"{answer.request.url} answers {answer.status_code}: it is no `agentevo server`"
+            f"{answer.request.url} answers {answer.status_code}: it is not an `agentevo server`"
         )
 
 
@@ -235,7 +236,7 @@ class _ServedModel:
         return state
 
     async def _ask(self, method: str, path: str, body: Any = None, *, kind: type[T]) -> T:
-        """Asks the model, which is opened again where the server was restarted."""
+        """Sends a request to the model, and opens it again if the server was restarted."""
         try:
             return await self._client.request(method, self._path + path, body, kind=kind)
         except ModelNotOpenError:
@@ -313,6 +314,6 @@ class _ServedModel:
                         await in_thread(file.write, piece)
         except httpx.TransportError as error:
             raise EngineUnavailableError(
-                f"{name} of the checkpoint of step {checkpoint.step} did not come to its end "
+                f"{name} of the checkpoint of step {checkpoint.step} was not received completely "
                 f"({type(error).__name__}): fetch it again"
             ) from error

@@ -1,5 +1,5 @@
-"""The settings of a model's training that a client may give to a server: the keys of `KEYS`, and
-nothing that is code, a file or address of the server's, or a value of its environment.
+"""The training settings that a client may give to a server: the keys of `KEYS`, and nothing that is
+code, a file or address of the server, or a value of its environment.
 
 Every key of the sections is in `KEYS` or, with the reason, in `REFUSED` (a test compares them with
 the schema): a new key is refused until it is listed.
@@ -26,7 +26,7 @@ Check = Callable[[str, Any], None]
 
 
 def _any_value(place: str, value: Any) -> None:
-    """For keys of numbers, switches and words that the schema lists, and texts that name nothing
+    """For keys with numbers, switches, words that the schema lists, and texts that refer to nothing
     outside the recipe."""
 
 
@@ -40,8 +40,8 @@ def _check_model_name(place: str, name: Any) -> None:
 
     if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):
         raise ConfigError(
-            f"{place}: {shown(name)} is no known model: a server takes "
-            f"{', '.join(known_models.names())}, tiny and org/name, and no path"
+            f"{place}: {shown(name)} is not a known model: a server accepts "
+            f"{', '.join(known_models.names())}, tiny and org/name, but no path"
         )
 
 
@@ -50,7 +50,7 @@ def _check_template(place: str, template: Any) -> None:
         return
     if "{%" not in template and "{{" not in template:
         raise ConfigError(
-            f"{place}: a server reads no file of a client's choice: give "
+            f"{place}: a server does not read files that a client names: give "
             f"{', '.join(CHAT_TEMPLATES)} or the template itself"
         )
     if len(template) > MAX_TEMPLATE:
@@ -60,27 +60,27 @@ def _check_template(place: str, template: Any) -> None:
 
 
 def _check_layers(place: str, names: Any) -> None:
-    """Of lists, and of mappings by name: PEFT takes names for regular expressions."""
+    """For lists, and mappings by name: PEFT treats names as regular expressions."""
     if names is not None and not isinstance(names, str | list | tuple | Mapping):
         raise ConfigError(f"{place}: {shown(names)}: give names of layers, such as [q_proj]")
     for name in [names] if isinstance(names, str) else names or ():
         if not isinstance(name, str) or not _LAYER_NAME.fullmatch(name):
             raise ConfigError(
-                f"{place}: {shown(name)} is no name of a layer, such as q_proj: a server takes no "
-                "regular expression of a client's"
+                f"{place}: {shown(name)} is not the name of a layer, such as q_proj: a server "
+                f"accepts no regular expressions from a client"
             )
 
 
 def _check_engine(place: str, name: Any) -> None:
     if name not in ENGINES:
         raise ConfigError(
-            f"{place}: {shown(name)}: a server takes {' and '.join(ENGINES)}: others ask addresses "
-            "and start programs of a client's choice"
+            f"{place}: {shown(name)}: a server takes {' and '.join(ENGINES)}: other engines call "
+            f"addresses or start programs that a client names"
         )
 
 
 ENGINES = ("torch", "vllm")
-"""Engines that take weights and options from the run alone."""
+"""Engines whose weights and options come only from the run."""
 _SHAPES = (
     "attention_dropout max_position_embeddings output_router_logits rope_parameters rope_scaling "
     "rope_theta router_aux_loss_coef sliding_window"
@@ -146,9 +146,10 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
         "torch_compile routing_replay"
     ),
 }
-"""What a client may set, each with the check of its value; `agents` has such keys by name."""
-_ONE_PROCESS = "a server draws and trains in one process of its own"
-_NO_FILE = "a server takes no file of a client's choice"
+"""The keys that a client may set, each with the check of its value; `agents` has such keys by
+name."""
+_ONE_PROCESS = "a server samples and trains in a single process"
+_NO_FILE = "a server does not use files that a client names"
 REFUSED: Mapping[str, str] = {
     "algorithm.advantage_function": "a server runs no code of a client's",
     "algorithm.credit": "a server runs no code of a client's",
@@ -163,24 +164,25 @@ REFUSED: Mapping[str, str] = {
     "rollout.weights": _ONE_PROCESS,
     "run.dir": "it keeps the run in its own folder",
     "run.name": "it keeps the run in its own folder",
-    "run.overwrite": "a model that is there stays",
+    "run.overwrite": "a server never replaces an existing model",
     "run.threads": "the server's machine is shared",
-    "tracking.backends": "a server sends nothing where a client says: log what `train` returns in "
-    "your own program, or ask who runs the server",
+    "tracking.backends": "a server sends no data to addresses that a client names: log what "
+    "`train` returns in your own program, or ask the server's operator",
     "trainer.optimizer_from": _NO_FILE,
     "trainer.parallel": _ONE_PROCESS,
 }
-"""Why a client may not set the others. A key of one of `agents` stands here without its name."""
+"""Why a client may not set the others. A key of one of `agents` is listed without the agent's
+name."""
 _NAMED = {"model": "name", "algorithm": "name", "engine": "type"}
 """The key that a section has where it is only a name."""
 
 
 def check_sections(sections: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what a client may not set, whatever the server has."""
+    """Raises ConfigError for keys that a client may not set, independent of the server's state."""
     for place, text in _texts("", sections):
         if "${" in text:
             raise ConfigError(
-                f"{place}: a server fills in no ${{...}} of a client's: give the value itself"
+                f"{place}: a server does not resolve ${{...}} from a client: give the value itself"
             )
 
     for name, section in sections.items():
@@ -214,7 +216,7 @@ def _refusal(place: str, name: str, keys: Mapping[str, Any]) -> str:
     """Why a client may not set this key."""
     if place == "agent":
         return (
-            "the agent is the client's own function: a server takes "
+            "the agent is the client's own function: a server accepts only "
             f"agent.{' and agent.'.join(keys)}"
         )
 
@@ -224,12 +226,12 @@ def _refusal(place: str, name: str, keys: Mapping[str, Any]) -> str:
 
     guess = nearest(name, list(keys))
     hint = f": did you mean {place}.{guess}?" if guess else f", such as {', '.join(keys)}"
-    return f"no key that a client of a server may set{hint}"
+    return f"not a key that a client may set{hint}"
 
 
 def brings_template(config: RunConfig) -> bool:
-    """Whether a chat template of such a run may be a stranger's: given, or that of a model of the
-    hub."""
+    """Whether a chat template of such a run may come from a stranger: from the client, or from a
+    model of the hub."""
     agents = [agent.model for agent in config.agents.values()]
     return any(
         model.name not in ("tiny", *known_models.names())
@@ -240,8 +242,8 @@ def brings_template(config: RunConfig) -> bool:
 
 
 def only_from_the_hub(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Checked sections in which org/name means the hub's model, and never a folder of that name
-    where the server happens to work."""
+    """Checked sections in which org/name means the hub's model, and never a folder of that name in
+    the server's current folder."""
     checked = dict(sections)
     for key in ("model", "reward_model"):
         if key in checked:

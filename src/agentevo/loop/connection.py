@@ -1,5 +1,5 @@
-"""The requests of a program's loop to the run that it trains, wherever that is: in this process
-(local.py), or behind a server (client.py)."""
+"""The requests of a program's loop to the run that it trains, in this process (local.py) or behind
+a server (client.py)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from agentevo.remote_models import RemoteConversations
 
 
 class LoopConnection(Protocol):
-    """See the module. Every call has a deadline, and may be repeated: what has been done is not
-    done again."""
+    """See the module. Every call has a deadline, and may be repeated without a second effect."""
 
     async def state(self) -> ModelState: ...
 
@@ -33,22 +32,23 @@ class LoopConnection(Protocol):
         """The id of a new group of attempts at a task."""
 
     async def open(self, attempt: NewAttempt) -> OpenedService:
-        """Begins an attempt. It is given up when nothing is asked of it for long."""
+        """Starts an attempt. It ends if it has no request for a long time."""
 
     async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers: ...
 
     def session(self, attempt: OpenedService, agent: str = "") -> DoorSession:
-        """The attempt's way to the policy for clients of their own; `agent`: to one of several."""
+        """The attempt's session at the gateway, for other API clients; `agent`: that of one of
+        several."""
 
     async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
-        """What the attempt says to remote models, if there are any."""
+        """The attempt's conversations with remote models, if there are any."""
 
     @property
     def remote_agents(self) -> Mapping[str, str]:
-        """The agents that a remote model plays, and which."""
+        """The agents that a remote model plays -> its name."""
 
     async def settle(self, attempt: OpenedService) -> Settled:
-        """What such clients have done until now."""
+        """The work of such clients until now."""
 
     async def end(self, attempt: OpenedService) -> EndedAttempts:
         """The attempt takes no further call."""

@@ -1,5 +1,5 @@
-"""What submitted attempts may contain. Their seals cover tokens and names; their program writes
-rewards, metrics and reasons freely, so no value of those may end the run."""
+"""Checks of submitted attempts. Seals cover tokens and names; the program writes rewards, metrics
+and reasons freely, so no value of those may end the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_ID = 1000
 
 def check_outcome(trajectory: Trajectory, *, is_baseline: bool = False) -> None:
     """Raises ConfigError for an attempt whose outcome can't be trained on or stored. Only a
-    baseline may be of the likeliest tokens."""
+    baseline may be greedy."""
     try:
         plain_number(trajectory.reward, "its reward")
         plain_numbers(trajectory.reward_parts, "its reward_parts")
@@ -37,13 +37,13 @@ def check_outcome(trajectory: Trajectory, *, is_baseline: bool = False) -> None:
         turn.overrides is None and turn.temperature == 0 for turn in trajectory.turns
     ):
         raise ConfigError(
-            f"train: the attempt {shown(trajectory.id)} is greedy, which only evaluates: submit "
-            "attempts that were drawn"
+            f"train: the attempt {shown(trajectory.id)} is greedy, which is for evaluation only: "
+            f"submit sampled attempts"
         )
 
 
 def check_task(task: Task) -> None:
-    """Raises ConfigError for a task that is none."""
+    """Raises ConfigError for an invalid task."""
     check_id(task.id, "a task")
     try:
         decode(encode(task), Task)
@@ -52,8 +52,9 @@ def check_task(task: Task) -> None:
 
 
 def check_id(name: object, what: str) -> None:
-    """Raises ConfigError for an id that is no text, or too long."""
+    """Raises ConfigError for an id that is not a text, or is too long."""
     if not isinstance(name, str) or len(name) > LONGEST_ID:
         raise ConfigError(
-            f"{shown(name)} is no id of {what}: give a text of at most {LONGEST_ID} characters"
+            f"{shown(name)} is not a valid id of {what}: give a text of at most {LONGEST_ID} "
+            f"characters"
         )

@@ -1,5 +1,5 @@
-"""An attempt's conversations as its program sees them, while the run that it trains records them
-elsewhere (inference/conversation.py): another thread's event loop, or a server."""
+"""An attempt's conversations as its program sees them. The run records them elsewhere
+(inference/conversation.py): on another thread's event loop, or on a server."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from agentevo.types import Message, SamplingOverrides, Turn
 
 
 class RemoteAttempt:
-    """What its conversations have in common: one attempt that is under way."""
+    """The common part of its conversations: one running attempt."""
 
     def __init__(self, connection: LoopConnection, opened: OpenedService) -> None:
         self.connection = connection
         self.opened = opened
         self.settled: Settled | None = None
-        """What its own clients have done; None without such clients."""
+        """The work of its own clients; None without such clients."""
         self.ended: EndedAttempts | None = None
         self.conversations = {name: LoopConversation(self, name) for name in opened.names}
 
@@ -45,7 +45,7 @@ class RemoteAttempt:
 
 
 class LoopConversation:
-    """What a Policy and an Attempt need of a Conversation."""
+    """The part of a Conversation that a Policy and an Attempt need."""
 
     def __init__(self, attempt: RemoteAttempt, agent: str) -> None:
         self.attempt = attempt
@@ -63,7 +63,7 @@ class LoopConversation:
 
     @property
     def turns(self) -> list[Turn]:
-        """The turns that are known here so far."""
+        """The turns that this process knows so far."""
         return [self._turns[index] for index in sorted(self._turns)]
 
     @property
@@ -115,7 +115,7 @@ class LoopConversation:
         return self._openings.get(turn.index, "")
 
     async def close(self) -> None:
-        """Ends the attempt; its record is known from now on."""
+        """Ends the attempt, and gets its record."""
         if self._is_closed:
             return
 
@@ -135,7 +135,7 @@ class LoopConversation:
 
     @property
     def ended_agent(self) -> EndedAgent | None:
-        """What is recorded, once the attempt has ended."""
+        """The record, once the attempt has ended."""
         ended_attempt = self.attempt.ended
         return None if ended_attempt is None else ended_attempt.agents[self.agent]
 
@@ -198,7 +198,7 @@ class RemotePolicy(Policy):
     """The policy that an agent of a program's own loop asks."""
 
     def __init__(self, attempt: RemoteAttempt, remote: RemoteConversations | None = None) -> None:
-        """`remote`: what the attempt says to remote models, if there are any."""
+        """`remote`: the attempt's conversations with remote models, if there are any."""
         conversations: Mapping[str, Any] = attempt.conversations
         door = _ConversationDoor(attempt)
         super().__init__(

@@ -1,4 +1,4 @@
-"""The routes of a server of programs' loops (wire.py), before those of the gateway.
+"""The routes of a server for programs' loops (wire.py), which take precedence over the gateway's.
 
     GET  /loop/v1/models                               the models
     POST /loop/v1/models/NAME                          open or resume
@@ -57,7 +57,7 @@ BODY_S = 30.0
 GROUPS_S = 600.0
 """Longest time for a body of groups to train on to arrive."""
 QUICK_S = 60.0
-"""How long what does not wait for the engine or the trainer may take."""
+"""The time limit of requests that do not wait for the engine or the trainer."""
 _JSON = "application/json"
 
 
@@ -101,7 +101,7 @@ class LoopDoor:
             connection.leave()
 
     async def _respond(self, request: Request) -> Response:
-        """The one place where a failure becomes an answer."""
+        """Turns failures into answers; no other code does."""
         path = request.url.path.removeprefix(PREFIX).strip("/")
         parts = path.split("/", 4) if path else []
         try:
@@ -188,7 +188,7 @@ class LoopDoor:
 
 
 async def _quick(work: Awaitable[Any]) -> Any:
-    """What the run does at once, unless it hangs."""
+    """Work that the run does at once, unless it hangs."""
     try:
         async with asyncio.timeout(QUICK_S):
             return await work
@@ -211,7 +211,7 @@ async def _body(request: Request, longest: int = MAX_BODY, within_s: float = BOD
                     )
                 pieces.append(piece)
     except TimeoutError as error:
-        raise BadRequestError(f"the body did not come within {within_s:g} s") from error
+        raise BadRequestError(f"the body did not arrive within {within_s:g} s") from error
 
     return b"".join(pieces)
 

@@ -22,12 +22,12 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 
 def encode(record: Any) -> bytes:
-    """A record as JSON: numbers keep every bit. Raises BadRequestError for what a program put into
-    it that JSON has no form for."""
+    """A record as JSON: numbers keep every bit. Raises BadRequestError for a program's value that
+    JSON can't represent."""
     try:
         return _ENCODER.encode(record)
     except (TypeError, NotImplementedError, RecursionError, UnicodeEncodeError) as error:
-        raise BadRequestError(f"this can't be sent: {error}") from error
+        raise BadRequestError(f"this value can't be sent: {error}") from error
 
 
 def decode(content: bytes, kind: type[T]) -> T:

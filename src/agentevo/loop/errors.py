@@ -6,11 +6,11 @@ from agentevo.errors import AgentEvoError, EngineUnavailableError
 
 
 class SealError(AgentEvoError):
-    """Groups were submitted whose tokens are not what the run's engine drew."""
+    """Submitted groups have tokens that the run's engine did not sample."""
 
 
 class UnknownAttemptError(EngineUnavailableError):
-    """An attempt is not under way: the server was restarted, or gave it up."""
+    """An attempt is not running: the server was restarted, or ended it."""
 
 
 class ModelNotOpenError(EngineUnavailableError):

@@ -52,8 +52,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         without trajectories."""
         if unknown := set(agents) - set(self.agents):
             raise ConfigError(
-                f"{min(unknown)!r} is no agent of the group {self.id}: "
-                f"{', '.join(filter(None, self.agents)) or 'it has but one, without a name'}"
+                f"{min(unknown)!r} is not an agent of the group {self.id}: "
+                f"{', '.join(filter(None, self.agents)) or 'it has a single agent, without a name'}"
             )
 
         return msgspec.structs.replace(
@@ -77,7 +77,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             rewards = dict(zip(ids, rewards, strict=True))
 
         if unknown := rewards.keys() - set(ids):
-            raise ConfigError(f"{min(unknown)!r} is no attempt of the group {self.id}")
+            raise ConfigError(f"{min(unknown)!r} is not an attempt of the group {self.id}")
 
         try:
             new_rewards = {

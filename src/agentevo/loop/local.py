@@ -38,7 +38,7 @@ from agentevo.types import RemoteTurn
 NAMED = ("model", "algorithm")
 """Sections that may be only a name."""
 UNBOUNDED = 10**9
-"""`trainer.steps` of a loop that ends when its program likes."""
+"""`trainer.steps` of a loop without a fixed number of steps."""
 
 
 class _OnTheRunsLoop:

@@ -30,7 +30,7 @@ class TrainableModel:
     def __init__(
         self, connection: LoopConnection, state: ModelState, rewards: Sequence[RewardConfig] = ()
     ) -> None:
-        """`rewards` judge what its rollouts return no reward for."""
+        """`rewards` score rollouts that return no reward."""
         self.connection = connection
         self.rewards = tuple(rewards)
         self._state = state
@@ -45,8 +45,7 @@ class TrainableModel:
 
     @property
     def step(self) -> int:
-        """Steps that are committed, as far as is known here: a resumed loop continues from this
-        one."""
+        """The last known number of committed steps: a resumed loop continues from it."""
         return self._state.step
 
     @property
@@ -55,18 +54,18 @@ class TrainableModel:
         return self._state
 
     async def refresh(self) -> ModelState:
-        """Asks how far it is now: others may train it too."""
+        """Fetches the current state: other programs may train it too."""
         self._state = await self.connection.state()
         return self._state
 
     async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
         """One step on these groups, by the recipe; returns when it is committed.
 
-        Groups that are submitted again, after a lost answer, say, are not trained again: the answer
-        is the result of their step. Failed attempts are left out, and so are those older than
-        `rollout.staleness`; `dropped` says which and why. Raises ConfigError for groups that were
-        trained on before in part, or without a completed attempt, and SealError for tokens that the
-        engine has not drawn.
+        Groups that are submitted again, for example after a lost answer, are not trained again: the
+        call returns the result of their step. Failed attempts are left out, and so are those older
+        than `rollout.staleness`; `dropped` says which and why. Raises ConfigError for groups that
+        were trained on before in part, or without a completed attempt, and SealError for tokens
+        that the engine did not sample.
         """
         group_list = list(groups)
         if not group_list or not all(isinstance(group, Group) for group in group_list):
@@ -86,11 +85,11 @@ class TrainableModel:
 
     async def fetch(self, to: str | Path, *, step: int | Literal["last"] = "last") -> Path:
         """Copies a checkpoint into the new folder `to`, completely or not at all, and checks every
-        byte of it. `last` saves the present weights first. Raises UnusableCheckpointError where
-        that step has no checkpoint."""
+        byte of it. `last` saves the present weights first. Raises UnusableCheckpointError if that
+        step has no checkpoint."""
         target = Path(to)
         if await in_thread(target.exists):
-            raise ConfigError(f"{target} is there already: give the name of a new folder")
+            raise ConfigError(f"{target} already exists: give the name of a new folder")
         if step == "last":
             await self.save()
 
@@ -116,6 +115,6 @@ class TrainableModel:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """One of the attempts that may be under way at once."""
+        """A place among the attempts that may run at once."""
         async with self._slots:
             yield

@@ -1,5 +1,5 @@
-"""The parts that stay with a program when the model that it trains is on a server: its rewards, the
-remote models that it asks, with their keys, and the agents that those play."""
+"""The parts that stay with a program when its model is on a server: its rewards, the remote models
+that it calls, with their keys, and the agents that those play."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProgramParts:
     remote_agents: dict[str, str]
     """The agents that a remote model plays, and which."""
     agents: dict[str, Any]
-    """All others, as the server reads them."""
+    """All other sections, as the server reads them."""
 
     @classmethod
     def read(
@@ -36,7 +36,8 @@ class ProgramParts:
         remote_models: Mapping[str, Any],
         agents: Mapping[str, Any],
     ) -> ProgramParts:
-        """Out of the sections of a recipe. Raises ConfigError with a line for each problem."""
+        """Separates the parts from the sections of a recipe. Raises ConfigError with a line for
+        each problem."""
         configs, problems = read_rewards([named_reward(reward) for reward in rewards])
         sections: dict[str, RemoteModelSection] = {}
         for name, declared in remote_models.items():
@@ -58,8 +59,8 @@ class ProgramParts:
         ]
         plain = {name: plain_option(agent, named=False) for name, agent in agents.items()}
         problems += [
-            f"agents: {name!r} is a remote model too, and clients could not tell which they ask: "
-            "give one of them another name"
+            f"agents: {name!r} is also the name of a remote model, so clients could not "
+            f"distinguish them: rename one of them"
             for name, config in plain.items()
             if name in remote_models and not (_is_remote(config) and config["remote"] == name)
         ]
@@ -71,7 +72,7 @@ class ProgramParts:
             if model not in remote_models
         ]
         problems += [
-            f"agents.{name}.remote: nothing else can be said of a remote model's agent"
+            f"agents.{name}.remote: a remote model's agent has no other keys"
             for name in played
             if len(plain[name]) > 1
         ]

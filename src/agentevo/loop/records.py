@@ -19,7 +19,7 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     step: int
-    """Steps that are committed, which is the version of its weights."""
+    """The number of committed steps, which is the version of the weights."""
     group_size: int
     """`trainer.group_size`: attempts of a group, unless the program says otherwise."""
     max_attempts: int
@@ -33,31 +33,32 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     has_baseline: bool = False
     """Whether the algorithm compares a group with a greedy attempt at the same task."""
     agents: list[str] = []
-    """The names of several agents, in the order of their trajectories; empty where there is one."""
+    """The names of several agents, in the order of their trajectories; empty if there is one."""
     trained_agents: list[str] = []
-    """Those of them that are trained, the main one first."""
+    """The trained ones among them, the main one first."""
 
 
 class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """Which attempt begins."""
+    """The attempt to start."""
 
     task_id: str
     group_id: str
     number: int
     greedy: bool = False
     elsewhere: list[str] = []
-    """Names of models that the program asks itself, so that no client gets the policy by them."""
+    """Names of models that the program calls itself. A client can't reach the policy by these
+    names."""
     id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
-    """One that is asked for again has the same one, and is the same."""
+    """A repeated request has the same id, and gets the same attempt."""
 
 
 class OpenedService(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that has begun."""
+    """A started attempt."""
 
     handle: str
     """The name for requests about it; it can't be guessed."""
     names: dict[str, str]
-    """The id of each agent's trajectory; a single one has no name."""
+    """The id of each agent's trajectory; a single agent has an empty name."""
     keys: dict[str, str] = {}
     """Agent -> its key at the gateway, where its own clients have one from the start; the key
     without a name is valid for all of several agents."""
@@ -69,23 +70,23 @@ class ServiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     """The id of a call: a repeated call has the same id, and gets the same answer."""
     agent: str = ""
-    """Which of several agents is asked."""
+    """The agent, if there are several."""
     messages: list[Message] | None = None
     ids: list[int] | None = None
     """Token ids in place of messages."""
     tools: list[dict[str, Any]] | None = None
     overrides: SamplingOverrides | None = None
     form: AnswerForm | None = None
-    """What the answer has to look like."""
+    """The required form of the answer."""
     n: int = 1
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy said."""
+    """The policy's answer."""
 
     turns: list[Turn]
     openings: list[str]
-    """For each turn what the chat template made it begin with."""
+    """The opening that the chat template wrote for each turn."""
     slept_s: float
     """Seconds that the engine has slept until now."""
 
@@ -99,7 +100,7 @@ class SettledAgent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt's own clients have done until now."""
+    """The work of an attempt's own clients until now."""
 
     agents: dict[str, SettledAgent]
     posted: list[PostedReward]
@@ -116,11 +117,11 @@ class EndedAgent(msgspec.Struct, frozen=True, kw_only=True):
     broken: str | None
     """The engine's failure, if there was one."""
     seal: str
-    """Proves that `turns` are what the engine drew in this attempt (seals.py)."""
+    """Proves that the engine sampled `turns` in this attempt (seals.py)."""
 
 
 class EndedAttempts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is recorded of an attempt."""
+    """The record of an attempt."""
 
     agents: dict[str, EndedAgent]
 
@@ -132,7 +133,7 @@ class TrainedSubmission(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     """The step's row in metrics.jsonl."""
     dropped: dict[str, str] = {}
-    """Trajectory -> why it was not trained on."""
+    """Trajectory id -> why it was not trained on."""
 
     @property
     def reward(self) -> float:

@@ -1,5 +1,5 @@
-"""`@agentevo.rollout`: a function that makes one attempt, and the groups that a program's own loop
-makes of it.
+"""`@agentevo.rollout`: a function that makes one attempt, and the groups of such attempts in a
+program's own loop.
 
     @agentevo.rollout
     async def answer(task, policy): ...
@@ -8,7 +8,7 @@ makes of it.
     await model.train(groups)
 
 A failed attempt is part of its group, with the reason, and is not trained on. An error in the
-engine is not the attempt's failure: the attempt is made again, with a bound.
+engine is not the attempt's failure: the attempt is repeated, a limited number of times.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Rollout:
     async def _made(
         self, model: TrainableModel, task: Task, group: str, number: int, greedy: bool
     ) -> _MadeAttempt:
-        """One attempt, again when the engine fails it."""
+        """Makes one attempt, and repeats it if the engine fails."""
         failures = 0
         while True:
             async with model.slot():
@@ -121,7 +121,7 @@ class Rollout:
                 except InfrastructureFailure as error:
                     failures += 1
                     if failures == RETRIES.max_failures:
-                        raise EngineError(f"given up after {failures} tries: {error}") from error
+                        raise EngineError(f"failed {failures} times, last with: {error}") from error
 
             await asyncio.sleep(RETRIES.delay_s(failures))
 
@@ -145,7 +145,7 @@ class Rollout:
         return _MadeAttempt(trajectories, seals, attempt.unrewarded)
 
     def trace_of(self, error: str | None) -> str:
-        """The traceback of the first attempt that failed so."""
+        """The traceback of the first attempt with this failure."""
         return self._failures.trace_of(error)
 
 

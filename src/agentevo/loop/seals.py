@@ -1,5 +1,5 @@
-"""The proof that an attempt's tokens are those that the run's engine drew: the owner of a group as
-plain data may change its rewards, and not its turns.
+"""The proof that the run's engine sampled an attempt's tokens: a program may change the rewards of
+a group, but not its turns.
 
     seal = HMAC-SHA256(secret of the run, digest of the trajectory without its outcome)
 
@@ -27,7 +27,7 @@ class Sealer:
         self._key = hashlib.sha256(f"attempts {secret}".encode()).digest()
 
     def seal(self, trajectory: Trajectory) -> str:
-        """The trajectory's proof, whatever its outcome."""
+        """The trajectory's proof, which does not depend on its outcome."""
         bare = Trajectory(
             id=trajectory.id,
             task_id=trajectory.task_id,
@@ -47,7 +47,7 @@ class Sealer:
         is_text = isinstance(seal, str) and seal.isascii()
         if not is_text or not hmac.compare_digest(expected, str(seal)):
             raise SealError(
-                f"the attempt {trajectory.id!r} is not what this run's engine drew: its turns, "
-                "its task, its group or its number were changed, or it is another run's; rewards "
-                "may be changed, tokens may not"
+                f"the attempt {trajectory.id!r} is not what this run's engine sampled: its "
+                f"turns, task, group or number were changed, or it belongs to another run; you "
+                f"can change rewards, but not tokens"
             )

@@ -1,9 +1,8 @@
 """`agentevo server`: trains models for programs on other machines. Each model has a folder of its
 name, and a run with a thread of its own (service.py); the door is one socket, with the paths of
-wire.py, and the gateway's for agents with a client of their own.
-
-A client with the key may train here, and neither run code nor read files: the keys of sections that
-a client may set are listed (client_sections.py), and its chat templates are rendered within bounds.
+wire.py, and those of the gateway for agents that use another API client. A client with the key may
+train, but can neither run code nor read files: the keys of sections that a client may set are
+listed (client_sections.py), and its chat templates are rendered within bounds.
 """
 
 from __future__ import annotations
@@ -62,11 +61,11 @@ class LoopServer:
         self._services: dict[str, LoopService] = {}
         self._jobs: dict[tuple[str, ...], asyncio.Task[Any]] = {}
         self.sessions: dict[str, GatewaySession] = {}
-        """Of attempts, by their keys at the gateway."""
+        """The sessions of attempts, by their keys at the gateway."""
 
     async def job(self, key: tuple[str, ...], work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of work that may take long. It begins once, and the client asks again until
-        the result is ready. Raises TimeoutError where it is not ready yet."""
+        the result is ready. Raises TimeoutError if it is not ready yet."""
         task = self._jobs.get(key)
         if task is None:
             task = self._jobs[key] = asyncio.create_task(work())
@@ -76,14 +75,14 @@ class LoopServer:
         if not done:
             raise TimeoutError
         if task.cancelled():
-            raise EngineUnavailableError("the server is stopping: ask again when it is back")
+            raise EngineUnavailableError("the server is stopping: try again after it has restarted")
         if self._jobs.get(key) is task:
             del self._jobs[key]
 
         return task.result()
 
     def _forget_later(self, key: tuple[str, ...], task: asyncio.Task[Any]) -> None:
-        """Drops the result after a time: its client may never fetch it."""
+        """Drops the result after a time: the client may never fetch it."""
 
         def forget() -> None:
             if self._jobs.get(key) is task:
@@ -94,18 +93,18 @@ class LoopServer:
         asyncio.get_running_loop().call_later(KEPT_S, forget)
 
     def service(self, name: str) -> LoopService:
-        """The open model of that name. Raises why it has failed, if it has: it is not opened again
-        by a request that would fail it again."""
+        """The open model of that name. If it has failed, raises the reason: such a request does not
+        open it again, because it would fail again."""
         service = self._services.get(name)
         if service is not None and service.is_ending and service.has_failed:
             raise service.error_of_end()
         if service is None or not service.is_open:
-            raise ModelNotOpenError(f"the model {name!r} is not open here: open it first")
+            raise ModelNotOpenError(f"the model {name!r} is not open on this server: open it first")
         return service
 
     async def open(self, name: str, sections: dict[str, Any]) -> None:
-        """Opens a model, new or as it was left; a model that is open already and keeps its settings
-        is unchanged."""
+        """Opens a new or existing model; a model that is already open with the same settings is
+        unchanged."""
         config = self._config(name, sections)
         await self._end(name)
 
@@ -144,7 +143,7 @@ class LoopServer:
         self._note(f"{name}: open at step {(await service.call(service.state())).step}")
 
     async def _end(self, name: str) -> None:
-        """Waits for the end of a model that ends already, and forgets it."""
+        """Waits for the end of a model that is closing, and forgets it."""
         service = self._services.get(name)
         if service is not None and service.is_ending:
             await self._forget_closed(name, service)
@@ -163,7 +162,7 @@ class LoopServer:
     def _config(self, name: str, sections: dict[str, Any]) -> RunConfig:
         if not re.fullmatch(NAME, name):
             raise ConfigError(
-                f"{name!r} is no name for a model: use letters, digits, `-`, `_` and `.`"
+                f"{name!r} is not a valid model name: use letters, digits, `-`, `_` and `.`"
             )
         check_sections(sections)
         return loop_config(self.folder / name, only_from_the_hub(sections))
@@ -194,11 +193,11 @@ class LoopServer:
         )
         for error in results:
             if isinstance(error, BaseException):
-                self._note(f"a model did not end well: {error}")
+                self._note(f"a model ended with an error: {error}")
 
 
 class _SessionDoor:
-    """Where the own clients of one model's attempts ask: at the server's own socket."""
+    """The door for the API clients of one model's attempts: the server's own socket."""
 
     def __init__(self, server: LoopServer) -> None:
         """Made on the door's event loop, used on the run's."""
@@ -239,8 +238,8 @@ def serve_loops(
     max_models: int = 1,
     note: Callable[[str], None] = to_stderr,
 ) -> None:
-    """Serves until it is asked to stop; blocks. `tls`: whether it encrypts; None does so where it
-    is reached from other machines. Raises ConfigError before anything is created."""
+    """Serves until it is asked to stop; blocks. `tls`: whether it encrypts; None encrypts if other
+    machines can reach it. Raises ConfigError before anything is created."""
     if max_models < 1:
         raise ConfigError(f"--max-models {max_models}: give 1 or more")
 
@@ -250,7 +249,7 @@ def serve_loops(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{folder} can't be made ({error.strerror}): give another folder"
+                f"{folder} can't be created ({error.strerror}): give another folder"
             ) from error
 
         context = door.server_context()
@@ -286,7 +285,7 @@ def serve_loops(
                 note(f"training for clients at {address}\n  the key is in {loop_door.secret.file}")
                 while not stop():
                     await asyncio.sleep(LOOK_S)
-                note("stopping: a step that is under way is finished first")
+                note("stopping: a step in progress is finished first")
 
             note("stopped")
 

@@ -1,5 +1,6 @@
 """A run that trains on submissions of programs' loops: a thread with an event loop of its own, on
-which its engine draws and its trainer's loop (orchestration/training_run.py) waits for submissions.
+which its engine samples and its trainer's loop (orchestration/training_run.py) waits for
+submissions.
 
 Callers use `call` from another event loop: that of a program (local.py) or that of a server's door
 (server.py).
@@ -62,18 +63,18 @@ from agentevo.types import Outcome, Task, Trajectory, group_of_agent
 T = TypeVar("T")
 
 CLOSE_S = 600.0
-"""How long the end of a run may take: a step that is under way, and a checkpoint."""
+"""The time limit of a run's end: the current step, and a checkpoint."""
 BREAK_OFF_S = 10.0
-"""How long a run that is not open yet may take to end: an engine that starts, a model that loads.
-Work that can't be cancelled, such as a download, ends with the process."""
+"""The time limit of the end of a run that is still opening: an engine that starts, a model that
+loads. Work that can't be cancelled, such as a download, ends with the process."""
 START_S = 60.0
-"""How long the gateway may take to listen."""
+"""The time limit of the gateway's start."""
 GREEDY = "greedy"
 """Label of groups that are never trained on."""
 
 
 class _Notes(LiveView):
-    """Prints what the user should know, without progress, which belongs to the program."""
+    """Prints messages for the user, but no progress, which is the program's."""
 
     def __init__(self, title: str, notify: Callable[[str], None]) -> None:
         super().__init__(title, plain=True)
@@ -110,10 +111,10 @@ class LoopService:
         note: Callable[[str], None],
         is_of_stranger: bool = False,
     ) -> None:
-        """`door`: where attempts' own clients ask, if not at a gateway of this process. `note`
-        receives what the user should know. `is_of_stranger`: chat templates are rendered within
-        bounds (models/template_rendering.py). Raises ConfigError, before anything is created, for
-        what can't be trained this way."""
+        """`door`: the door for attempts' other API clients, if not a gateway of this process.
+        `note` receives messages for the user. `is_of_stranger`: chat templates are rendered within
+        bounds (models/template_rendering.py). Raises ConfigError, before anything is created, for a
+        recipe that can't be trained this way."""
         check_loop(config, resume=resume)
         self.config = config
         self._resume = resume and not is_given_up(config.run_dir)
@@ -138,39 +139,39 @@ class LoopService:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes attempts and groups."""
+        """Whether it accepts attempts and groups."""
         opened = self._opened.done() and self._opened.exception() is None
         return opened and not self.is_ending
 
     @property
     def has_failed(self) -> bool:
-        """Whether something else than `close` has ended it."""
+        """Whether something other than `close` has ended it."""
         return self._failure is not None
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is over, or soon will be: its last files may be written yet."""
+        """Whether it has ended or is ending: its last files may still be in the making."""
         return self.is_over or self._calls.is_closed
 
     async def start(self) -> None:
         """Opens the run, unless another caller does so already, and returns once it is open; raises
-        whatever prevents that."""
+        the error that prevents that."""
         if self._thread.ident is None:
             self._thread.start()
         await asyncio.shield(asyncio.wrap_future(self._opened))
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs work on the run's event loop. Raises why the run has ended where it has ended
-        already, or ends during the work."""
+        """Runs work on the run's event loop. If the run has ended, or ends during the work, raises
+        the reason."""
         return await self._calls.call(work)
 
     def call_now(self, work: Callable[[], T]) -> T:
-        """The same of something that does not wait, from a thread that may be blocked for it."""
+        """Calls a function that does not wait, from a thread that may block for it."""
         return self._calls.call_now(work, START_S)
 
     async def close(self) -> None:
-        """Ends the run after the work under way, with a checkpoint."""
-        self._is_closing = True  # for a thread that has not come so far
+        """Ends the run after the current work, with a checkpoint."""
+        self._is_closing = True  # for a thread that has not started yet
         self._calls.soon(self._end_run)
         limit_s = CLOSE_S if self._opened.done() else BREAK_OFF_S
         if self._thread.ident is not None:
@@ -185,13 +186,13 @@ class LoopService:
             raise self._failure
 
     def _end_run(self) -> None:
-        """After the step that is under way; at once where the run is not open yet."""
+        """Ends the run after the current step, or at once if it is still opening."""
         self._submissions.close()
         if not self._opened.done():
             self._main.cancel()
 
     def error_of_end(self) -> AgentEvoError:
-        """Why no further work is done here: a new exception for each caller."""
+        """Why the run accepts no further work: a new exception for each caller."""
         if isinstance(self._failure, AgentEvoError):
             return error_of(failure_of(self._failure)[1])
         why = "it was closed" if self._failure is None else f"it failed: {self._failure}"
@@ -202,7 +203,7 @@ class LoopService:
             with templates_of_strangers() if self._is_of_stranger else nullcontext():
                 run_coroutine(self._train())
         except asyncio.CancelledError as error:
-            if self._opened.done():  # else it was closed before that
+            if self._opened.done():  # otherwise it was closed before that
                 self._failure = error
         except BaseException as error:  # noqa: BLE001 (handed to who waits)
             self._failure = error
@@ -341,7 +342,7 @@ class LoopService:
         """The result of a submission, once it is committed."""
         if name not in self._steps:
             if not self._submissions.has(name):
-                raise ModelNotOpenError("this submission is not under way here: submit it again")
+                raise ModelNotOpenError("this submission is unknown here: submit it again")
             await asyncio.shield(self._submissions.future(name))
 
         (record, *_) = await self._parts.store.steps(after=self._steps[name] - 1)
@@ -353,8 +354,8 @@ class LoopService:
         )
 
     async def _check_new(self, groups: Sequence[Group]) -> None:
-        """Raises ConfigError for attempts that were submitted before, and for a task that is
-        another one by now."""
+        """Raises ConfigError for attempts that were submitted before, and for a task that differs
+        from an earlier one of its id."""
         store = self._parts.store
         for group in groups:
             ids = {member.id for member in group.members}
@@ -377,8 +378,8 @@ class LoopService:
 
             if stored_digest != encode_task(group.task).digest:
                 raise ConfigError(
-                    f"train: the task {group.task.id!r} is not the one of an earlier step: give "
-                    "another task another id"
+                    f"train: the task {group.task.id!r} differs from the task of that id in an "
+                    f"earlier step: give each task its own id"
                 )
 
     async def save(self) -> None:
@@ -413,8 +414,8 @@ class LoopService:
 
 
 def submission_id(groups: Sequence[Group]) -> str:
-    """The same for the same attempts with the same outcomes in the same order. Raises StoreError
-    for what can't be stored."""
+    """Equal for the same attempts with the same outcomes in the same order. Raises StoreError for
+    content that can't be stored."""
     digest = hashlib.sha256()
     for group in groups:
         for trajectory in group.members:
@@ -429,7 +430,7 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
     tasks: dict[str, Task] = {}
     for group in groups:
         if group.id.startswith(f"{group.task.id}/{GREEDY}@"):
-            raise ConfigError(f"train: the group {group.id} is greedy, which only evaluates")
+            raise ConfigError(f"train: the group {group.id} is greedy, so only for evaluation")
         if tasks.setdefault(group.task.id, group.task) != group.task:
             raise ConfigError(f"train: two tasks have the id {group.task.id!r}")
 
@@ -441,7 +442,7 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
         if group.baseline is not None and group.task.id in compared:
             raise ConfigError(
                 f"train: two groups of the task {group.task.id!r}, each with a baseline: a step "
-                "compares a task's attempts with one"
+                f"uses one baseline for each task"
             )
 
         compared.add(group.task.id)
@@ -451,7 +452,7 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
                     f"train: the attempt {member.id!r} is not of the group {group.id}"
                 )
             if member.id in seen_ids:
-                raise ConfigError(f"train: the attempt {member.id!r} is there twice")
+                raise ConfigError(f"train: the attempt {member.id!r} appears twice")
             seen_ids.add(member.id)
             sealer.check(member, group.seals.get(member.id))
             check_outcome(member, is_baseline=member is group.baseline)
@@ -464,25 +465,25 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
 
 
 def _group_id(group: Group, trajectory: Trajectory) -> str:
-    """The id that the group needs for one of its trajectories."""
+    """The group id that a trajectory of the group must have."""
     if trajectory is group.baseline:
         return baseline_name(group.id, group.task.id)
     return group_of_agent(group.id, trajectory.agent)
 
 
 def check_loop(config: RunConfig, *, resume: bool) -> None:
-    """Raises ConfigError, before anything is created, for what a program's own loop can't be
-    trained by."""
+    """Raises ConfigError, before anything is created, for settings that a program's own loop can't
+    use."""
     agent = config.agent.type
     for is_set, key, why in (
         (agent not in ("environment", "function"), f"agent.type={agent}", "the program plays"),
         (config.environment is not None, "environment", "the program plays"),
-        (config.tasks.given, "tasks", "the program says what its groups are of"),
+        (config.tasks.given, "tasks", "the program chooses the tasks of its groups"),
         (config.rollout.samplers > 0, "rollout.samplers", "the program samples"),
-        (config.data.given, "data", "the program submits what is trained on"),
-        (config.cold_start.episodes > 0, "cold_start", "there is no environment to show"),
+        (config.data.given, "data", "the program submits the training data"),
+        (config.cold_start.episodes > 0, "cold_start", "there is no environment to demonstrate"),
         (config.evaluation.stop_after > 0, "evaluation.stop_after", "the program evaluates"),
-        (config.profile.enabled, "profile", "the program's own time is no part of a step"),
+        (config.profile.enabled, "profile", "the program's own time is not part of a step"),
     ):
         if is_set:
             raise ConfigError(f"{key}: {why}: leave it out")

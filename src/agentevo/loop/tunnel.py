@@ -1,8 +1,7 @@
-"""A way to an encrypted server for clients that do not know its certificate: a port of this machine
-only, whose connections continue to the server, encrypted.
+"""A local port for clients that do not know an encrypted server's certificate. Only this machine
+can reach it, and its connections continue to the server, encrypted.
 
-    tunnel = Tunnel(address)
-    tunnel.base          http://127.0.0.1:PORT, from the first time that it is asked for
+    tunnel = Tunnel(address) tunnel.base          http://127.0.0.1:PORT, from the first access on
     tunnel.close()
 
 The fingerprint of its certificate identifies the server: one with another fingerprint receives
@@ -29,8 +28,8 @@ PIECE = 2**16
 
 
 def pinned_context(address: EngineAddress) -> ssl.SSLContext:
-    """What trusts the certificate of that fingerprint alone; blocks. Raises ConfigError where the
-    server shows another one, EngineUnavailableError where it does not answer."""
+    """A TLS context that trusts only the certificate with that fingerprint; blocks. Raises
+    ConfigError if the server shows another one, EngineUnavailableError if it does not answer."""
     parts = urlsplit(address.url)
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     asking.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -49,8 +48,8 @@ def pinned_context(address: EngineAddress) -> ssl.SSLContext:
     fingerprint = fingerprint_of(shown)
     if not hmac.compare_digest(fingerprint, address.certificate):
         raise ConfigError(
-            f"{address.url} shows the certificate {fingerprint} and not {address.certificate}, by "
-            "which it is known: another server, or somebody in between; it was told nothing"
+            f"{address.url} shows the certificate {fingerprint} and not {address.certificate}, "
+            f"which identifies it: it is another server, or an intermediary; nothing was sent"
         )
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,4 +1,4 @@
-"""What a server of programs' loops and its clients agree on: paths, records that only travel
+"""The protocol of a server for programs' loops and its clients: paths, records that only travel
 between them, and failures by name."""
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from agentevo.loop.errors import ModelNotOpenError, SealError, UnknownAttemptErr
 
 PREFIX = "/loop/v1/models"
 ASK_AGAIN = 202
-"""Status of an answer that is not there yet: the same request again waits on."""
+"""Status of an answer that is not ready yet: the client repeats the request to wait longer."""
 WAIT_S = 20.0
 """How long a request is kept waiting before that answer."""
 NAME = r"\w[\w.-]{0,99}"
-"""What a model may be called."""
+"""The form of a model's name."""
 
 
 class OpenModel(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is to be trained."""
+    """The settings of a model's training."""
 
     sections: dict[str, Any] = {}
 
 
 class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group is of."""
+    """The task of a group."""
 
     task_id: str
     greedy: bool = False
 
 
 class Named(msgspec.Struct, frozen=True, kw_only=True):
-    """The name of something that was begun: a group, a submission."""
+    """The name of a new group or submission."""
 
     id: str
 
@@ -47,7 +47,7 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WireFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong."""
+    """A failure."""
 
     type: str
     message: str
@@ -79,7 +79,7 @@ _STATUSES: tuple[tuple[type[AgentEvoError], int], ...] = (
 
 
 def failure_of(error: BaseException) -> tuple[int, WireFailure]:
-    """(HTTP status, what the body says)."""
+    """The HTTP status and the body."""
     if not isinstance(error, AgentEvoError):
         return 500, WireFailure(type="EngineError", message=errors.describe_error(error))
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)

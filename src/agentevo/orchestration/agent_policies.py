@@ -71,8 +71,8 @@ def checkpoint_of(checkpoint: Path | None, config: RunConfig, policy: str) -> Pa
 def saved_beside(
     config: RunConfig, policies: Mapping[str, AgentPolicy]
 ) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-    """Folder below a checkpoint -> what is saved there of the trained policies other than the main
-    one."""
+    """Folder below a checkpoint -> the trained policy, other than the main one, that is saved
+    there."""
     return {
         f"{CHECKPOINTS}/{name}": (policies[name].model, policies[name].tokenizer)
         for name in trained_policies(config)[1:]
@@ -132,8 +132,7 @@ def _engine(
 
 @torch.no_grad()
 def _share(model: PreTrainedModel, main: PreTrainedModel) -> None:
-    """Replaces the model's tensors by the main model's tensors where neither is trained and both
-    are equal."""
+    """Replaces the model's tensors by the main model's if neither is trained and both are equal."""
     fixed = {name: p for name, p in main.named_parameters() if not p.requires_grad}
     modules = dict(model.named_modules())
     for name, parameter in list(model.named_parameters()):
@@ -163,8 +162,8 @@ class EarlierVersions:
         self._loaded: dict[str, int] = {}
 
     async def advance(self, step: int, *, is_reloaded: bool) -> None:
-        """The trained policies now have version `step`. `is_reloaded`: they were loaded, so nothing
-        that was swapped in before counts. Raises CheckpointError."""
+        """The trained policies now have version `step`. `is_reloaded`: they were loaded, so weights
+        that were swapped in before do not count. Raises CheckpointError."""
         for name, section in self._config.agents.items():
             if not section.is_earlier or section.weights_of is None:
                 continue
@@ -200,8 +199,9 @@ class EarlierVersions:
             return folder.read(version)
         except EngineError as error:
             raise CheckpointError(
-                f"agents.{agent} is to play with version {version} now, which {folder.folder} does "
-                f"not have as it was written ({error}): restore it from a copy, or begin another "
+                f"agents.{agent} plays with version {version} next, but its copy in "
+                f"{folder.folder} is missing or changed ({error}): restore it from a copy, or "
+                f"begin another "
                 "run"
             ) from error
 

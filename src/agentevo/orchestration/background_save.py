@@ -1,6 +1,6 @@
 """A checkpoint that is written while the run continues.
 
-    start(step, write) -> a thread writes -> settle: the run knows of it, or ends with the failure
+    start(step, write) -> a thread writes -> settle: the run records it, or ends with the failure
 
 At most one save is in progress. The thread writes a copy in the CPU's memory that was made before.
 A step counts as saved only when its folder is complete and the run has recorded it (head.json),

@@ -41,10 +41,10 @@ class BatchSource(Protocol):
     def prepare(self, collected: Collected, step: int) -> PreparedBatch: ...
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
-        """Raises TrainingError if the store no longer has what the step trained on."""
+        """Raises TrainingError if the store no longer has the step's training data."""
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
-        """Metrics of the policy on held-out data; empty where there is none. Raises StopAskedError
+        """Metrics of the policy on held-out data; empty if there is none. Raises StopAskedError
         when `stop()` becomes true during the evaluation."""
 
     def opening_metrics(self) -> dict[str, float]:
@@ -60,13 +60,13 @@ class BatchSource(Protocol):
     def warnings(self) -> list[str]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; JSON."""
+        """The state for a resumed run, as JSON values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class WithoutHeldOutData:
-    """What the sources without held-out data have in common: held-out tasks measure the policy."""
+    """The common base of sources without held-out data: held-out tasks measure the policy."""
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
         return {}
@@ -143,7 +143,7 @@ class RolloutBatches(WithoutHeldOutData):
         return CreditedGroups() if self._credit is None else self._credit.ask(trajectories)
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
-        """Made from the step's plan and the attempts in the store."""
+        """Makes the samples from the step's plan and the attempts in the store."""
         plan = StepPlan.of(record.step, record.record)
 
         async def read() -> list[Trajectory]:
@@ -157,7 +157,8 @@ class RolloutBatches(WithoutHeldOutData):
         credited = self._ask_credit(trained)
         if credited.dropped:
             problem = (
-                f"step {record.step} can't be done again: algorithm.credit fails where it did not"
+                f"step {record.step} can't be repeated: algorithm.credit fails now, and did not "
+                f"when the step was committed"
             )
             raise TrainingError("\n".join([problem, *credited.warnings]))
 
@@ -210,6 +211,6 @@ class GivenPairs(WithoutHeldOutData):
         """Raises ConfigError if the pairs differ from those with which the run was started."""
         if state != self.state_dict():
             raise ConfigError(
-                "data.pairs, data.pairs_from: these are not the pairs that the run was started "
-                "with: restore them, or start again with run.overwrite=true"
+                "data.pairs, data.pairs_from: the pairs differ from those that the run was "
+                "started with: restore them, or start again with run.overwrite=true"
             )

@@ -1,4 +1,4 @@
-"""What is refused before a run creates or deletes anything."""
+"""Checks that refuse a run before it creates or deletes anything."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def check_recipe(
     resume: bool = False,
     may_fetch: bool = True,
 ) -> GivenTasks | None:
-    """All that a run of `agentevo train` or `sft` refuses of its recipe before it looks at its
-    folder, in one ConfigError. Returns and fetches what `check_parts` does."""
+    """Checks the recipe of `agentevo train` or `sft` before the run looks at its folder, and raises
+    all problems in one ConfigError. Returns and downloads the same as `check_parts`."""
     refusals = Refusals()
     refusals.collect(check_agent, config, agent, tasks)
     refusals.collect(check_tracing, config)
@@ -75,13 +75,12 @@ def check_parts(
     is_disaggregated: bool = False,
     may_fetch: bool = True,
 ) -> GivenTasks | None:
-    """Raises ConfigError, with all of it, for what would otherwise fail while a training run's
-    parts are built: an unknown engine or transport, a missing package or option of engine,
-    environment or child processes, too few tasks, a model that can't be had. Returns the tasks that
-    the recipe's files or its agent gave. `is_disaggregated`: samplers and engines are other
-    processes, whichever program starts them. `may_fetch`: a known model is downloaded here, if
-    nothing else is refused; without it none is, and a model that is not on this machine is looked
-    at by its name alone."""
+    """Raises ConfigError with all problems that would otherwise appear while a training run's parts
+    are built: an unknown engine or transport, a missing package or option of engine, environment or
+    child processes, too few tasks, a model that can't be had. Returns the tasks that the recipe's
+    files or its agent gave. `is_disaggregated`: samplers and engines are other processes, whichever
+    program starts them. `may_fetch`: a known model is downloaded here, if nothing else is refused.
+    Without it no model is downloaded, and only the name of a missing one is checked."""
     refusals = Refusals()
     if config.rollout.samplers:
         refusals.collect(_check_samplers, config)
@@ -193,8 +192,8 @@ def _check_model(section: ModelSection, may_fetch: bool) -> None:
 
 
 def check_processes(config: RunConfig, *, world: int | None = None) -> None:
-    """Raises ConfigError where trainer.parallel needs another number of processes than a launcher
-    has started (or `world`), and for what several processes can't train together."""
+    """Raises ConfigError if trainer.parallel needs another number of processes than a launcher has
+    started (or `world`), and if several processes can't train the recipe together."""
     world = world if world is not None else world_size()
     try:
         config.trainer.parallel.replicas(world)
@@ -230,9 +229,9 @@ def load_checked(
 
 
 def check_unloaded(config: RunConfig) -> LoadedModel | None:
-    """Refuses what `load_checked`, and the sampler after it, would refuse of the recipe's model, if
-    that is on this machine. Reads no weight of a saved model. Returns the model as far as it was
-    read, None for one that is not on this machine. Raises ConfigError and ModelError."""
+    """Does the checks of `load_checked` and of the sampler on the recipe's model, if that is on
+    this machine. Reads no weight of a saved model. Returns the model as far as it was read, None
+    for one that is not on this machine. Raises ConfigError and ModelError."""
     if config.model.name == TINY:
         loaded = load_checked(config)
     else:
@@ -256,10 +255,10 @@ def _check_template(config: RunConfig, loaded: LoadedModel) -> None:
 
 
 def _system_remedy(agent: AgentSection) -> str:
-    """How to do without the system message of the recipe's agent; empty where the agent has
+    """How to do without the system message of the recipe's agent; empty if the agent has
     none."""
     if isinstance(agent, CodeAgentSection):
-        return f"agent.type={agent.type} always has one, so choose another model or agent"
+        return f"agent.type={agent.type} always has one: choose another model or agent"
     if getattr(agent, "system_prompt", None) is None:
         return ""
     return "set agent.system_prompt=null" + (
@@ -277,8 +276,8 @@ def _check_spread(config: RunConfig, loaded: LoadedModel) -> None:
 def check_agent(
     config: RunConfig, agent: AgentFunction | None, tasks: Sequence[Task] | None
 ) -> None:
-    """Raises ConfigError for an agent function without tasks, for no agent at all, and for what
-    samplers in other processes can't have."""
+    """Raises ConfigError for an agent function without tasks, for a missing agent, and for objects
+    that samplers in other processes can't have."""
     if agent is not None and tasks is None and not config.tasks.given:
         raise ConfigError("an agent function needs tasks: pass tasks=[...]")
 

@@ -1,5 +1,5 @@
-"""Cold start: the environment's own solver plays, and the policy learns to write the solver's
-answers. RL then begins with a policy that knows the format and the basics."""
+"""Cold start: the environment's solver plays, and the policy learns to write its answers. RL then
+begins with a policy that knows the format and the basics."""
 
 from __future__ import annotations
 

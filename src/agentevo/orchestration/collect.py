@@ -41,7 +41,7 @@ STALE = "stale"
 
 @dataclass(frozen=True)
 class Collected:
-    """What a step has sampled, and which part of it is trained on."""
+    """The attempts that a step has sampled, and the part that it trains on."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
     """Everything that was sampled and is in the store, including greedy attempts, with rewards as
@@ -83,7 +83,7 @@ class StepTasks(Protocol):
         """Reads the part of the committed steps that determines the tasks of later steps."""
 
     def stage_name(self, step: int) -> str:
-        """The name of the stage of a step; empty where there are none."""
+        """The name of the stage of a step; empty if there are none."""
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """Metrics of how a step's tasks were chosen."""
@@ -143,8 +143,7 @@ class Collector:
         return rlpr | ({SOLVED: self._solved} if self._solved else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave. A filter that was off until now starts without
-        history."""
+        """The inverse of `state_dict`. A filter that was off until now starts without history."""
         if self._rlpr is not None and "rlpr" in state:
             self._rlpr.load_state_dict(state["rlpr"])
 

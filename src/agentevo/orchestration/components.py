@@ -1,4 +1,4 @@
-"""Everything that a run works with: model, engine, agent, sampler and store, built once from the
+"""The parts of a run: model, engine, agent, sampler and store, built once from the
 configuration."""
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class Components:
     store: Store
     tasks: TaskSource
     agent: Agent | None
-    """None where nothing is played: supervised fine-tuning without an environment."""
+    """None if no task is attempted: supervised fine-tuning without an environment."""
     calls: CallLog
     note: Callable[[str], None] = to_stderr
     """Receives messages for the user."""
     checkpoint: Path | None = None
     """The checkpoint from which the model was loaded; None for the recipe's own model."""
     policies: Mapping[str, AgentPolicy] = field(default_factory=dict)
-    """By name, the policies of a rollout of several agents, including the main one; empty where
+    """By name, the policies of a rollout of several agents, including the main one; empty if
     there is only one policy."""
     run_engines: RunEngines | None = None
     """Equals `engine` where this process makes no engine and the run's other engines evaluate."""
@@ -128,7 +128,7 @@ class Components:
     def sampler(self) -> Sampler:
         """The sampler, which lets the agent attempt tasks."""
         if self.agent is None:
-            raise ConfigError("there is nothing to play: give the recipe an environment")
+            raise ConfigError("there are no tasks to attempt: give the recipe an environment")
 
         context = context_length(self.model.config)
         return Sampler(
@@ -154,7 +154,7 @@ def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
     if section.name == "tiny":
         raise ConfigError(
             f"{checkpoint} is an adapter, and model.name=tiny can't be its base: set model.name "
-            "to the model it was made for"
+            f"to the base model of the adapter"
         )
 
     return section.model_copy(
@@ -228,8 +228,8 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
     uses_run_engines: bool = False,
 ) -> AsyncIterator[Components]:
     """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see
-    `checkpoint_section`; `loaded` is what `load_policy` has found already; `transport`: how the
-    engine gets what is trained (`local_transport`); `note` shows a message to the user;
+    `checkpoint_section`; `loaded`: the result of an earlier `load_policy`; `transport`: how the
+    engine gets the trained weights (`local_transport`); `note` shows a message to the user;
     `may_play=False`: a program's own loop plays, and this process does not; `traced`: its calls go
     where the recipe's `tracing` says; `uses_run_engines`: this process makes no engine and asks the
     run's other ones."""
@@ -275,7 +275,7 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
             stack.push_async_callback(player.close)
 
         if parts.plays:
-            # Refuses, before anything is computed, what can't be continued.
+            # Refuses templates that can't be continued, before anything is computed.
             stack.callback(parts.sampler.close)
 
         yield parts

@@ -1,7 +1,6 @@
-"""What `agentevo sft` trains on: conversations from files, episodes of the environment's solver,
-the best stored attempts of another run.
-
-Everything that is not used is in a RowReport, with its reason and its place.
+"""The training data of `agentevo sft`: conversations from files, episodes of the environment's
+solver, the best stored attempts of another run. A RowReport lists every unused row with its reason
+and its place.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ LEFT_OUT = " left out, "
 BAD_ROWS = "bad_rows.jsonl"
 """In the run's folder: every row that is not used."""
 Conversations = dict[str, list[TokenRow]]
-"""Name -> the samples of one conversation, which stay together."""
+"""Name -> the samples of one conversation. They stay together."""
 
 
 @dataclass
 class SFTData:
-    """Everything, encoded."""
+    """All encoded conversations."""
 
     train: Conversations = field(default_factory=dict)
     held_out: Conversations = field(default_factory=dict)
@@ -119,7 +118,7 @@ class ConversationBatches:
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
         """Loss, perplexity and token accuracy on the held-out conversations, if there are any.
-        Raises StopAskedError where `stop()` says so between two of their batches."""
+        Raises StopAskedError if `stop()` says so between two of their batches."""
         if not self._held_out:
             return {}
         assert self.measure is not None
@@ -129,7 +128,7 @@ class ConversationBatches:
         return metrics
 
     def opening_metrics(self) -> dict[str, float]:
-        """How many rows were read, and what became of them."""
+        """How many rows were read and used."""
         return {
             key: value for report in self._data.reports for key, value in report.metrics().items()
         }
@@ -171,7 +170,7 @@ class ConversationBatches:
 
         if state["digest"] != self._digest:
             raise ConfigError(
-                "data: its conversations are not those that the run was started with: restore "
+                "data: its conversations differ from those that the run was started with: restore "
                 "them, or start again with run.overwrite=true"
             )
 
@@ -271,7 +270,7 @@ def load_sft_data(
 
     if not conversations.train:
         raise ConfigError(
-            "data: no row is left to train on:\n"
+            "data: no usable row to train on:\n"
             + "\n".join(line for report in conversations.reports for line in report.lines())
         )
 
@@ -385,11 +384,12 @@ def best_attempts(
             answer = answer_of(attempt)
             if any(answer.says(previous) for previous in accepted):
                 report.add(
-                    name, RowError("duplicate", f"says what a better attempt at {task} says")
+                    name,
+                    RowError("duplicate", f"has the same answer as a better attempt at {task}"),
                 )
             elif len(accepted) == per_task:
                 report.add(
-                    name, RowError("beyond_per_task", f"{per_task} of {task} are taken already")
+                    name, RowError("beyond_per_task", f"{per_task} of {task} are used already")
                 )
             else:
                 accepted.append(answer)

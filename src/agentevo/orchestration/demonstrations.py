@@ -60,7 +60,11 @@ def demonstration_rows(
 ) -> Iterator[dict[str, Any]]:
     """The episodes that succeed, as rows for `agentevo sft`. Raises as `solver_episodes`."""
     played = solver_episodes(
-        config, episodes, 0.0, note=note, remedy="only one that knows the best action can show it"
+        config,
+        episodes,
+        0.0,
+        note=note,
+        remedy="only an environment that knows the best action can demonstrate it",
     )
     for index, shown in played:
         if shown.success:

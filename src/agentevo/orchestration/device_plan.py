@@ -36,7 +36,7 @@ def plan_devices(count: int, ranks: int, engines: int, per_engine: int) -> Devic
     """The plan for `ranks` of a trainer and that many engines, of `per_engine` devices each, on a
     machine with `count` devices. The trainer has the first devices, and the engines follow. A
     single engine of one device shares the trainer's device where none is left. Raises ConfigError
-    where they don't fit."""
+    if they don't fit."""
     trainer = tuple(range(ranks))
     if engines == per_engine == 1 and ranks == count:
         return DevicePlan(trainer, ((trainer[-1],),))
@@ -48,7 +48,7 @@ def plan_devices(count: int, ranks: int, engines: int, per_engine: int) -> Devic
         if fitting:
             remedy = f"set rollout.engines={fitting}"
         elif ranks > count:
-            remedy = f"start {count} ranks of the trainer at most"
+            remedy = f"start at most {count} ranks of the trainer"
 
         raise ConfigError(
             f"rollout.engines={engines}: {engines} x {per_engine} devices for engines and {ranks} "
@@ -80,8 +80,8 @@ def devices_per_engine(section: EngineSection) -> int:
 
 
 def plan_of(config: RunConfig) -> DevicePlan | None:
-    """The plan for the engines that `agentevo train` starts; None where there are none, or the CPU
-    computes. Raises ConfigError where they don't fit, ModelError without the device."""
+    """The plan for the engines that `agentevo train` starts; None if there are none, or the CPU
+    computes. Raises ConfigError if they don't fit, ModelError without the device."""
     if not config.rollout.samplers:
         return None
 

@@ -1,5 +1,5 @@
-"""How good the policy is on held-out tasks, compared with a random and an optimal player under the
-same limits."""
+"""Measures the policy on held-out tasks, next to a random and an optimal player under the same
+limits."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Evaluated:
 
     @property
     def failures(self) -> str:
-        """How many attempts failed and why, in words; empty where none failed."""
+        """How many attempts failed and why, in words; empty if none failed."""
         if not self.errors:
             return ""
         words = failure_words(self.errors, self.num_attempts)
-        return f"{words}; they count neither in success nor in reward"
+        return f"{words}; success and reward do not include them"
 
     def notes(self, config: RunConfig, *, is_first: bool = True) -> list[str]:
         """The lines under the table of an evaluation's numbers. Only the first table explains what
@@ -44,7 +44,7 @@ class Evaluated:
 
     @property
     def stages(self) -> str:
-        """Greedy success by stage, in words; empty where there are none."""
+        """Greedy success by stage, in words; empty if there are none."""
         rates = [
             f"{key.rpartition('/')[2]} {value:.1%}"
             for key, value in self.metrics.items()
@@ -62,7 +62,7 @@ def reference_players(parts: Components) -> Baselines | None:
 
 
 def meaning_of_success(config: RunConfig) -> str:
-    """The meaning of the numbers of a graded agent; empty for an environment's own success."""
+    """Explains the numbers of a graded agent; empty for an environment's own success."""
     if config.environment is not None and isinstance(config.agent, EnvironmentAgentSection):
         return ""
 
@@ -164,7 +164,7 @@ def _by_stage(parts: Components, done: Sequence[Trajectory], prefix: str) -> dic
 
 
 def headline(metrics: dict[str, float]) -> float | None:
-    """The greedy success rate among an evaluation's metrics; None where every attempt failed."""
+    """The greedy success rate among an evaluation's metrics; None if every attempt failed."""
     return next((value for key, value in metrics.items() if key.endswith("/success/greedy")), None)
 
 

@@ -2,7 +2,7 @@
 evaluation, or of its first step, has failed. Later failures are counted and do not end the run.
 
 Nothing was trained at that point, so the run does not occupy its folder (`runs.chain.is_given_up`):
-after the repair, the same command starts the run in the same folder.
+after a fix, the same command starts the run in the same folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_evaluation(parts: Components, evaluated: Evaluated) -> None:
 def check_first_evaluation(
     parts: Components, evaluated: Evaluated, command: str, head: HeadFile
 ) -> None:
-    """Does the same for a run's first evaluation. `head` records that the run is given up."""
+    """Does the same for a run's first evaluation. `head` records that the run is abandoned."""
     what = "the first evaluation"
     _give_up(
         parts,
@@ -55,14 +55,14 @@ def check_first_step(
 def _describe_failure(
     parts: Components, what: str, errors: list[str | None], num_attempts: int
 ) -> str:
-    """Says what failed and where the first error was raised, whose traceback has already been
-    shown; empty where at least one attempt did not fail."""
+    """Says what failed and where the first error was raised. Its traceback was already shown. Empty
+    if at least one attempt did not fail."""
     if not num_attempts or len(errors) < num_attempts:
         return ""
     failed = f"{what}: {failure_words(errors, num_attempts)}"
     trace = parts.sampler.failures.trace_of(errors[0])
     place = name_place(trace)
-    where = f"raised in {place}: its traceback stands above" if place else trace
+    where = f"raised in {place}: its traceback is above" if place else trace
     return "\n".join(filter(None, (failed, where)))
 
 
@@ -73,7 +73,7 @@ def _give_up(parts: Components, failed: str, command: str, head: HeadFile) -> No
 
 
 def _begin_again(config: RunConfig, command: str) -> str:
-    """Says how to continue with a run that ended so."""
+    """Says how to continue a run that ended like this."""
     if config.agent.type == "function":
         how = "by the same call"
     elif command == "learn":
@@ -85,4 +85,4 @@ def _begin_again(config: RunConfig, command: str) -> str:
             "with --resume or without"
         )
 
-    return f"nothing was trained: mend it, and begin again in the same folder {how}"
+    return f"nothing was trained: fix it, and start again in the same folder {how}"

@@ -1,9 +1,8 @@
 """The trainers of a policy by name, which every process that trains it makes for itself.
 
-policy       by advantages: attempts and their rewards
-preferences  by comparing answers
-sft          by likelihood, on conversations
-cold_start   likewise, on what the environment's solver says, before the first step
+policy       by advantages: attempts and their rewards preferences  by comparing answers sft
+by likelihood, on conversations cold_start likewise, on the answers of the environment's solver,
+before the first step
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def supervised_trainer(
 def cold_start_trainer(
     config: RunConfig, model: PreTrainedModel, settings: SFTSection, total_steps: int
 ) -> SupervisedTrainer:
-    """The trainer of a cold start, which draws dropout on its own."""
+    """The trainer of a cold start, which seeds dropout itself."""
     return SupervisedTrainer(
         model,
         settings,
@@ -99,7 +98,7 @@ def make_learner(
     share: Shared,
     *arguments: Any,
 ) -> Any:
-    """The trainer with that name; see the module. `arguments`: what the recipe does not
+    """The trainer with that name; see the module. `arguments`: values that the recipe does not
     determine."""
     match name:
         case "policy":

@@ -1,5 +1,5 @@
-"""What the ledger records of a step: which attempts it trained on, why the others are left out, and
-its plan."""
+"""A step's entry in the ledger: the attempts that it trained on, the reasons for leaving out the
+others, and its plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plan_of(
     batch: PreparedBatch,
     metrics: Mapping[str, float],
 ) -> StepPlan:
-    """What the step has trained on, so that it can be checked and replayed."""
+    """The record of the step's training data, for checks and replay."""
     by_id = {t.id: t for t in collected.trainable}
     return StepPlan.make(
         [by_id[name] for name in ids],

@@ -3,7 +3,7 @@ the store is the only channel from them.
 
 An attempt that failed or was cancelled is counted. A task that was set aside (`poison`: the
 infrastructure failed it repeatedly; `failed`: its group could not be stored) is reported with its
-error. Where nothing else arrives, waiting is useless: TrainingError.
+error. If no other attempt arrives, waiting is useless: TrainingError.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ IN_VAIN_STEPS = 3
 while one step waits."""
 PAGE = 64
 _AGAIN = (
-    "once that is mended, `agentevo store retry RUN` queues such tasks again, and --resume goes on"
+    "after you fixed the cause, `agentevo store retry RUN` queues such tasks again, and --resume "
+    "continues"
 )
-_GOES_ON = "once that is mended, the same command with --resume goes on (`agentevo learn`: without)"
+_GOES_ON = (
+    "after you fixed the cause, the same command with --resume continues (`agentevo learn`: "
+    "without it)"
+)
 
 
 class LostAttempts:
@@ -57,7 +61,7 @@ class LostAttempts:
         return {f"sampler/{name}": float(self._counts[name]) for name in names}
 
     async def look(self) -> None:
-        """Counts and reports what is new."""
+        """Counts and reports new ones."""
         await with_retries(self._look, within_s=STORE_RETRY_S, what="looking after attempts")
 
     def round_ended(self) -> None:

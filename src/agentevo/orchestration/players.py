@@ -1,5 +1,5 @@
-"""The agents that play a run's tasks, and their environments, made and checked before anything is
-created. This module does not need torch, so samplers on machines without it use it too."""
+"""Creates and checks the agents and environments of a run before anything is written. This module
+does not need torch, so samplers on machines without it use it too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CORPUS_EPISODES = 64
 
 
 def find_agent(config: RunConfig, function: AgentFunction | None) -> FunctionAgent:
-    """The agent that plays: the function that a program gave, else the registered agent of the
+    """The agent that attempts tasks: a program's function, or else the registered agent of the
     recipe."""
     if function is not None:
         agent = FunctionAgent(function)
@@ -61,10 +61,10 @@ def check_environment(config: RunConfig) -> None:
 
 
 def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> GivenTasks | None:
-    """Raises ConfigError, before anything is created, for what can't be played or judged: a missing
-    package or wrong option of the environment, an agent that can't be made, files that can't be
-    read, too few tasks, unknown rewards, or none. Returns the tasks that the recipe's files or its
-    agent gave."""
+    """Raises ConfigError, before anything is created, if tasks can't be attempted or scored: a
+    missing package or wrong option of the environment, an agent that can't be made, files that
+    can't be read, too few tasks, unknown rewards, or none. Returns the tasks that the recipe's
+    files or its agent gave."""
     refusals = Refusals()
     if config.environment is not None and tasks is None:
         refusals.collect(check_environment, config)
@@ -118,14 +118,14 @@ def reference_players(
                 lambda environment: mean_baselines(environment.config, seeds, config.max_actions)
             )
     except (ConfigError, EnvironmentFailure) as error:
-        note(f"what a random and an optimal player reach is not known: {error}")
+        note(f"the success of a random and an optimal player is unknown: {error}")
         return None
 
 
 def check_solver(config: RunConfig, who_asks: str, *, may_fail: bool = False) -> None:
     """Raises ConfigError if the environment has no solver. The error contains `who_asks`, which
     names the key that needs the solver and the remedy. `may_fail`: the caller leaves out episodes
-    that the environment fails, so a failure is not an error."""
+    in which the environment fails, so a failure is not an error."""
     seed = environment_seed(config.run.seed, "demonstration", 0)
     with solo_environment(config) as solo:
         try:

@@ -35,7 +35,7 @@ def solver_answers(parts: Components) -> Callable[[str], list[Sample]] | None:
 
 
 def given_pairs(parts: Components) -> list[list[Pair]] | None:
-    """The recipe's own pairs, by line or by group; None where it gives none. Raises ConfigError for
+    """The recipe's own pairs, by line or by group; None if it has none. Raises ConfigError for
     pairs that can't be read."""
     preference = parts.config.algorithm.preference()
     return None if preference is None else _given_groups(parts, preference)
@@ -120,7 +120,7 @@ def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[lis
 
     if not groups:
         raise ConfigError(
-            f"data.pairs_from: {folder}: its {len(trajectories)} training attempts make no pair "
+            f"data.pairs_from: {folder}: its {len(trajectories)} training attempts give no pair "
             f"for {algorithm.loss}: "
             "give a run whose groups have different rewards, or lower algorithm.pair_margin"
         )

@@ -198,7 +198,7 @@ class Profiling:
                 self._ranges.close()
 
             self.warn(
-                f"profile: it failed and is left out, the run goes on: {type(error).__name__}: "
+                f"profile: it failed and is left out; the run continues: {type(error).__name__}: "
                 f"{error}"
             )
 

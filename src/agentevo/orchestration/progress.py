@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Rating(msgspec.Struct, frozen=True):
-    """What an evaluation says about the weights of a step; 0: before the first step."""
+    """An evaluation of the weights of a step; 0: before the first step."""
 
     step: int
     value: float
@@ -57,7 +57,7 @@ class RunProgress(msgspec.Struct):
     evaluations_since_best: int = 0
 
     def rate(self, value: float | None) -> None:
-        """Counts an evaluation of the weights of `step`. value: None where nothing is held out."""
+        """Counts an evaluation of the weights of `step`. value: None if nothing is held out."""
         if value is None:
             return
 
@@ -70,7 +70,7 @@ class RunProgress(msgspec.Struct):
             self.evaluations_since_best += 1
 
     def early_stop(self, stop_after: int) -> str | None:
-        """Why the run ends before its last step, for its summary; None where it continues.
+        """Why the run ends before its last step, for its summary; None if it continues.
         stop_after: `evaluation.stop_after`."""
         if not stop_after or self.evaluations_since_best < stop_after:
             return None
@@ -102,7 +102,7 @@ class RunProgress(msgspec.Struct):
 
     def nothing_left(self, num_steps: float, command: str, stop_after: int = 0) -> str | None:
         """The line for a run of `num_steps` steps that begins or resumes and has no step left; None
-        where it has one, or is only evaluated. stop_after: `evaluation.stop_after`."""
+        if it has one, or is only evaluated. stop_after: `evaluation.stop_after`."""
         reason = self.early_stop(stop_after)
         if self.step == 0 or (self.step < num_steps and reason is None):
             return None
@@ -112,7 +112,7 @@ class RunProgress(msgspec.Struct):
             return (
                 f"{committed}, and {reason}, so nothing is trained: give "
                 f"{'--resume and ' * (command == 'learn')}evaluation.stop_after=0, or above "
-                f"{self.evaluations_since_best}, to go on"
+                f"{self.evaluations_since_best}, to continue"
             )
 
         if command == "sft":  # their number follows from the data
@@ -121,12 +121,12 @@ class RunProgress(msgspec.Struct):
         compared = "less" if num_steps < self.step else "no more"
         return (
             f"{committed} and trainer.steps={num_steps} is {compared}, so nothing is trained: give "
-            f"{'--resume and ' * (command == 'learn')}trainer.steps above {self.step} to go on"
+            f"{'--resume and ' * (command == 'learn')}trainer.steps above {self.step} to continue"
         )
 
     def shortcomings(self, num_steps: int, *, trains: bool = True) -> list[str]:
-        """Lines about a run that has ended after `num_steps` steps and has not done what its
-        numbers suggest. `trains`: the run was meant to train on attempts."""
+        """Lines about a run that has ended after `num_steps` steps, if its numbers are misleading.
+        `trains`: the run was meant to train on attempts."""
         remarks: list[str] = []
         if self.step < num_steps:
             return remarks
@@ -135,16 +135,16 @@ class RunProgress(msgspec.Struct):
             why = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             remarks.append(
                 f"This run has trained on no token in {self.step} step{'s' * (self.step != 1)}, "
-                "so its weights are those that it began with"
+                "so its weights are the initial ones"
                 + (f" (dropped attempts: {why})." if why else ".")
             )
 
         if self.groups and self.groups == self.equal_groups:
             remarks.append(
                 f"In every one of {self.groups} group{'s' * (self.groups != 1)} all attempts had "
-                "the same reward: there was nothing to tell better ones by. `agentevo doctor` says "
-                "what may help; a scorer that always says the same, and a task that is too hard or "
-                "too easy, look like this."
+                "the same reward: no attempt was better than another. `agentevo doctor` lists "
+                "remedies; causes are a scorer that always gives the same score, and tasks that "
+                "are too hard or too easy."
             )
 
         if words := not_comparable(read_evaluations(self.before), read_evaluations(self.after)):

@@ -4,7 +4,7 @@ A process that fails writes its error into the store that all processes share, b
 connections break. The processes that wait for it then fail with that error instead of a connection
 error. A process that was killed can write nothing: the others report that a process is gone.
 
-    RUN/logs/rank-N.log   what process N did, call by call, and the traceback that it ended with
+    RUN/logs/rank-N.log the calls of process N, and the traceback at its end
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Failures:
 
         if first is None:
             return TrainingError(
-                f"another one of the {self.world} processes that train together is gone without a "
-                "word (killed, or out of memory), or has not answered in time: see what its "
-                "launcher says, and resume the run"
+                f"another one of the {self.world} processes that train together ended without an "
+                f"error message (killed, or out of memory), or did not answer in time: see its "
+                f"launcher's output, and resume the run"
             )
 
         return TrainingError(f"process {first[0]} of {self.world} failed first: {first[1]}")
@@ -70,7 +70,7 @@ class Failures:
         """Writes this process's error into the store; returns the first error that a process has
         written."""
         words = json.dumps([self.rank, describe_error(error)])
-        with suppress(RuntimeError):  # the store is gone with the process that had it
+        with suppress(RuntimeError):  # the process that had the store has ended
             return _read(self._store.compare_set(_KEY, "", words))
         return self.rank, describe_error(error)
 
@@ -131,5 +131,5 @@ class RankLog:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         except OSError as error:  # a full disk loses the log, and nothing depends on it
-            print(f"{self._path} is not written any more: {error}", file=sys.stderr)
+            print(f"{self._path} can't be written any more: {error}", file=sys.stderr)
             self._path = None

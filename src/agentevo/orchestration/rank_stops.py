@@ -31,7 +31,7 @@ class Stops:
 
     def announce(self) -> None:
         """Called on a process other than the first: this process was asked to stop."""
-        with suppress(RuntimeError):  # the first process has ended, which all notice
+        with suppress(RuntimeError):  # the first process has ended, and all others notice that
             self._store.set(_KEY, str(self._rank))
 
     @contextmanager
@@ -46,7 +46,7 @@ class Stops:
                     if not self._store.check([_KEY]):
                         continue
                     rank = self._store.get(_KEY).decode()
-                except RuntimeError:  # the store is gone with the process that had it
+                except RuntimeError:  # the process that had the store has ended
                     return
 
                 if not stop_signals:

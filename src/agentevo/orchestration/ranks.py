@@ -8,13 +8,14 @@ Only the first process samples, evaluates, uses store and folder, answers contro
 decides to stop. It sends each call of its trainers to the others beforehand, with the arguments,
 and all make the call together. If the processes hold the model in parts and the first process's own
 engine serves, the first process also has a whole model, into which the parts are gathered after
-every update, tensor by tensor. If other engines serve, it has no whole model: what is published and
-saved is gathered tensor by tensor. A checkpoint's model is the same for any number of processes,
-each process writes its own part of the trainer's state, and a resume may have other processes.
+every update, tensor by tensor. If other engines serve, it has no whole model: weights are gathered
+tensor by tensor to publish and save them. A checkpoint's model is the same for any number of
+processes, each process writes its own part of the trainer's state, and a resume may have other
+processes.
 
 A process that fails ends, which breaks its connections: the processes that wait for it fail
 immediately with its error (rank_failures.py), and the launcher ends the rest. SIGTERM to any
-process stops the first one cleanly, which then ends the others (rank_stops.py). Only the first
+process stops the first one cleanly, and that ends the others (rank_stops.py). Only the first
 process handles Ctrl-C.
 """
 
@@ -58,11 +59,11 @@ from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Sample, Trajectory
 
 COMPUTING = timedelta(minutes=10)
-"""The longest time that a process waits for the others within one call."""
+"""The time limit of a process's wait for the others within one call."""
 SAVING = timedelta(hours=1)
-"""The same while a checkpoint is written, which takes as long as the slowest disk."""
+"""The same while a checkpoint is written, which depends on the slowest disk."""
 SAMPLING = timedelta(days=7)
-"""The longest time that the other processes wait for the first process's next call. They notice its
+"""The time limit of the other processes' wait for the first process's next call. They notice its
 end immediately."""
 
 
@@ -117,7 +118,7 @@ class RunRanks:
 
 @contextmanager
 def join_ranks(config: RunConfig) -> Iterator[RunRanks | None]:
-    """Joins the other processes that the launcher has started; yields None where there are none.
+    """Joins the other processes that the launcher has started; yields None if there are none.
     Raises TrainingError with the reason for which another process has ended."""
     if world_size() == 1:
         yield None
@@ -168,7 +169,7 @@ def _send_home(ranks: RunRanks, rank: int) -> None:
 def follow(config: RunConfig) -> None:
     """Makes the first process's calls until it ends; blocks."""
     with catch_sigterm() as when_sigterm, join_ranks(config) as ranks:
-        assert ranks is not None, "only one of several processes follows"
+        assert ranks is not None, "only a process of a training with several processes can follow"
 
         when_sigterm(ranks.stops.announce)
         follower: _RankFollower | None = None

@@ -1,5 +1,4 @@
-"""Runs checks that are independent of one another, and raises everything that they refuse
-together."""
+"""Runs independent checks, and raises all their problems together."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ T = TypeVar("T")
 
 
 class Refusals:
-    """What the checks have refused so far."""
+    """The refusals so far."""
 
     def __init__(self) -> None:
         self._errors: list[ConfigError] = []
 
     def collect(self, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Returns what the check returns; None where it refuses."""
+        """Returns the result of the check; None if it refuses."""
         try:
             return check(*args, **kwargs)
         except SeveralProblemsError as error:

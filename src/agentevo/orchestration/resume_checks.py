@@ -1,10 +1,9 @@
-"""What a resume checks before it trains on anything that an earlier life of the run has left:
-files, records, trajectories.
+"""Checks of a resume before it trains on data from an earlier life of the run: files, records,
+trajectories.
 
-A store and a folder that were not modified pass. Anything that the trainer would read in another
-form than it was written is refused, with the remedy. Only what will be read is checked, so the cost
-grows with the steps that are done again and the attempts that wait, and not with the run. `agentevo
-audit` checks all of a run.
+A store and a folder that were not modified pass. The checks refuse, with the remedy, any changed
+data that the trainer would read. Only what will be read is checked, so the cost grows with the
+repeated steps and the waiting attempts, and not with the run. `agentevo audit` checks all of a run.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from agentevo.training.checkpoint import Checkpoints
 
 REMEDY = (
     "nothing was trained or deleted: restore it from a copy, or begin another run (`agentevo "
-    "audit` lists everything that is not as it was written)"
+    "audit` lists everything that has changed since it was written)"
 )
 Unusable = list[tuple[int, CheckpointError]]
 
@@ -62,8 +61,8 @@ class ResumeChecks:
         for name, digests in ({} if self._head is None else self._head.files).items():
             if name != SUMMARY and file_digest(self._folder / name) not in digests:
                 raise CheckpointError(
-                    f"{self._folder / name} is not what this run has written: put it back, and "
-                    "give what should change as overrides on the command line"
+                    f"{self._folder / name} differs from what this run wrote: restore it, and "
+                    f"give changes as overrides on the command line"
                 )
 
     def reach(self, checkpoints: Checkpoints, last: StepRecord | None) -> None:
@@ -87,31 +86,32 @@ class ResumeChecks:
             where = checkpoints.folder if later else self._folder
             raise CheckpointError(
                 f"{where} has {evidence}, but the store {self._url} ends at step {committed}: it "
-                "is new, older, or another run's, or has lost steps. Nothing was deleted: restore "
-                f"the store, or, to give up all that came after step {committed}, delete "
+                f"is new, older, another run's, or has lost steps. Nothing was deleted: restore "
+                f"the store, or, to abandon all steps after step {committed}, delete "
                 f"{', '.join([*names, HEAD] if ahead else names)} in {self._folder}"
             )
 
         if last is not None and self._head is None:
             self.warnings.append(
-                f"{HEAD} was missing when the run was resumed after step {committed}: nothing says "
-                "whether the store had later steps"
+                f"{HEAD} was missing when the run was resumed after step {committed}: it is "
+                f"unknown whether the store had later steps"
             )
 
     async def log(self, last: StepRecord | None) -> None:
-        """metrics.jsonl must contain what was logged. Where its last steps are missing, which a
-        power cut can cause, a warning says so."""
+        """metrics.jsonl must contain all logged rows. If its last steps are missing, which a power
+        cut can cause, a warning says so."""
         if last is None or LOG not in last.record:
             return
 
         path = self._folder / "metrics.jsonl"
         digests = digests_by_step(path)
         newest = max(digests, default=0)
-        # The row of a step is logged before its commit. A user who gives up later steps deletes
-        # the head.
+        # The row of a step is logged before its commit. A user who abandons later steps deletes the
+        # head.
         if newest > last.step + 1 and self._head is not None:
             raise CheckpointError(
-                f"{path} is not what was logged: it has rows up to step {newest}, and the store "
+                f"{path} differs from what was logged: it has rows up to step {newest}, and the "
+                f"store "
                 f"ends at step {last.step}; {REMEDY}"
             )
 
@@ -122,7 +122,7 @@ class ResumeChecks:
         records = await self._steps(end - 1) if end else []
         if end and (end == last.step or records[0].record.get(LOG) != digests[end]):
             raise CheckpointError(
-                f"{path} is not what was logged, at the latest from step {end} on; {REMEDY}"
+                f"{path} differs from what was logged, at the latest from step {end} on; {REMEDY}"
             )
 
         self.warnings.append(
@@ -149,7 +149,7 @@ class ResumeChecks:
                 return newest, unusable
 
             unusable.append(
-                (newest, CheckpointError("it is whole, but the run has no record of saving it"))
+                (newest, CheckpointError("it is complete, but the run has no record of saving it"))
             )
             limit = newest - 1
 
@@ -186,16 +186,15 @@ class ResumeChecks:
 
         if broken:
             raise CheckpointError(
-                f"{self._folder}: the record of step {broken[0]} in the store {self._url} is not "
-                f"the one that was committed; {REMEDY}"
+                f"{self._folder}: the record of step {broken[0]} in the store {self._url} "
+                f"differs from the one that was committed; {REMEDY}"
             )
 
         return records
 
     async def trajectories(self, steps: list[StepRecord], committed: int) -> None:
-        """The attempts of the steps that are done again must be what those steps were trained on.
-        The attempts that wait for the next steps, or were evaluated since, must be as they were
-        written."""
+        """The attempts of the repeated steps must be those that the steps were trained on. Attempts
+        that wait for the next steps, or that evaluated the policy since, must be unchanged."""
         for record in steps:
             stored = await self._read(trained_step=record.step)
             try:
@@ -204,7 +203,7 @@ class ResumeChecks:
                 )
             except TrainingError as error:
                 raise CheckpointError(
-                    f"step {record.step} can't be done again: {error}; {REMEDY}"
+                    f"step {record.step} can't be repeated: {error}; {REMEDY}"
                 ) from error
 
         groups: dict[str, str] = {}
@@ -219,8 +218,8 @@ class ResumeChecks:
                 is_lost = row.tokens_deleted and row.state != "dropped"
                 if is_lost or not (row.tokens_deleted or is_as_written(row)):
                     raise CheckpointError(
-                        f"trajectory {row.trajectory.id!r} in the store {self._url} is not what "
-                        f"was written; {REMEDY}"
+                        f"trajectory {row.trajectory.id!r} in the store {self._url} differs from "
+                        f"what was written; {REMEDY}"
                     )
 
                 if (row.state == "failed") == (row.trajectory.status == "completed"):
@@ -260,7 +259,8 @@ class ResumeChecks:
         changed = await with_retries(read, within_s=STORE_RETRY_S, what="checking the tasks")
         if changed:
             raise CheckpointError(
-                f"task {changed[0]!r} in the store {self._url} is not the one that was added; "
+                f"task {changed[0]!r} in the store {self._url} differs from the one that was "
+                f"added; "
                 f"{REMEDY}"
             )
 
@@ -276,5 +276,5 @@ class ResumeChecks:
             return [trajectory async for trajectory in self._store.trajectories(**which)]  # type: ignore[arg-type]
 
         return await with_retries(
-            read, within_s=STORE_RETRY_S, what="checking what will be trained on"
+            read, within_s=STORE_RETRY_S, what="checking the attempts to train on"
         )

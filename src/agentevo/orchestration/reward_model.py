@@ -58,7 +58,7 @@ def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
     if not count or count == len(lines):
         raise ConfigError(
             f"rm.eval_share={config.rm.eval_share:g} of {len(lines)} pairs holds out {count}: at "
-            "least one is needed, and one to train on: give more pairs, or rm.eval"
+            f"least one must be held out and one trained on: give more pairs, or rm.eval"
         )
 
     return lines[count:], lines[:count]

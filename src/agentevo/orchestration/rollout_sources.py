@@ -66,7 +66,7 @@ class RolloutRound(NamedTuple):
     """The step gets no further round: these are the attempts on which it was trained when its
     trainer was killed."""
     dropped: Mapping[str, str] = MappingProxyType({})
-    """Trajectory id -> why it is not trained on, where the source says so."""
+    """Trajectory id -> why it is not trained on, if the source has a reason."""
     metrics: Mapping[str, float] = MappingProxyType({})
 
 
@@ -161,7 +161,7 @@ class GroupStream:
     """Groups from the store, as samplers finish them.
 
     A step that was reserved and not committed when its trainer was killed gets the same groups
-    again: its weights may already have served, and drawn tokens with its number. If they have
+    again: its weights may already have served, and sampled tokens under its number. If they have
     (`serves_early`) and nothing is reserved, the step trained on nothing, and does so again.
     """
 
@@ -194,7 +194,7 @@ class GroupStream:
         reserved."""
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
-        """See RolloutSource.round. Raises StopAskedError, and TrainingError where waiting is
+        """See RolloutSource.round. Raises StopAskedError, and TrainingError if waiting is
         useless."""
         attempts = await (
             self._own_groups(step)
@@ -278,7 +278,7 @@ class GroupStream:
         return RolloutRound(await self._groups(groups))
 
     async def _has_served(self, step: int) -> bool:
-        """Whether weights of this step, which is not committed, have drawn tokens."""
+        """Whether weights of this uncommitted step have sampled tokens."""
         ready = await self._read(state="ready", split="train")
         return any(step in turn.versions for row in ready for turn in row.trajectory.turns)
 
@@ -377,7 +377,7 @@ class ColocatedRollouts:
                 self._slept_s += time.perf_counter() - started
 
     def _keep_version(self) -> None:
-        """Under `wait`, groups in progress are drawn from the present weights until they end."""
+        """Under `wait`, groups in progress are sampled from the present weights until they end."""
         rollout = self._config.rollout
         changing = self._parts.sampler.engines
         for engine in dict.fromkeys(
@@ -405,7 +405,7 @@ class ColocatedRollouts:
         if self._task is not None and self._task.done():
             self._task.result()
             raise EngineError(
-                "the sampler ended while the trainer waits for attempts: this is a defect, "
+                "the sampler ended while the trainer was waiting for attempts: this is a bug, "
                 "please report it"
             )
 
@@ -496,8 +496,8 @@ class DisaggregatedRollouts:
         if self._waiting_since is not None and time.monotonic() - self._waiting_since > ALONE_S:
             self._waiting_since = math.inf
             self._note(
-                f"no attempts after {ALONE_S:g} s: `agentevo sample` makes them, with the engines "
-                "of `agentevo serve`, both of this recipe"
+                f"no attempts after {ALONE_S:g} s: start `agentevo sample` and `agentevo serve` "
+                f"with this recipe"
             )
 
     def training(self) -> AbstractAsyncContextManager[None]:

@@ -88,7 +88,7 @@ def train(
         return
 
     if resume and is_given_up(config.run_dir):
-        view.note(f"nothing was trained in {short(config.run_dir)}, so its run begins again")
+        view.note(f"nothing was trained in {short(config.run_dir)}, so its run starts again")
         resume = False
 
     confirm = None
@@ -116,10 +116,10 @@ def train(
 def check_dry(
     config: RunConfig, command: Literal["train", "sft"] = "train", *, resume: bool = False
 ) -> list[str]:
-    """Refuses what `train` would refuse before it samples, all of it in one ConfigError, without
-    reading the weights of a saved model. Downloads and writes nothing. Returns what
-    `remarks_before` says, and a line for each model whose weights were too large to compare with
-    their digests. Raises ModelError and TornError too."""
+    """Does the checks of `train` before it samples, and raises all problems in one ConfigError,
+    without reading the weights of a saved model. Downloads and writes nothing. Returns the lines of
+    `remarks_before`, and a line for each model whose weights were too large to compare with their
+    digests. Raises ModelError and TornError too."""
     refusals = Refusals()
     given_tasks = refusals.collect(check_recipe, config, command, resume=resume, may_fetch=False)
     if follows():
@@ -156,7 +156,7 @@ async def run_training(
     submissions: Submissions | None = None,
     confirm: Confirm | None = None,
 ) -> None:
-    """What `train` does after its checks. `submissions`: of a program's own loop. `confirm`: see
+    """The part of `train` after its checks. `submissions`: of a program's own loop. `confirm`: see
     `_resume_point`."""
     folder = config.run_dir
     checkpoints = Checkpoints(
@@ -246,8 +246,7 @@ async def run_training(
 def _join(
     config: RunConfig, stack: ExitStack, stop_signals: list[int], view: LiveView
 ) -> RunRanks | None:
-    """Joins the processes that train together. A stop of another process is also a stop of this
-    one."""
+    """Joins the processes that train together. A stop of another process also stops this one."""
     ranks = stack.enter_context(join_ranks(config))
     if ranks is not None:
         stack.enter_context(ranks.stops.watch(stop_signals, view.note))
@@ -260,8 +259,9 @@ async def _resume_point(
     confirm: Confirm | None,
     note: Callable[[str], None],
 ) -> tuple[ResumePoint, Callable[[], None]]:
-    """Where a resume starts, and what is called when the folder has this configuration. `confirm`
-    accepts or refuses the configuration, now that no other process can change the folder."""
+    """Where a resume starts, and the function to call once the folder has this configuration.
+    `confirm` accepts or refuses the configuration, now that no other process can change the
+    folder."""
     make_final = (lambda: None) if confirm is None else await confirm()
     return await find_resume_point(config, checkpoints, note=note), make_final
 
@@ -289,7 +289,7 @@ def _begin_view(config: RunConfig, command: Command, view: LiveView) -> None:
         view.note(f"{world} processes train together: {config.trainer.parallel.shared_by(world)}")
         if command == "train" and not config.rollout.samplers and not config.data.given:
             view.note(
-                f"the first of them samples, and {world - 1} wait meanwhile: `agentevo launch "
+                f"the first of them samples, and {world - 1} wait for it: `agentevo launch "
                 "... --set engines=N --set samplers=1` gives engines devices of their own"
             )
 

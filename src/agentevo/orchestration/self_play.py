@@ -1,11 +1,11 @@
-"""A step of self-play: the proposer asks, the solver tries, the proposer is paid.
+"""A step of self-play: the proposer asks, the solver answers, the proposer is rewarded.
 
     prompts ──► proposals ──► questions ──► the solver's groups, written
                     └────────────── rewards ◄──┘ then the proposals' groups, written
 
 A proposal is written with its reward, and therefore after the solver's attempts. After a kill in
 between, the resumed step proposes again from the same seeds. It does not sample again the groups
-that it finds in the store, and a proposal that is paid twice gets the same reward.
+that it finds in the store, and a proposal that is rewarded twice gets the same reward.
 """
 
 from __future__ import annotations

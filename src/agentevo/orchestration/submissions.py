@@ -4,9 +4,9 @@ sampling.
 
     submit(submission) -> queue -> collect -> prepare -> reserve -> update -> commit -> finished
 
-A step's record names the submission of which it was made. A submission that arrives again, after a
-lost answer or a kill, is therefore recognised and not trained again. The rows of a submission whose
-step was not committed are deleted when the run is resumed: the submitting program still has it.
+A step's record names its submission. A submission that arrives again, after a lost answer or a
+kill, is therefore recognised and not trained again. The rows of a submission whose step was not
+committed are deleted when the run is resumed: the submitting program still has it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Submissions:
 
     def submit(self, submission: Submission) -> asyncio.Future[int]:
         """The step that the submission becomes, once that is committed. A submission that is in
-        progress is not started again. Raises TrainingError where no step follows any more, and
+        progress is not started again. Raises TrainingError if no step follows any more, and
         ConfigError for attempts or tasks that another submission in progress has too."""
         if self._over is not None:
             raise TrainingError(self._over)
@@ -97,15 +97,15 @@ class Submissions:
         for pending in self._under_way.values():
             if shared := ids & {trajectory.id for trajectory in pending.trajectories}:
                 raise ConfigError(
-                    f"train: the attempt {min(shared)!r} is in another submission that is under "
-                    "way: no attempt is trained on twice; trainer.epochs makes several passes"
+                    f"train: the attempt {min(shared)!r} is in another submission in progress: "
+                    f"no attempt is trained on twice; trainer.epochs makes several passes"
                 )
 
             for task in pending.tasks:
                 if tasks.get(task.id, task) != task:
                     raise ConfigError(
-                        f"train: the task {task.id!r} is another one in a submission that is "
-                        "under way: give another task another id"
+                        f"train: the task {task.id!r} has other content in a submission in "
+                        f"progress: give each task its own id"
                     )
 
     @property
@@ -173,7 +173,7 @@ class Submissions:
 
     @property
     def current(self) -> Submission:
-        """The submission that the trainer works on, or has worked on last."""
+        """The submission that the trainer is working on, or the last one."""
         assert self._current is not None
         return self._current
 
@@ -219,7 +219,7 @@ class SubmittedRollouts:
         await with_retries(
             lambda: self._parts.store.rewind(step),
             within_s=STORE_RETRY_S,
-            what="deleting what no step has committed",
+            what="deleting attempts that no step has committed",
         )
         await self._parts.weights.begin(step)
 

@@ -1,5 +1,5 @@
-"""The steps of a run: what happens in each, in order, and what is committed of it. `run.py` opens
-and closes the run around them."""
+"""The steps of a run: the actions of each in order, and what it commits. `run.py` opens and closes
+the run around them."""
 
 from __future__ import annotations
 
@@ -198,7 +198,8 @@ class TrainingRun:
         """Teaches the model before the first step. `is_logged`: a resumed run without a checkpoint,
         whose log has it already."""
         shows = self.parts.config.model.name != "tiny" and self.parts.run_engines is None
-        # Random weights show nothing, and engines of other processes have none yet.
+        # Random weights are not worth an evaluation, and engines of other processes have no weights
+        # yet.
         if shows and not is_logged:
             try:
                 self.progress.cold_start_before = await self.evaluate(
@@ -221,8 +222,8 @@ class TrainingRun:
         before that.
 
         For the step after it, which a kill may have left reserved, the same attempts are taken
-        again (rollout_sources.py). Where these are the attempts of the step's own tasks, no other
-        choice among them is kept: the recipe may choose otherwise now.
+        again (rollout_sources.py). If these are the attempts of the step's own tasks, an earlier
+        selection among them is dropped, because the recipe may select differently now.
         """
         is_synchronous = isinstance(self.rollouts, SynchronousRollouts)
         if is_synchronous or self.parts.config.rollout.policy == "wait":
@@ -230,7 +231,7 @@ class TrainingRun:
             await with_retries(
                 lambda: store.rewind(start.end.step, keep=True),
                 within_s=STORE_RETRY_S,
-                what="releasing what was reserved",
+                what="releasing reserved attempts",
             )
 
         if start.steps and start.checkpoint is None:
@@ -238,7 +239,7 @@ class TrainingRun:
 
         for number, step in enumerate(start.steps, start=1):
             if self.is_stopped():
-                self.view.note("stopped while committed steps were done again: nothing was changed")
+                self.view.note("stopped while repeating committed steps: nothing was changed")
                 return
             self.view.phase("doing again", f"step {step.step} ({number}/{len(start.steps)})")
             await self._replay_step(step)
@@ -274,7 +275,7 @@ class TrainingRun:
         return is_kept and value is not None and (best is None or value > best)
 
     def _value_of(self, metrics: dict[str, float]) -> float | None:
-        """The value by which the best checkpoint is chosen; None where nothing is held out."""
+        """The value by which the best checkpoint is chosen; None if nothing is held out."""
         return solved_share(metrics) if self.parts.plays else self.source.value(metrics)
 
     def _compare(self, step: StepRecord, trained: dict[str, float]) -> None:
@@ -284,13 +285,13 @@ class TrainingRun:
         now = trained.get("actor/grad_norm")
         if (was is None) != (now is None):
             raise TrainingError(
-                f"step {step.step}, done again from its plan, has gradient norm {now}; when it was "
+                f"step {step.step}, repeated from its plan, has gradient norm {now}; when it was "
                 f"committed {was}: has the recipe changed?"
             )
 
         if was is not None and now is not None and abs(now - was) > SAME * max(abs(was), 1e-6):
             self.warn(
-                f"step {step.step}, done again from its plan, has a gradient norm of {now:.6g}; "
+                f"step {step.step}, repeated from its plan, has a gradient norm of {now:.6g}; "
                 f"when it was committed {was:.6g}"
             )
 
@@ -298,7 +299,7 @@ class TrainingRun:
         """Runs from the step in `progress` to the last step, or until the run is asked to stop."""
         self.view.stands_at(self.progress.step, self._num_steps)
         if self.is_stopped() and (not self.progress.begun or self.progress.step < self.end.step):
-            return  # the signal came while the policy was loaded or taught, or steps done again
+            return  # the signal came during loading, cold start or repeated steps
         stop_after = self.parts.config.evaluation.stop_after
         if nothing_left := self.progress.nothing_left(
             self._num_steps, self.command, stop_after=stop_after
@@ -357,12 +358,12 @@ class TrainingRun:
         self.keep_checkpoint()
 
     def _early_stop(self) -> str | None:
-        """Why the run ends after the step that it has committed; None where it does not."""
+        """Why the run ends after the step that it has committed; None if it does not."""
         return self.progress.early_stop(self.parts.config.evaluation.stop_after)
 
     async def _handle_requests(self) -> None:
-        """Carries out what was requested since the previous step: save, pause, resume
-        (runs/control). Returns when the next step may begin, or the run has to stop.
+        """Carries out the requests since the previous step: save, pause, resume (runs/control).
+        Returns when the next step may begin, or the run has to stop.
 
         Engines, samplers and leases stay alive during a pause: the event loop runs, so leases are
         renewed, and samplers play until as many attempts wait as the recipe allows. A signal ends a
@@ -379,10 +380,10 @@ class TrainingRun:
                 try:
                     self.keep_checkpoint()
                 except AgentEvoError as error:
-                    self.view.warn(f"the checkpoint that was asked for could not be saved: {error}")
+                    self.view.warn(f"the requested checkpoint could not be saved: {error}")
                     control.answer(request, f"failed: {error}", is_done=False)
                 else:
-                    control.answer(request, f"the checkpoint of step {step} is there")
+                    control.answer(request, f"the checkpoint of step {step} exists")
 
             if not control.is_pause_asked or self.is_stopped():
                 break
@@ -390,7 +391,9 @@ class TrainingRun:
             has_paused = True
             control.note_pause(step)
             folder = short(self.parts.config.run_dir)
-            self.view.phase(PAUSED, f"after step {step}; agentevo control {folder} resume goes on")
+            self.view.phase(
+                PAUSED, f"after step {step}; agentevo control {folder} resume continues"
+            )
             started = time.perf_counter()
             await asyncio.sleep(LOOK_S)
             self._clock += time.perf_counter() - started  # a pause is no part of `wall_s`
@@ -415,7 +418,7 @@ class TrainingRun:
         committed. A resumed run does the step again, with the same attempts. `committed`: the
         progress before the step."""
         step = self.progress.step
-        self.view.note(f"stopped within the evaluation after step {step}: it is done again")
+        self.view.note(f"stopped within the evaluation after step {step}: a resumed run repeats it")
         self.progress = committed
 
     async def step(self) -> None:
@@ -514,11 +517,13 @@ class TrainingRun:
                 self._numbers_digest = file_digest(folder / name_of(step))
             except OSError as error:
                 if not self._has_told_of_numbers:
-                    self.view.note(f"tracking.token_numbers: {error}; the run goes on without")
+                    self.view.note(
+                        f"tracking.token_numbers: {error}; the run continues without them"
+                    )
                 self._has_told_of_numbers = True
 
     def observe(self, step: int, metrics: dict[str, float]) -> None:
-        """Warns of what looks like a collapse."""
+        """Warns of a possible collapse."""
         for warning in self.monitor.observe(step, metrics):
             self.warn(f"step {warning.step}: {warning.message}")
 
@@ -574,8 +579,8 @@ class TrainingRun:
             return work.result()
 
     async def _milestones(self, *, last: bool) -> dict[str, str] | None:
-        """Evaluates and saves the step that has just been computed, when these are due; returns
-        what is known of the checkpoint."""
+        """Evaluates and saves the step that has just been computed, when these are due; returns the
+        checkpoint's entry for the record."""
         config = self.parts.config
         step = self.progress.step
         value = None
@@ -593,7 +598,7 @@ class TrainingRun:
 
     def save(self, value: float | None = None) -> dict[str, str] | None:
         """Saves a checkpoint of `progress.step`, for its record; older ones stay until the step is
-        committed. `value` is the step's evaluation, if any. Returns None where the checkpoint is
+        committed. `value` is the step's evaluation, if any. Returns None if the checkpoint is
         written in the background, and no record will name it."""
         self.background.settle(wait=True)
         step = self.progress.step

@@ -1,6 +1,7 @@
-"""Where a process listens for clients of other APIs, and by what they get in. In the folder of the
-door, below the run's: `secret` is the key, `tls.pem` what it encrypts with, `certificate.pem` what
-clients on other machines trust, and of a model that is served `url` where, while it is."""
+"""The address on which a process serves clients of other APIs, and their key. In the folder of the
+door, below the run's: `secret` is the key, `tls.pem` the key and certificate of its encryption,
+`certificate.pem` the certificate that clients on other machines trust, and for a served model,
+while it is served, its `url`."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from agentevo.inference.http_server import open_socket
 from agentevo.inference.secret import RunSecret
 
 FOLDER = "gateway"
-"""The folder of the doors by which a run is trained."""
+"""The folder of the doors that clients train a run through."""
 SERVING = "serving"
-"""The name of the door by which the run's model is used: its key opens no other door."""
+"""The name of the door to the run's served model: its key opens no other door."""
 
 
 URL = "url"
-"""File that says where clients are answered."""
+"""The file with the URL of the door."""
 
 
 def read_url(folder: Path) -> str | None:
-    """What a door that is open says of itself; None where none does."""
+    """The published URL of an open door; None if there is none."""
     try:
         return (folder / URL).read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError):
@@ -50,8 +51,8 @@ class ClientDoor:
         return RunSecret(self._folder)
 
     def server_context(self) -> ssl.SSLContext | None:
-        """What it encrypts with, made if there is none; None where it does not. Raises
-        EngineError where the file can't be used."""
+        """The file of its encryption, which is created if missing; None without encryption. Raises
+        EngineError if the file can't be used."""
         if not self.encrypts:
             return None
         names = {self._host, socket.gethostname(), "localhost", "127.0.0.1"}
@@ -62,7 +63,7 @@ class ClientDoor:
 
     @contextmanager
     def announce(self, base: str) -> Iterator[None]:
-        """Says in a file where clients are answered, until the end. Raises DiskError."""
+        """Publishes the URL in a file until the end of the block. Raises DiskError."""
         file = self._folder / URL
         with must_write(file):
             write_atomic(file, f"{base}\n")
@@ -92,9 +93,9 @@ class ClientDoor:
 def client_door(
     run_dir: Path, host: str, port: int, tls: bool | None, folder: str = FOLDER
 ) -> Iterator[ClientDoor]:
-    """Binds the socket and creates nothing. `tls`: whether it encrypts; None does so where it is
-    reached from other machines. `folder`: where its key is, below the run's folder. Raises
-    ConfigError where it can't listen, MissingExtraError where it can't encrypt."""
+    """Binds the socket and creates nothing. `tls`: whether it encrypts; None encrypts if other
+    machines can reach it. `folder`: the place of its key, below the run's folder. Raises
+    ConfigError if it can't listen, MissingExtraError if it can't encrypt."""
     with open_socket(host, port) as listener:
         encrypts = tls if tls is not None else not is_this_machine(listener.getsockname()[0])
         if encrypts:

@@ -4,8 +4,8 @@ started elsewhere, by any user, in any language.
 A client with the key of RUN/gateway/secret opens sessions (session_routes.py); a client with a
 session's key plays that one attempt with a client of OpenAI's or Anthropic's API. The gateway needs
 no torch and holds no weights: tokens come from the engines that announce themselves in
-RUN/engines/, and groups go to the run's store, where `agentevo learn` finds them. Asked to stop,
-the gateway cancels open sessions and writes what there is.
+RUN/engines/, and groups go to the run's store, where `agentevo learn` finds them. At a stop
+request, the gateway cancels open sessions and writes the existing attempts.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from agentevo.tracing import check_tracing
 
 
 def check_learn(config: RunConfig, *, may_fetch: bool = True) -> GivenTasks | None:
-    """Raises ConfigError for what `learn` would refuse of a recipe before it loads its model and
-    looks at its folder. Returns and fetches what `check_parts` does."""
+    """Does the checks of `learn` on a recipe before it loads the model and looks at its folder.
+    Returns and downloads the same as `check_parts`. Raises ConfigError."""
     if config.run.overwrite:
         raise ConfigError(
             "run.overwrite deletes the run's folder, which its other processes use: leave it "
@@ -40,8 +40,7 @@ def check_learn(config: RunConfig, *, may_fetch: bool = True) -> GivenTasks | No
 
     if config.data.given:
         raise ConfigError(
-            "data gives what is trained on, so there is nothing for samplers to do: use agentevo "
-            "train"
+            "data provides the training data, so no samplers are needed: use agentevo train"
         )
 
     secret = RunSecret(config.run_dir / "engines", config.rollout.engine_secret)
@@ -67,8 +66,8 @@ def check_dry_learn(config: RunConfig) -> list[str]:
 
 
 def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> None:
-    """Trains from where the run stands to its last step; blocks. The first process of the run makes
-    its folder.
+    """Trains from the run's current step to its last one; blocks. The first process of the run
+    makes its folder.
 
     `resume`: continues with a configuration that differs from the run's in keys that a resume may
     change, and makes it the run's. A model that can't be loaded leaves no folder behind. Raises

@@ -1,4 +1,4 @@
-"""What sweeps and pipelines have in common: several runs under one lock, each with a log."""
+"""The common parts of sweeps and pipelines: several runs under one lock, each with a log."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 from agentevo.errors import ConfigError
 
 ERROR = "error: "
-"""What each line of the error begins with that a command of ours ends with (cli/main.py)."""
+"""The beginning of each error line at the end of an AgentEvo command (cli/main.py)."""
 REASON_LINES = 8
 """Lines of a failed command's log that are shown, or may follow its error."""
 
 
 def last_lines(log: Path, count: int) -> str:
-    """The last lines of a log that say something, as far as 4 KiB reach."""
+    """The last nonempty lines of a log, within its last 4 KiB."""
     return "\n".join(_end_of(log, 4096)[-count:])
 
 
 def why_failed(name: str, how: str, log: Path) -> str:
     """The report about a failed command, whose output is in `log`: one line, with the error that
-    the command ended with; where it printed none, as a process that is killed, the last lines of
-    its log under it."""
+    the command ended with; if it printed none, as a killed process, the last lines of its log under
+    it."""
     lines = _end_of(log, 65_536)
     errors = [number for number, line in enumerate(lines) if line.startswith(ERROR)]
     if not errors or len(lines) - errors[-1] > REASON_LINES:
@@ -37,7 +37,7 @@ def why_failed(name: str, how: str, log: Path) -> str:
 
 
 def _end_of(log: Path, num_bytes: int) -> list[str]:
-    """The lines that say something among the last bytes of a log."""
+    """The nonempty lines among the last bytes of a log."""
     with log.open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - num_bytes, 0))
         lines = [line.rstrip() for line in file.read().decode("utf-8", "replace").splitlines()]
@@ -48,7 +48,7 @@ def _end_of(log: Path, num_bytes: int) -> list[str]:
 def held_lock(folder: Path, name: str, what: str) -> Iterator[int]:
     """File descriptor of the lock FOLDER/NAME; it is free again when this process and every run
     that inherited it have ended. (The package filelock, which guards all other files here, does not
-    hand its descriptor on.) Raises ConfigError where runs of this `what` are under way."""
+    hand its descriptor on.) Raises ConfigError if runs of this `what` are under way."""
     with (folder / name).open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,9 +2,9 @@
 
 It needs neither weights nor torch: conversations are encoded with the recipe's tokenizer, tokens
 come from the engines that announce themselves in RUN/engines/ (or that are given by URL), tasks and
-trajectories go through the run's store. It may start before any of them, and waits for them. Asked
-to stop (SIGTERM, Ctrl-C, the end of its parent) it gives its tasks back; killed, its leases run out
-and others do them.
+trajectories go through the run's store. It may start before any of them, and waits for them. At a
+stop request (SIGTERM, Ctrl-C, the end of its parent) it returns its tasks; if it is killed, its
+leases run out and other samplers get the tasks.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ if TYPE_CHECKING:
 DONE_S = 2.0
 """How often to look whether the run has committed its last step, in seconds."""
 GRACE_S = 2.0
-"""How long the service may take to notice a request to stop, in seconds; then it is cancelled,
-wherever it waits. A stopping service has STOPPING_S more, and this time again if it is late
-then."""
+"""How long the service may take to notice a request to stop, in seconds; then it is cancelled. A
+stopping service has STOPPING_S more, and then this time once more."""
 
 
 def sample(
@@ -69,9 +68,8 @@ def sample(
 ) -> None:
     """Samples until it is asked to stop, or the run's last step is committed; blocks.
 
-    `engines` are URLs; without them it uses those that the run's folder lists. `parent` is a
-    process with which it ends, and before which it does not. Raises ConfigError before anything is
-    created.
+    `engines` are URLs; without them it uses those that the run's folder lists. It ends when the
+    process `parent` ends, and not before. Raises ConfigError before anything is created.
     """
     from agentevo.inference.address import EngineAddress
     from agentevo.inference.secret import RunSecret
@@ -114,7 +112,7 @@ def sample(
 def conversation(config: RunConfig) -> tuple[ChatFormat, int]:
     """The chat format of the recipe's model, and the length of its context in tokens; without
     reading its weights."""
-    if config.model.name == "tiny":  # made on the spot
+    if config.model.name == "tiny":  # created here
         tiny = config.model.tiny
         texts = corpus_of(config) if tiny.tokenizer == "word" else ()
         return ChatFormat(tiny_tokenizer(tiny, texts)), tiny.context_length
@@ -192,7 +190,7 @@ async def engines_and_store(
     name: str,
 ) -> AsyncIterator[tuple[RemoteEngine, Store, CallLog] | None]:
     """The run's engines (`urls`, else those of its folder), its store, and the log of calls, all
-    closed at the end; None where `stop` came before the store was open. `name`: the name of this
+    closed at the end; None if `stop` came before the store was open. `name`: the name of this
     process, for its traces."""
     from agentevo.inference.directory import EngineDirectory
     from agentevo.inference.remote import RemoteEngine

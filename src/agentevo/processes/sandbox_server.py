@@ -42,14 +42,14 @@ LOG = logging.getLogger(__name__)
 
 MAX_STRANGERS = 128
 OPEN_S = 15.0
-"""Longest time for the first message to arrive."""
+"""The time limit of the first message, in seconds."""
 SEND_S = 60.0
-"""How long a client may take for a message that it gets."""
+"""The time limit of a client to read a message, in seconds."""
 LONGEST_WAIT_S = 3600.0
 MAX_WAITING = 16
-"""Messages of one client that wait to be done; it sends one after the other."""
+"""The limit of one client's waiting messages."""
 GRACE_S = 10.0
-"""How long the sandboxes may take to end with the server."""
+"""The time limit of the sandboxes' end at the end of the server."""
 UNSUPPORTED = 1003
 """Close code, RFC 6455."""
 POLICY = 1008
@@ -64,7 +64,8 @@ class ProtocolBreach(Exception):
 
 
 class SandboxServer:
-    """The application. `section`: the walls, and the largest limits that a client may choose."""
+    """The application. `section`: the isolation, and the largest limits that a client may
+    choose."""
 
     def __init__(
         self, section: SandboxSection, kind: str, secret: RunSecret, *, idle_s: float
@@ -94,7 +95,7 @@ class SandboxServer:
             if scope["type"] != "websocket":
                 status = 426 if is_known else 401
                 answer = PlainTextResponse(
-                    f"a server of sandboxes: ask by a WebSocket at {wire.PATH}, with the key\n",
+                    f"a server of sandboxes: connect by WebSocket to {wire.PATH}, with the key\n",
                     status,
                     {"Connection": "close"},
                 )
@@ -121,11 +122,12 @@ class SandboxServer:
             connection.leave()
 
     def section_for(self, overrides: dict[str, Any]) -> SandboxSection:
-        """What a client gets. Raises SandboxError for more than the server allows."""
+        """The settings of a client's sandbox. Raises SandboxError for more than the server
+        allows."""
         limits = self.section.model_dump()
         unknown = sorted(overrides.keys() - set(wire.REQUESTED))
         if unknown:
-            raise SandboxError(f"{unknown[0][:60]!r} is nothing that a client asks for")
+            raise SandboxError(f"{unknown[0][:60]!r} is not a key that a client may set")
 
         try:
             section = SandboxSection.model_validate({**limits, **overrides, "type": self.kind})
@@ -159,7 +161,7 @@ class _SandboxSession:
         self._sending = asyncio.Lock()
 
     async def serve(self, closed: asyncio.Event) -> None:
-        """Until the client leaves, is idle for too long, or the server ends."""
+        """Runs until the client leaves, is idle for too long, or the server ends."""
         await self._websocket.accept()
         duties = [
             asyncio.ensure_future(duty) for duty in (self._read(), self._work(), closed.wait())
@@ -188,7 +190,7 @@ class _SandboxSession:
             try:
                 message = wire.read_request(content)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise ProtocolBreach(f"no message of a client: {error}") from error
+                raise ProtocolBreach(f"not a client message: {error}") from error
 
             if isinstance(message, wire.Answer):
                 waiting = self._calls.get(message.number)
@@ -207,10 +209,10 @@ class _SandboxSession:
             async with asyncio.timeout(OPEN_S):
                 first = await self._requests.get()
         except TimeoutError:
-            raise ProtocolBreach(f"no sandbox was asked for within {OPEN_S:g} s") from None
+            raise ProtocolBreach(f"no sandbox was requested within {OPEN_S:g} s") from None
 
         if not isinstance(first, wire.Open):
-            raise ProtocolBreach("a request before a sandbox was asked for")
+            raise ProtocolBreach("a request before a sandbox was requested")
 
         server = self._server
         try:
@@ -227,7 +229,7 @@ class _SandboxSession:
             server.free.release()
 
     async def _wait(self, wait_s: float) -> None:
-        """For a free place. Raises SandboxError."""
+        """Waits for a free place. Raises SandboxError."""
         limit = min(max(wait_s, 0.0), LONGEST_WAIT_S)
         try:
             async with asyncio.timeout(limit):
@@ -254,7 +256,7 @@ class _SandboxSession:
             await sandbox.close()
 
     async def _next(self) -> wire.Open | wire.Request | None:
-        """The next request; None where none arrives for too long."""
+        """The next request; None if none arrives for too long."""
         try:
             async with asyncio.timeout(self._server.idle_s):
                 return await self._requests.get()
@@ -266,7 +268,7 @@ class _SandboxSession:
     ) -> wire.Done | wire.Failed:
         """Raises Violation."""
         if isinstance(request, wire.Open):
-            raise ProtocolBreach("a second sandbox was asked for: each has a connection of its own")
+            raise ProtocolBreach("a second sandbox was requested: each needs its own connection")
         try:
             return wire.Done(request.id, await self._value(sandbox, request))
         except SandboxError as error:
@@ -295,7 +297,7 @@ class _SandboxSession:
         )
 
     def _tool(self, form: wire.ToolForm) -> SandboxTool:
-        """A function of the code's that asks the client. Raises SandboxError."""
+        """A function for the sandboxed code that calls the client. Raises SandboxError."""
         if not form.name.isidentifier():
             raise SandboxError(f"the tool {form.name[:60]!r} can't be a function: rename it")
 
@@ -305,7 +307,7 @@ class _SandboxSession:
             self._calls[number] = waiting
             try:
                 await self._send(wire.Call(number, form.name, arguments))
-                answer = await waiting  # until the deadline of the code that calls
+                answer = await waiting  # until the deadline of the calling code
             finally:
                 del self._calls[number]
 
@@ -317,12 +319,12 @@ class _SandboxSession:
         return SandboxTool(form.name, form.parameters, form.description, call)
 
     async def _send(self, message: wire.FromServer) -> None:
-        """Raises Violation for a client that does not take it."""
+        """Raises Violation if the client does not read it."""
         try:
             async with asyncio.timeout(SEND_S), self._sending:
                 await self._websocket.send_bytes(wire.to_json(message))
         except TimeoutError:
-            raise ProtocolBreach(f"the client took nothing for {SEND_S:g} s") from None
+            raise ProtocolBreach(f"the client read nothing for {SEND_S:g} s") from None
         except RuntimeError as error:  # the client has left
             raise WebSocketDisconnect from error
 
@@ -340,7 +342,7 @@ def serve_sandboxes(
     """Serves until the process is asked to stop; blocks. `folder` holds the key, which is made if
     there is none. Raises ConfigError before anything is created, also where no sandbox works."""
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder: give another one for the server's key")
+        raise ConfigError(f"{folder} is not a folder: give another one for the server's key")
 
     with (
         asked_to_stop() as stop,

@@ -56,8 +56,8 @@ from agentevo.signals import asked_to_stop
 
 STOP_POLL_S = 0.05
 AGAIN_S = 30.0
-"""Refused weights are read again after this time though they look unchanged: the read may have been
-at fault."""
+"""Refused weights are read again after this time even if they look unchanged, because the read may
+have failed."""
 
 
 def serve(
@@ -161,8 +161,8 @@ async def _serve(
 def _board(
     config: RunConfig, secret: RunSecret, announcement: Announcement
 ) -> StoreAnnouncements | None:
-    """Where samplers that share no folder find this engine; None where there is no such place, or
-    where it is not encrypted, and so only for this machine."""
+    """The place in which samplers without a shared folder find this engine; None if there is none,
+    or if the engine is not encrypted and so only for this machine."""
     url = config.rollout.weights.url
     if url is None or not announcement.certificate:
         return None
@@ -172,8 +172,8 @@ def _board(
 async def _until(
     condition: Callable[[], bool], following: asyncio.Future[Any], engine: UpdatableEngine
 ) -> None:
-    """Waits for the condition; raises what has ended the following of the weights, or EngineError
-    when the engine only fails."""
+    """Waits for the condition; raises the error that ended the watch for new weights, or
+    EngineError if the engine keeps failing."""
     while not condition():
         if following.done():
             following.result()
@@ -216,7 +216,7 @@ class VersionFollower:
         """The last line that was noted; it is noted once."""
 
     def stats(self) -> dict[str, float]:
-        """What the engine counts, with the versions that were refused before it saw them."""
+        """The engine's counters, including the versions that were refused before it saw them."""
         counts = self._engine.stats()
         refused = counts.get("engine/refused_publishes", 0.0) + self._num_unreadable
         return counts | {"engine/refused_publishes": refused}
@@ -233,7 +233,7 @@ class VersionFollower:
 
     async def look(self) -> bool:
         """Serves the newest weights if they are newer than the served ones; returns whether it did.
-        Where a trainer sends weights on request, it asks until it does."""
+        If a trainer sends weights on request, it asks until they arrive."""
         while True:
             try:
                 version = await self._serve_newest()
@@ -241,13 +241,13 @@ class VersionFollower:
                 continue
             except (
                 DeadlineExceededError
-            ) as error:  # requests would not end: the same weights again at the next look
+            ) as error:  # requests would not end: the next look finds the same weights
                 self._say(str(error))
                 return False
             except EngineError as error:
                 version = self._engine.version
                 served = (
-                    f"version {version} goes on serving"
+                    f"version {version} continues to serve"
                     if version != NO_VERSION
                     else "nothing is served yet"
                 )
@@ -285,7 +285,7 @@ class VersionFollower:
         return latest.version
 
     def _newest(self) -> tuple[Latest | None, object]:
-        """What is to be served, if there is something, and its state."""
+        """The weights to serve, if there are any, and the state of the source."""
         latest = self._weights.latest_version()
         if latest is None or latest.version <= self._engine.version:
             return None, None
@@ -296,18 +296,19 @@ class VersionFollower:
 
     @contextmanager
     def _refusing(self, state: object) -> Iterator[None]:
-        """What is refused in here is not looked at again as long as it looks the same."""
+        """Weights that are refused in this block are not read again while the source's state is the
+        same."""
         try:
             yield
         except (WeightsNotSentError, WeightsLostError, DeadlineExceededError):
-            raise  # nothing is known against them
+            raise  # the weights may be good
         except EngineError:
             self._refused = state
             self._refused_at = time.monotonic()
             raise
 
     def _read_verified(self, latest: Latest) -> Weights:
-        """Read and verified, while the engine works."""
+        """Reads and verifies weights while the engine works."""
         try:
             weights = self._weights.read(latest.version, sha256=latest.sha256)
         except WeightsNotSentError:

@@ -1,7 +1,6 @@
-"""`agentevo serve RUN --openai`: what a run has trained, or a recipe's model, for any client of
-OpenAI's or Anthropic's API, by a key of its own. Nothing is trained and nothing is recorded; the
-run's folder gets the key, and while it is served the URL (client_door.py), and stays as it was
-otherwise."""
+"""`agentevo serve RUN --openai`: serves a run's trained model, or a recipe's model, to any client
+of OpenAI's or Anthropic's API, with a key of its own. Nothing is trained and nothing is recorded;
+the run's folder gets only the key and, while the model is served, the URL (client_door.py)."""
 
 from __future__ import annotations
 
@@ -41,9 +40,8 @@ def serve_model(
     note: Callable[[str], None] = to_stderr,
 ) -> None:
     """Serves a checkpoint of the run (`best`, `last`, a path, or None for the recipe's own model)
-    until it is asked to stop; blocks. `name`: what clients see the model called. Raises
-    ConfigError, or CheckpointError where there is no such checkpoint, before anything is
-    created."""
+    until it is asked to stop; blocks. `name`: the model's name for clients. Raises ConfigError, or
+    CheckpointError if there is no such checkpoint, before anything is created."""
     config = without_routing(config)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
     path = None if checkpoint is None else checkpoints.find(checkpoint)

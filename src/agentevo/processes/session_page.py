@@ -1,5 +1,5 @@
-"""What the OpenAPI page of `agentevo gateway` says of the session routes (session_routes.py): their
-bodies and answers are these records, so the page can't say anything else."""
+"""The session routes (session_routes.py) in the OpenAPI page of `agentevo gateway`. Their bodies
+and answers are these records, so the page always matches them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentevo.types import Trajectory
 
 
 class OpenTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What may be said of a task; see types.Task."""
+    """The fields of a task; see types.Task."""
 
     id: str
     query: str | None = None
@@ -24,7 +24,7 @@ class OpenTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpenBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of an attempt that is opened."""
+    """The body of a request that opens an attempt."""
 
     next: bool = False
     task: OpenTask | None = None
@@ -33,7 +33,7 @@ class OpenBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EndBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of an attempt that has ended."""
+    """The body of a request that ends an attempt."""
 
     reward: float | None = None
     rewards: dict[str, float] = {}
@@ -60,14 +60,14 @@ class OpenedSession(SessionState, frozen=True, kw_only=True):
 
 
 class SessionList(msgspec.Struct, frozen=True, kw_only=True):
-    """Attempts that are remembered."""
+    """The attempts that the gateway remembers."""
 
     object: Literal["list"] = "list"
     data: list[SessionState]
 
 
 class SessionFailure(msgspec.Struct, frozen=True):
-    """Why there is no answer."""
+    """The reason of a refusal."""
 
     message: str
     type: str
@@ -76,7 +76,7 @@ class SessionFailure(msgspec.Struct, frozen=True):
 
 
 class FailureBody(msgspec.Struct, frozen=True):
-    """Of an answer that is none."""
+    """The body of a refusal."""
 
     error: SessionFailure
 
@@ -97,16 +97,16 @@ _REFERENCES, _COMPONENTS = msgspec.json.schema_components(
 _SCHEMAS: dict[type, Any] = dict(zip(_RECORDS, _REFERENCES, strict=True))
 _COUNTS = {"type": "object", "additionalProperties": {"type": "number"}}
 _OF_ALL = {
-    401: "No key, or one that opens something else.",
+    401: "The key is missing, or is not valid here.",
     429: "Too many requests, sessions or rewards.",
     503: "The gateway is starting, or no engine serves yet.",
     504: "No answer in time.",
 }
-_OF_ONE = {404: "There is no such session."}
+_OF_ONE = {404: "The session does not exist."}
 _OF_BODY = {
-    400: "A body that is wrong.",
-    408: "The body has not come in time.",
-    413: "The body is too long.",
+    400: "The body is not valid.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
 }
 
 
@@ -170,9 +170,9 @@ OPEN = _told(
 )
 ALL = _told("All attempts that are remembered", _SCHEMAS[SessionList], {}, of_one=False)
 STATS = _told("Counts of sessions and engines", _COUNTS, {}, of_one=False)
-STATE = _told("How far an attempt is", _SCHEMAS[SessionState], {})
-REWARD = _told("A reward of the attempt", _SCHEMAS[SessionState], _BUSY, body=PostedReward)
-END = _told("The attempt is over", _SCHEMAS[SessionState], _BUSY, body=EndBody)
+STATE = _told("The progress of an attempt", _SCHEMAS[SessionState], {})
+REWARD = _told("Post a reward for the attempt", _SCHEMAS[SessionState], _BUSY, body=PostedReward)
+END = _told("End the attempt", _SCHEMAS[SessionState], _BUSY, body=EndBody)
 TRAJECTORY = _told("The attempt as it was recorded", _SCHEMAS[Trajectory], _BUSY)
 
 

@@ -1,12 +1,10 @@
 """The routes by which agents outside of a run open, reward and end attempts (rollout/outside.py).
 
-    POST /sessions                  {"task": {...}, "group": "g", "size": 8}, all of it optional
-    GET  /sessions                  all that are remembered
-    GET  /sessions/ID               how far it is
-    POST /sessions/ID/reward        as POST /s/KEY/reward
-    POST /sessions/ID/end           {"reward": ..., "error": ...}, both optional
-    GET  /sessions/ID/trajectory    ids, log-probs, versions, messages; once the session has ended
-    GET  /stats                     counts of sessions and engines
+    POST /sessions                  {"task": {...}, "group": "g", "size": 8}, all of it optional GET
+    /sessions all that are remembered GET /sessions/ID its progress POST /sessions/ID/reward
+    as POST /s/KEY/reward POST /sessions/ID/end           {"reward": ..., "error": ...}, both
+    optional GET  /sessions/ID/trajectory    ids, log-probs, versions, messages; once the session
+    has ended GET  /stats                     counts of sessions and engines
 
 All routes need `Authorization: Bearer KEY` with the gateway's key; those of one session accept that
 session's own key as well. They run on the gateway's event loop, and their calls on the sampler's.
@@ -83,7 +81,7 @@ class SessionRoutes:
         self._app = app
 
     def page(self) -> dict[str, Any]:
-        """What the gateway's OpenAPI page has of these routes."""
+        """The entries of these routes in the gateway's OpenAPI page."""
         return session_page.page(self._app)
 
     def in_front_of(self, app: ASGIApp) -> ASGIApp:
@@ -116,7 +114,7 @@ class SessionRoutes:
             if body.size is not None and body.group is None:
                 raise Refusal("size is the number of a group's attempts: name one", param="size")
             if body.next and (body.task, body.group) != (None, None):
-                raise Refusal("next is a task and a group of the run's: leave yours out")
+                raise Refusal("`next` selects a task and a group of the run: leave out yours")
 
             task = None if body.task is None else Task(**msgspec.structs.asdict(body.task))
             session = await self._there(
@@ -272,8 +270,8 @@ def _refusal_of(error: Exception) -> Refusal:
 
 def _stranger() -> Refusal:
     return Refusal(
-        "the key is wrong or missing: send `Authorization: Bearer` with what is in gateway/secret "
-        "of the run's folder, or with the session's own key",
+        "the key is wrong or missing: send `Authorization: Bearer` with the content of "
+        "gateway/secret in the run's folder, or with the session's own key",
         status=401,
         kind="authentication_error",
         code="invalid_api_key",

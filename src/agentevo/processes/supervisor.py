@@ -3,9 +3,9 @@ train` with rollout.samplers above 0, and those of one machine of a launch.
 
 The children are `agentevo serve` and `agentevo sample`, with their output in RUN/logs/ and in
 sessions of their own: Ctrl-C is for this process only. A child that was killed from outside is
-always replaced. One that fails MAX_FAILURES times in a row before it was of use has a defect: then
-`check` raises, with the end of its log. An engine was of use once it has been announced for SOON_S,
-a sampler once it has lived for LONG_S. The children end with this process, however it ends.
+always replaced. A child that fails MAX_FAILURES times in a row without having worked has a defect:
+`check` then raises, with the end of its log. An engine counts as having worked once it was
+announced for SOON_S, a sampler once it ran for LONG_S. The children always end with this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOK_S = 0.2
 SOON_S = 20.0
 LONG_S = 200.0
 FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
-"""Signals that a process causes itself. All others come from outside, and say nothing about it."""
+"""Signals that a process causes itself. All others come from outside, and are not its fault."""
 MAX_FAILURES = 3
 """In a row."""
 FIRST_DELAY_S = 0.2
@@ -55,7 +55,7 @@ class ChildProcess:
     command: list[str]
     log: Path
     engines: EngineDirectory | None = None
-    """Where it announces itself, if it is an engine."""
+    """The directory in which it announces itself, if it is an engine."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables in addition to ours."""
     process: subprocess.Popen[bytes] | None = None
@@ -64,7 +64,7 @@ class ChildProcess:
     """When the announcement of this process was first seen."""
     not_before: float = 0.0
     failures: int = 0
-    """How often it has ended by itself since a process of it was of use."""
+    """How often it has ended by itself since one of its processes last worked."""
     trouble: str = ""
     """Why it could not be started, as reported last."""
 
@@ -101,7 +101,7 @@ class ChildProcess:
         elif (
             code > 0 or -code in FAULTS or (code == 0 and time.monotonic() - self.started < SOON_S)
         ):
-            self.failures += 1  # 0: it may have been asked to end, but hardly so soon
+            self.failures += 1  # 0: a requested end is unlikely so soon
 
         self.process = None
         self.not_before = time.monotonic() + min(FIRST_DELAY_S * 2.0**self.failures, MAX_DELAY_S)
@@ -169,15 +169,14 @@ class Children:
                     self._look_after(child)
         except Exception as error:  # noqa: BLE001 (it would be lost, and children no longer replaced)
             self._failure = ChildFailedError(
-                f"samplers and engines are not looked after any more: {type(error).__name__}: "
-                f"{error}"
+                f"samplers and engines are no longer supervised: {type(error).__name__}: {error}"
             )
             self._failure.__cause__ = error
 
     def _look_after(self, child: ChildProcess) -> None:
         try:
             code = child.look()
-        except OSError as error:  # no memory, process or file to be had at the moment
+        except OSError as error:  # no memory, process or file is available at the moment
             child.not_before = time.monotonic() + MAX_DELAY_S
             if str(error) != child.trouble:
                 child.trouble = str(error)
@@ -195,8 +194,8 @@ class Children:
             return
 
         what = (
-            f"{child.name} failed {MAX_FAILURES} times before it was good for anything (the "
-            f"last time: {how}); {child.log} ends with:"
+            f"{child.name} failed {MAX_FAILURES} times before it did any work (the last time: "
+            f"{how}); {child.log} ends with:"
         )
         self._failure = ChildFailedError("\n".join([what, *_end_of(child.log)]))
 

@@ -53,7 +53,7 @@ STOPPED = 130
 """Exit code of a run that Ctrl-C stopped."""
 
 Start = Literal["started", "resumed", "finished"]
-"""How a member begins: from nothing, from its last checkpoint, or not at all, since it has
+"""How a member starts: from nothing, from its last checkpoint, or not at all because it has
 finished."""
 
 
@@ -101,8 +101,8 @@ def run_sweep(sweep: Sweep, *, resume: bool = False, view: SweepView | None = No
 
 
 def check_sweep(sweep: Sweep, resume: bool, *, may_fetch: bool = True) -> dict[str, Start]:
-    """How each member will begin. Refuses, before anything is created or deleted, what can't work
-    for some member. `may_fetch`: as `check_recipe` has it."""
+    """How each member will begin. Raises ConfigError, before anything is created or deleted, if any
+    member can't work. `may_fetch`: see `check_recipe`."""
     check_alone("a sweep")
     if sweep.section.table is not None:
         check_page(sweep.section.table)
@@ -147,14 +147,16 @@ def _check_folder(sweep: Sweep) -> None:
         "a sweep" if is_sweep_folder(sweep.dir) else "a run" if is_run_folder(sweep.dir) else None
     )
     if holds is not None and not sweep.overwrite:
-        remedy = "go on with it with --resume, give" if holds == "a sweep" else "give"
+        remedy = "continue it with --resume, give" if holds == "a sweep" else "give"
         raise ConfigError(
             f"{sweep.dir} holds {holds} already: {remedy} another run.dir, or delete it with "
             "run.overwrite=true"
         )
 
     if holds is None and sweep.dir.is_dir() and any(sweep.dir.iterdir()):
-        raise ConfigError(f"{sweep.dir} is not empty and not a sweep: give another run.dir")
+        raise ConfigError(
+            f"{sweep.dir} is not empty and is not a sweep's folder: give another run.dir"
+        )
 
 
 def _start_of(member: Member) -> Start:
@@ -198,8 +200,8 @@ def _recipe(sweep: Sweep, member: Member) -> Path:
 def _run_members(
     sweep: Sweep, starts: dict[str, Start], view: SweepView, received: Sequence[int], lock: int
 ) -> list[str]:
-    """Returns when all have ended or, once a signal was received, those under way have stopped: a
-    text for each member that failed."""
+    """Runs the members until all have ended or, after a signal, the running ones have stopped.
+    Returns a text for each member that failed."""
     waiting = deque(member for member in sweep.members if starts[member.name] != "finished")
     under_way: list[_SweepRunUnderWay] = []
     failures: list[str] = []
@@ -250,7 +252,7 @@ def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _SweepRunUn
     """In a session of its own, so that the terminal's Ctrl-C reaches it only through
     `_ask_to_stop`, and only once."""
     log = sweep.dir / "logs" / f"{member.name}.log"
-    # A starting member's folder holds only what was cut off before its first checkpoint.
+    # A starting member's folder holds only data from before its first checkpoint.
     extra_words = ["--resume"] if start == "resumed" else ["run.overwrite=true"]
     words = [sys.executable, "-m", "agentevo", "train", str(_recipe(sweep, member)), *extra_words]
     threads = (
@@ -276,7 +278,7 @@ def _ask_to_stop(under_way: Sequence[_SweepRunUnderWay], *, at_once: bool) -> No
 
 
 def _report_end(run: _SweepRunUnderWay, view: SweepView) -> str:
-    """Tells how a run ended; what went wrong, or empty."""
+    """Reports how a run ended. Returns the problem, or an empty text."""
     code = run.process.returncode
     name = run.member.name
     seconds = time.monotonic() - run.since

@@ -1,7 +1,7 @@
 """Tasks in, scored trajectories out.
 
-This room has the name of the decorator `@agentevo.rollout` (loop/rollout.py), and importing any
-module of it puts it in the decorator's place. So it is the decorator too: it can be called.
+This package has the name of the decorator `@agentevo.rollout` (loop/rollout.py), and importing any
+module from it replaces the decorator. So the package can itself be called as the decorator.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tasks that an agent brings: those of a world of its own, such as a dataset with its environment.
+"""Tasks that an agent provides, for example from a dataset with its own environment.
 
 A registered class with `brings_tasks = True` has a method `tasks()`, which returns a pair: the
 tasks to train on and the held-out ones, each a list of `agentevo.Task` or of mappings as rows of a
-file. No held-out ones: they are split off, as those of a file are. The method is called in every
-process of a run, more than once, and gives the same tasks every time.
+file. Without held-out ones, they are split off as for a file. The method is called in every process
+of a run, more than once, and must return the same tasks every time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from agentevo.types import Task
 
 
 def tasks_of_agent(section: AgentSection) -> GivenTasks:
-    """The tasks that the agent of that section brings. Raises ConfigError where its method raises,
-    or returns no pair of lists of tasks."""
+    """The tasks that the agent of that section provides. Raises ConfigError if its method raises,
+    or does not return a pair of lists of tasks."""
     player = make_player(section)
     where = f"agent.type: {section.type}: {type(player).__name__}.tasks()"
     try:
@@ -40,7 +40,7 @@ def tasks_of_agent(section: AgentSection) -> GivenTasks:
 
 
 def _check_tasks(rows: Any, where: str, taken: set[str]) -> list[Task]:
-    """`taken`: the ids so far."""
+    """`taken`: the ids that are already used."""
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
         raise ConfigError(f"{where} gave {shown(rows)}: give lists of tasks")
 

@@ -1,5 +1,5 @@
-"""Which tasks a step plays under `tasks.curriculum`: drawn without repetition, at the edge of what
-the agent can do (config/curriculum.py has the weights).
+"""Selects the tasks of a step under `tasks.curriculum`: sampled without repetition, with the
+highest weights for tasks of medium success (config/curriculum.py has the weights).
 
     key of a task = log(u) / weight, u uniform in (0, 1): the largest keys are taken
 
@@ -44,12 +44,12 @@ class TriedTask(NamedTuple):
 
 
 class TaskCurriculum:
-    """The tasks of one run, and what is known of each."""
+    """The tasks of one run, and the known results of each."""
 
     def __init__(
         self, section: Curriculum, tasks: Sequence[Task], seed: int, groups: int, *, lag: int
     ) -> None:
-        """Raises ConfigError where no task may be played at first, or a variant is of none."""
+        """Raises ConfigError if no task may be played at first, or a variant has no base task."""
         self._section = section
         self.tasks = list(tasks)
         self._seed = seed
@@ -59,7 +59,7 @@ class TaskCurriculum:
         self._parents = [task.metadata.get(VARIANT_OF) for task in self.tasks]
         self._history: dict[int, list[TriedTask]] = defaultdict(list)
         self._known = 0
-        """The newest committed step that was learnt."""
+        """The newest committed step that was read."""
         self._orders: dict[int, list[int]] = {}
 
         orphan = next(
@@ -70,16 +70,16 @@ class TaskCurriculum:
                 f"{orphan!r}: {VARIANT_OF} is no task to train on" if orphan else "all are variants"
             )
             raise ConfigError(
-                f"tasks.curriculum: {what}: give the tasks that they are harder variants of, too"
+                f"tasks.curriculum: {what}: also give the tasks that they are harder variants of"
             )
 
     def _pairs(self) -> list[tuple[Task, str]]:
-        """The variants, each with what it is one of."""
+        """The variants, each with its base task."""
         pairs = zip(self.tasks, self._parents, strict=True)
         return [(task, str(parent)) for task, parent in pairs if parent is not None]
 
     async def learn(self, store: Store) -> None:
-        """Reads what was committed since."""
+        """Reads the steps that were committed since."""
         records = await with_retries(
             lambda: store.steps(after=self._known),
             within_s=STORE_RETRY_S,
@@ -93,7 +93,7 @@ class TaskCurriculum:
         """Records the results of a committed step, in order of the steps. Raises ValueError for a
         step out of order."""
         if step != self._known + 1:
-            raise ValueError(f"step {step} is told after step {self._known}")
+            raise ValueError(f"step {step} is reported after step {self._known}")
         self._known = step
         for name, (good, attempts) in solved.items():
             task_id = name if name in self._place else name.rpartition("~")[0]
@@ -101,7 +101,7 @@ class TaskCurriculum:
                 self._history[self._place[task_id]].append(TriedTask(step, good, attempts))
 
     def is_known(self, step: int) -> bool:
-        """Whether the records say which tasks the step has."""
+        """Whether the records determine the tasks of the step."""
         return step - 1 - self._lag <= self._known
 
     def of_step(self, step: int) -> list[Task]:
@@ -131,12 +131,12 @@ class TaskCurriculum:
         return self._orders[step]
 
     def standing(self) -> list[bool]:
-        """Whether each task is retired, by all that was committed."""
+        """Whether each task is retired, according to all committed steps."""
         step = self._known + self._lag + 1
         return [self._state(place, step)[1] for place in range(len(self.tasks))]
 
     def metrics(self, step: int) -> dict[str, float]:
-        """How the tasks stood when the step's were drawn."""
+        """The state of the tasks when the step's tasks were chosen."""
         state = [self._state(place, step) for place in range(len(self.tasks))]
         retired = [is_retired for _, is_retired in state]
         locked = sum(not retired[self._place[parent]] for _, parent in self._pairs())
@@ -152,7 +152,7 @@ class TaskCurriculum:
         }
 
     def _before(self, place: int, step: int) -> list[TriedTask]:
-        """What was known of a task when the step's were drawn."""
+        """The known results of a task when the step's tasks were chosen."""
         return [tried for tried in self._history[place] if tried.step <= step - 1 - self._lag]
 
     def _state(self, place: int, step: int) -> tuple[float, bool]:

@@ -1,5 +1,5 @@
-"""Attempts that failed, for people: of each kind the first one at once, with its traceback, and
-afterwards how many of which kind.
+"""Reports failed attempts: the first one of each kind at once, with its traceback, and later the
+number of each kind.
 
 The kind of a failure is read from the error that the store keeps, so attempts of other processes
 and of earlier lives are counted the same: the exception's class, `timeout`, `no_reward`, or the
@@ -32,7 +32,7 @@ _CLASS = re.compile(r"([A-Za-z_]\w{0,59})[:(]")
 
 
 def failure_kind(error: str | None) -> str:
-    """One word for the reason of a failed attempt, fit for the name of a metric."""
+    """The kind of a failed attempt: one word that can be part of a metric's name."""
     text = error or ""
     if text.startswith(TOO_LONG) or text.startswith("no score within"):
         return "timeout"
@@ -72,7 +72,7 @@ def _short(error: str) -> str:
 
 
 class FirstFailures:
-    """Tells of the first failure of each kind, see the module."""
+    """Reports the first failure of each kind, see the module."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._tell = notify
@@ -93,5 +93,5 @@ class FirstFailures:
         )
 
     def trace_of(self, error: str | None) -> str:
-        """The traceback of the first failure of this kind; empty where none is known."""
+        """The traceback of the first failure of this kind; empty if none is known."""
         return self._traces.get(failure_kind(error), "")

@@ -1,8 +1,7 @@
-"""Tasks out of rows (`tasks` in a recipe), read alike by every process of a run.
-
-A row that is no task is left out and reported with its place and reason, or the whole file is
-refused. A held-out task that is also trained on is such a row. RUN/tasks.json records the tasks
-that a run began with: other rows under the same paths would be another run.
+"""Tasks from rows (`tasks` in a recipe), which every process of a run reads alike. An unusable row
+is left out and reported with its place and reason, or the whole file is refused. A held-out task
+that is also trained on is such a row. RUN/tasks.json records the tasks that a run began with: other
+rows under the same paths would be another run.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from agentevo.types import QUERY_MESSAGES, QUEUED_FOR_STEP, Task
 ID_KEYS = ("id", "task_id")
 SCORER_KEYS = ("scorer",)
 RESERVED_KEYS = {
-    QUERY_MESSAGES: "a query that is a chat",
+    QUERY_MESSAGES: "a query that is a list of messages",
     QUEUED_FOR_STEP: "the step that a task is queued for",
     PROPOSES: "the step that a proposer is asked for",
 }
@@ -48,11 +47,11 @@ BAD_ROWS = "bad_rows.jsonl"
 
 @dataclass(frozen=True)
 class GivenTasks:
-    """All that was read."""
+    """The result of reading."""
 
     train: list[Task]
     held_out: list[Task]
-    """Empty where the recipe names no held-out ones."""
+    """Empty if the recipe names no held-out ones."""
     reports: list[RowReport]
     sizes: tuple[int, ...] = ()
     """How many of the tasks to train on are of each source, in order."""
@@ -68,9 +67,9 @@ class GivenTasks:
 def read_tasks(
     section: TasksSection, agent: AgentSection | None = None, *, train_key: str = "tasks.train"
 ) -> GivenTasks:
-    """Tasks that the `agent` can begin with. `train_key`: what messages call those to train on.
-    Raises ConfigError for sources that can't be read, without a usable row, or with a bad one where
-    that is not allowed."""
+    """Reads tasks that the `agent` can work with. `train_key`: the name of the training tasks in
+    messages. Raises ConfigError for sources that can't be read, without a usable row, or with a bad
+    one where that is not allowed."""
     for key, sources in ((train_key, section.train), ("tasks.eval", section.eval)):
         for source in sources:
             check_source(source, key)
@@ -102,7 +101,8 @@ def read_tasks(
 def _read(
     fields: TaskFields, taken: dict[str, str], has_files: bool, report: RowReport, source: str
 ) -> list[Task]:
-    """`taken`: id -> where the task of that id was read. `has_files`: the agent gets a task's."""
+    """`taken`: id -> where the task of that id was read. `has_files`: the agent gets a task's
+    files."""
     tasks = []
     for row in read_rows(source):
         report.rows += 1
@@ -110,7 +110,8 @@ def _read(
             task = task_of(row.value, fields)
             if task.id in taken:
                 raise RowError(
-                    "duplicate_task", f"{task.id!r} is the task of {taken[task.id]} already"
+                    "duplicate_task",
+                    f"{task.id!r} is already the id of the task of {taken[task.id]}",
                 )
             if has_files:
                 _check_files(task)
@@ -249,7 +250,7 @@ def _take(
 
 
 def _last_text(messages: list[Any]) -> str:
-    """What the user says last in a list of chat messages. Raises RowError for another list."""
+    """The user's last message in a list of chat messages. Raises RowError for another list."""
     try:
         chat = messages_of(messages)
     except BadRequestError as error:
@@ -265,14 +266,15 @@ def _last_text(messages: list[Any]) -> str:
 
 
 def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
-    """What JSON can hold, since the store keeps tasks as JSON (Parquet has dates, bytes, ...)."""
+    """The value in a form that JSON can represent, since the store keeps tasks as JSON (Parquet has
+    dates, bytes, ...)."""
     plain: dict[str, Any] = json.loads(json.dumps(metadata, default=str))
     return plain
 
 
 def begin_with(config: RunConfig, tasks: GivenTasks, note: Callable[[str], None]) -> None:
-    """A trainer's start: checks that the tasks are the run's, and says which rows are left out, all
-    of them in RUN/bad_rows.jsonl."""
+    """Called at a trainer's start: checks that the tasks are the run's, and reports the rows that
+    are left out, all of them in RUN/bad_rows.jsonl."""
     check_same_tasks(config, tasks)
     (config.run_dir / BAD_ROWS).unlink(missing_ok=True)
     for report in tasks.reports:
@@ -283,8 +285,8 @@ def begin_with(config: RunConfig, tasks: GivenTasks, note: Callable[[str], None]
 
 
 def check_same_tasks(config: RunConfig, tasks: GivenTasks) -> None:
-    """Remembers the tasks in the run's folder, or compares them with what is remembered there.
-    Raises ConfigError for other ones."""
+    """Records the tasks in the run's folder, or compares them with the record there. Raises
+    ConfigError if they differ."""
     record = config.run_dir / RECORD
     now = {"digest": tasks.digest, "train": len(tasks.train), "eval": len(tasks.held_out)}
     if not record.is_file():

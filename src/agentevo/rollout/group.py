@@ -1,9 +1,9 @@
-"""A group under way: several attempts at one task, each an asyncio task that can be broken off
-without losing what it has recorded.
+"""A running group: several attempts at one task, each an asyncio task that can be cancelled without
+losing its recorded turns.
 
-What goes wrong inside an agent is data: the attempt becomes a `failed` trajectory with the reason.
-What goes wrong in the engine is not: `InfrastructureFailure` leaves the group, the other attempts
-are broken off, and nothing of it may be written.
+A failure inside an agent is data: the attempt becomes a `failed` trajectory with the reason. A
+failure of the engine is not: the group raises `InfrastructureFailure`, the other attempts are
+cancelled, and no part of the group may be written.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from agentevo.tracebacks import traceback_of
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
 LONGEST_ENDING = 4_000
-"""Characters of what the world showed at last that are kept."""
+"""The number of characters of the last observation that are kept."""
 LETTING_GO_S = 5.0
-"""How long an agent that was broken off may take to end. One that continues is abandoned, with a
-policy that answers no more."""
+"""How long a cancelled agent may take to end. One that continues is abandoned, and its policy
+answers no more."""
 LOOK_S = 0.05
-"""The shortest interval between two looks whether an attempt's time is over: the time stands still
-while the engine sleeps."""
+"""The shortest interval between two checks of an attempt's time limit. Its clock stops while the
+engine sleeps."""
 
 
 Score = Callable[
     [Sequence[Trajectory], Sequence[bool], Mapping[str, AttemptCalls]], Awaitable[list[Trajectory]]
 ]
-"""The trajectories of one group with their rewards; of each it is said whether its agent returned
-none, and by its id where its calls are recorded (see Scoring.score)."""
+"""Returns the trajectories of one group with their rewards. Its arguments say which agents returned
+no reward, and where each trajectory's calls are recorded (see Scoring.score)."""
 
 
 class InfrastructureFailure(AgentEvoError):
-    """The engine failed an attempt: the group is worth nothing, its task can be tried again."""
+    """The engine failed an attempt: the group can't be used, and its task can be tried again."""
 
 
 def _heard(task: asyncio.Task[Outcome]) -> None:
-    """Its failure counts as said, also where something else ends the attempt first."""
+    """Its failure counts as reported, even if something else ends the attempt first."""
     if not task.cancelled():
         task.exception()
 
 
 class GroupAttempt:
-    """One attempt at `task` in the name of a group. `limit_s` is the longest that the agent may
-    take, while the engine is awake."""
+    """One attempt at `task` as a member of a group. `limit_s` is the agent's time limit, counted
+    while the engine is awake."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class GroupAttempt:
         self.policy = policy
         self._show = show
         self.unrewarded: set[str] = set()
-        """Ids of the trajectories whose reward the agent has left to a scorer."""
+        """Ids of the trajectories that a scorer has to reward."""
         self._endings: dict[str, str] = {}
         self._agent = agent
         self._task = task
@@ -82,8 +82,8 @@ class GroupAttempt:
         self._cut: str | None = None
 
     def cut(self, reason: str) -> None:
-        """Breaks the attempt off: it ends as cancelled, with the turns until now. Too late for one
-        that has ended."""
+        """Cancels the attempt, which keeps its turns until now. Has no effect on an attempt that
+        has ended."""
         if self._cut is None and (self._playing is None or not self._playing.done()):
             self._cut = reason
             if self._playing is not None:
@@ -198,8 +198,8 @@ class GroupAttempt:
 
     async def _play(self) -> Outcome:
         """An event loop ends with a task that raises SystemExit or KeyboardInterrupt, and with it
-        the sampler or trainer. A process that the agent has forked, and that comes back from it,
-        is no second run: it ends."""
+        the sampler or trainer. A process that the agent forked must not continue as a second run,
+        so it ends here."""
         process = os.getpid()
         try:
             return await self._agent.run(self._task, self.policy)
@@ -262,7 +262,7 @@ class GroupAttempt:
 
     def _check_outcome(self, returned: Any) -> Outcome:
         """The outcome in a form that can be stored, averaged and trained on. Raises TypeError or
-        ValueError for any other."""
+        ValueError if that is impossible."""
         outcome = outcome_of(returned, self.policy.rewarded)
         for agent, conversation in self.policy.conversations.items():
             turns = conversation.turns
@@ -361,6 +361,6 @@ class RolloutGroup:
         return scored
 
     def cut(self, reason: str) -> None:
-        """Breaks off the members that are still playing."""
+        """Cancels the members that are still running."""
         for member in self.members:
             member.cut(reason)

@@ -1,9 +1,8 @@
-"""Orders of given tasks: a round after the other, all from the run's seed.
-
-A mixture's round has of each source as many tasks as its weight says, in whole numbers, and as the
-source that is the scarcest for its weight has: no round has a task twice. Within a source the
-rounds take one part of its shuffled tasks after the other, and shuffle the tasks again after the
-last part; a rest that does not fill a part waits.
+"""Orders of given tasks, round after round, all derived from the run's seed. A round of a mixture
+has tasks of each source in proportion to its weight, in whole numbers; the source that is the
+scarcest for its weight limits the round, so no round has a task twice. Within a source the rounds
+take one part of its shuffled tasks after the other, and shuffle the tasks again after the last
+part; a remainder that does not fill a part waits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from agentevo.types import Task
 
 
 class Mixture:
-    """See the module. Tasks are known by their number, those of one source after the other's."""
+    """See the module. Tasks are identified by their number, source after source."""
 
     def __init__(
         self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, at_least: int
@@ -54,8 +53,8 @@ class Mixture:
 
 
 class TaskPool:
-    """Given tasks, step after step: rounds of all of them, or of a mixture. What does not fill a
-    step at a round's end waits: no step has a task twice."""
+    """Given tasks, step after step: rounds of all of them, or of a mixture. Tasks that do not fill
+    a step at a round's end wait: no step has a task twice."""
 
     def __init__(
         self, tasks: Sequence[Task], seed: int, groups_per_step: int, mixture: Mixture | None = None

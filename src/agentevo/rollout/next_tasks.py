@@ -1,10 +1,10 @@
-"""The run's own tasks for agents outside: a client that asks gets the next attempt, of the group
-that is being filled, or of the next task in the run's order.
+"""Serves the run's own tasks to outside agents: a client gets the next attempt of the group that is
+being filled, or of the next task in the run's order.
 
 A group's task is leased as a sampler leases it: no other process makes a group of it at the same
-time. Where the gateway is gone its lease runs out, and the next client that asks gets the task
-again. No more groups are under way than a trainer may use before they are too old: a client that
-asks for more is asked to try again later.
+time. If the gateway is gone, its lease runs out, and the next client gets the task again. The
+number of running groups is limited to those that a trainer can use before they are too old: a
+client that asks for more has to try again later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NextTasks:
     def __init__(
         self, config: RunConfig, tasks: TaskSource | None, sessions: OutsideSessions, store: Store
     ) -> None:
-        """`tasks`: None where the recipe names none."""
+        """`tasks`: None if the recipe names none."""
         self._config = config
         self._tasks = tasks
         self._sessions = sessions
@@ -44,11 +44,11 @@ class NextTasks:
         self._step = 0
 
     async def open(self) -> OutsideSession:
-        """The next attempt. Raises Refusal where there is none now, or none at all."""
+        """The next attempt. Raises Refusal if there is none now, or none at all."""
         if self._tasks is None:
             raise Refusal(
                 "this run has no tasks of its own to hand out: name files in its recipe (tasks), "
-                "or bring the task along",
+                "or send a task with the request",
                 param="next",
             )
 
@@ -76,8 +76,8 @@ class NextTasks:
             return session
 
     async def _lease(self, tasks: TaskSource) -> Lease:
-        """A task of the run that is not leased: one whose gateway or sampler is gone, or else the
-        next in order."""
+        """A task of the run that is not leased: one of a gateway or sampler that is gone, or else
+        the next in order."""
         while True:
             lease = await with_retries(
                 lambda: self._store.lease_task(self._worker, lease_s=self._config.rollout.lease_s),
@@ -123,8 +123,8 @@ class NextTasks:
             await tasks.learn(self._store)
             if not tasks.is_known(self._step + 1):
                 raise Refusal(
-                    f"which tasks step {self._step + 1} has follows from steps that are not "
-                    "trained yet: ask again",
+                    f"which tasks step {self._step + 1} has depends on steps that are not "
+                    f"trained yet: ask again",
                     status=503,
                     kind="server_error",
                 )

@@ -1,9 +1,9 @@
 """Attempts whose agents are outside: a request opens one, later requests post its rewards and end
 it.
 
-    open(task, group) ── claims ──► an attempt of the group, which waits for an agent
-    end(session)      ── ends   ──► its agent has ended with the rewards that were posted
-    all of the group ended          ──► the group is scored, and written as a sampler's is
+    open(task, group) ── claims ──► an attempt of the group, which waits for an agent end(session)
+    ── ends ──► its agent has ended with the posted rewards all of the group ended ──► the group is
+    scored, and written like a sampler's
 
 To the sampler it is an agent like any other (`OutsideAgent`), so the rules of attempts apply:
 `agent.timeout_s` ends an attempt that no request ends, failures are data, a group is written whole,
@@ -55,21 +55,21 @@ MAX_OPEN = 4096
 MAX_ENDED = 1000
 """Sessions that are remembered after their group was written; the oldest are forgotten."""
 CLAIM_S = 30.0
-"""How long an attempt may take to be ready for its agent."""
+"""The time limit for an attempt to be ready for its agent."""
 STOPPING_S = 10.0
 _GROUP = re.compile(r"\w[\w.:-]{0,99}")
 _LABEL = re.compile(r"/([^/@]+)@[^/@]*$")
-"""Finds the label in a group's id, which sampler.group_name makes."""
+"""Finds the label in a group's id (see sampler.group_name)."""
 _TAKEN = {BASELINE, "train", "greedy", "sampled", "untaught-greedy", "untaught-sampled", "doctor"}
 """Labels of the groups that a run makes itself."""
 
 
 class OutsideFailure(AgentEvoError):
-    """What an agent outside said of its failure, or that there was none."""
+    """The failure that an outside agent reported, or its absence."""
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an attempt is."""
+    """The progress of an attempt."""
 
     id: str
     object: Literal["session"] = "session"
@@ -83,13 +83,13 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     posted: list[PostedReward]
     reward: float | None
-    """Once it is written."""
+    """The reward, once the group is written."""
     error: str | None
     is_written: bool
 
 
 class OutsideSession:
-    """One attempt, from when it waits for an agent."""
+    """One attempt, from the time at which it waits for an agent."""
 
     def __init__(self, task: Task, policy: Policy) -> None:
         self.id = secrets.token_hex(8)
@@ -106,12 +106,13 @@ class OutsideSession:
         self.ended = asyncio.Event()
         self.over = asyncio.Event()
         self.failure: str | None = None
-        """What its agent has failed with, as that said."""
+        """The failure that its agent reported."""
         self.trajectory: Trajectory | None = None
         """The trajectory as it was written."""
 
     def export(self) -> Trajectory:
-        """What is recorded, with what was posted; before its group has been scored that is all."""
+        """The recorded turns with the posted rewards; other rewards are missing until the group is
+        scored."""
         if self.trajectory is not None:
             return self.trajectory
 
@@ -154,11 +155,10 @@ class OutsideSession:
 
 
 class OutsideAgent:
-    """The agent of the module: it waits for another one to play."""
+    """The agent of the module: it waits while an outside agent plays."""
 
     def __init__(self, within_s: float) -> None:
-        """`within_s`: how long an attempt waits to be claimed after anything has happened to its
-        group."""
+        """`within_s`: how long an attempt waits to be claimed after the last event of its group."""
         self._within_s = within_s
         self._waiting: dict[str, asyncio.Queue[OutsideSession]] = {}
         self._touched: dict[str, float] = {}
@@ -220,7 +220,8 @@ class OutsideAgent:
                 touched = self._touched.get(group, touched)
 
         raise OutsideFailure(
-            f"nobody opened this attempt within agent.timeout_s={self._within_s:g} s of the last "
+            f"no client opened this attempt within agent.timeout_s={self._within_s:g} s of the "
+            f"last "
             "one of its group"
         )
 
@@ -258,7 +259,7 @@ class OutsideSessions:
         store: Store,
         note: Callable[[str], None],
     ) -> None:
-        """`sampler` plays with `agent` and draws from `engine`."""
+        """`sampler` plays with `agent` and samples from `engine`."""
         self._config = config
         self._sampler = sampler
         self._agent = agent
@@ -304,7 +305,7 @@ class OutsideSessions:
         """The next attempt of the group, which begins with its first one and has `size` of them
         (`trainer.group_size`); without a group an attempt by itself. `shown` is the task as the
         agent gets it; `lease`, on the task of a new group, is the group's from then on. Raises
-        Refusal for what can't be opened, EngineUnavailableError while no engine serves."""
+        Refusal if it can't be opened, EngineUnavailableError while no engine serves."""
         if self._engine.version < 0:
             raise EngineUnavailableError("no engine serves weights of this run yet: try again")
 
@@ -322,11 +323,11 @@ class OutsideSessions:
         return session
 
     def find(self, session_id: str) -> OutsideSession:
-        """Raises Refusal where there is none."""
+        """Raises Refusal if there is none."""
         if session_id not in self._sessions:
             raise Refusal(
-                f"there is no session {session_id!r}, or its group was written long ago: the run's "
-                "store has it",
+                f"there is no session {session_id!r}, or its group was written long ago: look in "
+                f"the run's store",
                 status=404,
             )
         return self._sessions[session_id][0]
@@ -335,15 +336,14 @@ class OutsideSessions:
         return [session for session, _ in self._sessions.values()]
 
     def post(self, session: OutsideSession, *rewards: PostedReward) -> None:
-        """Raises Refusal where the session takes none."""
+        """Raises Refusal if the session accepts none."""
         if session.over.is_set() or session.ended.is_set() or session.door is None:
             raise Refusal("this session has ended: it takes no more rewards", status=409)
         session.door.post(*rewards)
 
     async def end(self, session: OutsideSession, failure: str | None = None) -> None:
         """Its agent has ended, with a failure if there was one. Returns when the attempt is over,
-        and its group written if it was the last one; again for one that has ended, it changes
-        nothing."""
+        and its group written if it was the last one. A repeated call changes nothing."""
         if not session.ended.is_set() and not session.over.is_set():
             session.failure = failure
             session.ended.set()
@@ -357,7 +357,7 @@ class OutsideSessions:
             await asyncio.shield(opened.playing)
 
     async def close(self) -> None:
-        """Breaks off what is open, and writes what there is."""
+        """Cancels open attempts, and writes the existing ones."""
         opened = list(self._groups.values())
         for opened_group in opened:
             opened_group.group.cut("the gateway was stopped")
@@ -430,15 +430,15 @@ class OutsideSessions:
             raise Refusal(f"the task's scorer: {error}", param="task") from error
 
     async def _add(self, task: Task) -> None:
-        """Makes the task known. Raises Refusal for one whose id another one has."""
+        """Registers the task. Raises Refusal if another task has its id."""
         try:
             await self._retry(lambda: self._store.add_tasks([task], queue=False))
         except StoreUnavailableError:
             raise
         except StoreError as error:
             raise Refusal(
-                f"the task {task.id[:60]!r} is known with another content: give it an id of its "
-                "own, or send it as it was",
+                f"the task {task.id[:60]!r} has other content in this run: give the task its own "
+                f"id, or send it unchanged",
                 status=409,
                 param="task",
             ) from error
@@ -457,12 +457,12 @@ class OutsideSessions:
             self._names = {label[1] for label in matches if label is not None}
 
         if name in self._names:
-            raise Refusal(f"the group {name} was written already: give it another name", status=409)
+            raise Refusal(f"the group {name} was already written: use another name", status=409)
 
         if self._config.rollout.policy == "wait":
             raise Refusal(
-                "this run trains on its own tasks in their order (rollout.policy=wait), so nobody "
-                "would train on a group: set rollout.staleness=1 rollout.policy=mask, or leave "
+                "this run trains on its own tasks in their order (rollout.policy=wait), so it "
+                "would not train on a group: set rollout.staleness=1 rollout.policy=mask, or leave "
                 "the group out",
                 param="group",
             )
@@ -471,7 +471,8 @@ class OutsideSessions:
         """Raises Refusal for a session that does not belong to the group."""
         if task is not None and task != opened.task:
             raise Refusal(
-                f"the group {opened.name} is of another task: attempts are compared at one task",
+                f"the group {opened.name} has another task: only attempts at the same task are "
+                f"compared",
                 status=409,
                 param="task",
             )
@@ -518,7 +519,7 @@ class OutsideSessions:
         self._remember(opened, trajectories)
 
     async def _keep(self, lease: Lease, opened: _OpenedGroup) -> None:
-        """Renews the lease; breaks the group off once another process has it."""
+        """Renews the lease; cancels the group once another process has it."""
         while True:
             await asyncio.sleep(self._config.rollout.lease_s / 3)
             try:

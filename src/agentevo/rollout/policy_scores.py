@@ -1,4 +1,4 @@
-"""The policy as rewards see it: what it thinks of given tokens, in its own tokenizer's texts."""
+"""The policy as rewards see it: its log-probs of given tokens, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PolicyScores:
         self, context_ids: Sequence[int], ids: Sequence[int]
     ) -> tuple[list[float], int]:
         """See ScoredPolicy.score, at the temperature that the recipe samples with. A failure of the
-        engine is no attempt's failure: it raises InfrastructureFailure."""
+        engine is not an attempt's failure: it raises InfrastructureFailure."""
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
 

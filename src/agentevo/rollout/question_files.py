@@ -100,7 +100,7 @@ def _task_of(name: str, number: int, row: Mapping[str, Any], agent: str | None) 
 
 
 def _answers_of(row: Mapping[str, Any]) -> list[str]:
-    """Raises RowError where there is none."""
+    """Raises RowError if there is none."""
     if "annotations" in row:
         answers = list(_short_answers(row))
     else:
@@ -111,7 +111,7 @@ def _answers_of(row: Mapping[str, Any]) -> list[str]:
     stated = [answer.strip() for answer in answers if isinstance(answer, str) and answer.strip()]
     if not stated:
         raise RowError(
-            "no_answer", "the row has no answer, a text or a list of texts: it can't be judged"
+            "no_answer", "the row has no answer (a text or a list of texts), so it can't be judged"
         )
     return list(dict.fromkeys(stated))
 

@@ -1,9 +1,8 @@
-"""What is proposed under self-play: questions, the families that they are of, and the agent that
-asks the proposer for one.
+"""Questions of self-play, their families, and the agent that asks the proposer for a question.
 
-A family is a user's class (config/self_play.py). It reads a question out of a reply while the
-attempt plays, on a thread of its own and within the attempt's time, and what it found is kept with
-the proposer's trajectory as QUESTION. Who solves it reads that file, never the reply again.
+A family is a user's class (config/self_play.py). It parses a question from a reply during the
+attempt, on a thread of its own and within the attempt's time. The question is kept with the
+proposer's trajectory as the file QUESTION. The solver reads that file, never the reply.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from agentevo.tracebacks import describe_failure
 from agentevo.types import QUERY_MESSAGES, Outcome, Task
 
 QUESTION = "question.json"
-"""What was read out of a reply, among the files of the proposer's trajectory."""
+"""The parsed question, among the files of the proposer's trajectory."""
 LONGEST_REASON = 500
-"""Characters that are kept of why a reply asks nothing."""
+"""The number of kept characters of the reason why a reply has no question."""
 LARGEST = 1 << 20
 """Bytes of one question."""
 
@@ -66,7 +65,7 @@ class QuestionFamily(Protocol):
 
 
 def make_family(section: SelfPlay, timeout_s: float) -> QuestionFamily:
-    """Raises ConfigError for a family that is unknown, or can't be made with its options within
+    """Raises ConfigError if the family is unknown, or can't be created with its options within
     `timeout_s`."""
     try:
         kind = question_families.get(section.family)
@@ -101,8 +100,8 @@ class SelfPlayAgent(FunctionAgent):
         self.needs_session = solver.needs_session
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
-        """See Agent.run. What the family raises, but for ValueError, fails the attempt. The reward
-        of a proposal is known when the solver has tried it (self_play.py)."""
+        """See Agent.run. An exception of the family other than ValueError fails the attempt. The
+        reward of a proposal is known once the solver has tried it (self_play.py)."""
         if PROPOSES not in task.metadata:
             return await self._solver.run(task, policy)
         reply = await policy.generate(conversation_of(task, system=None, instruction=None))
@@ -125,13 +124,13 @@ class SelfPlayAgent(FunctionAgent):
 
 
 def encode_question(question: Question) -> bytes:
-    """A question as it is kept. Raises TypeError for what a family should not have returned:
-    another object, values that JSON can't hold, more than LARGEST bytes; RowError for half of a
-    surrogate pair, and see `task_of_question`; UnknownNameError for an unknown scorer."""
+    """A question as it is kept. Raises TypeError for an invalid return value of a family: another
+    object, values that JSON can't hold, more than LARGEST bytes; RowError for half of a surrogate
+    pair, and see `task_of_question`; UnknownNameError for an unknown scorer."""
     if not isinstance(question, Question):
         raise TypeError(
-            f"the family's read returned {shown(question)}: return an agentevo.Question, or raise "
-            "ValueError where the reply asks none"
+            f"the family's read returned {shown(question)}: return an agentevo.Question, or "
+            f"raise ValueError if the reply has no question"
         )
 
     number = question.difficulty
@@ -145,10 +144,10 @@ def encode_question(question: Question) -> bytes:
     try:
         text = json.dumps(msgspec.structs.asdict(question), allow_nan=False)
     except ValueError as error:
-        raise TypeError(f"a question holds what JSON can't: {error}") from error
+        raise TypeError(f"a question has a value that JSON can't represent: {error}") from error
 
     if len(text) > LARGEST:
-        raise TypeError(f"a question of {len(text)} bytes: {LARGEST} are the most")
+        raise TypeError(f"a question of {len(text)} bytes: the limit is {LARGEST}")
 
     row = json.loads(text)
     check_text(row)
@@ -161,8 +160,8 @@ def encode_question(question: Question) -> bytes:
 
 
 def task_of_question(row: Mapping[str, Any], name: str) -> Task:
-    """The task that the solver gets, of a question as it is kept. Raises RowError for one that is
-    no task: without words, with a reserved key in its metadata."""
+    """The solver's task from a kept question. Raises RowError if it can't be a task: without words,
+    with a reserved key in its metadata."""
     taken = sorted({"id", "query", "answer", "scorer"} & row["metadata"].keys())
     if taken:
         raise RowError("unknown_form", f"the metadata has the key {taken[0]}: rename it")

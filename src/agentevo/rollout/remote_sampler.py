@@ -1,4 +1,5 @@
-"""A sampler whose policy is a remote model: the same agents, groups and scorers, and no engine."""
+"""A sampler whose policy is a remote model: the same agents, groups and scorers, without an
+engine."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class RemoteSampler(Sampler):
         calls: CallLog | None = None,
     ) -> None:
         """`model`: a name of the recipe's remote_models, which has no named agents."""
-        nothing = cast("Any", None)  # no engine draws tokens here, and no store takes them
+        nothing = cast("Any", None)  # no engine samples tokens here, and no store keeps them
         super().__init__(config, nothing, nothing, agent, nothing, 0, calls=calls, note=note)
         self._model = model
 

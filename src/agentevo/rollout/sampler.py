@@ -2,11 +2,11 @@
 store.
 
 `sample` is one pass over given tasks, for evaluations and for training in turn with sampling;
-nothing is leased. `group` is what it and the service (service.py) make of a task. Attempts of all
-groups run at once and share the engine's steps. Whatever goes wrong inside an attempt becomes a
-`failed` trajectory with the reason: it costs its own group one member and never the run. What goes
-wrong in the engine is no attempt's failure: the group is begun again, with a bound, and then the
-pass ends with that error.
+nothing is leased. Both it and the service (service.py) use `group` for a task. Attempts of all
+groups run at once and share the engine's steps. A failure inside an attempt becomes a `failed`
+trajectory with the reason: its group loses one member, and the run continues. A failure of the
+engine is not an attempt's failure: the group is started again, a limited number of times, and then
+the pass ends with that error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BASELINE = "baseline"
 
 
 def group_name(task_id: str, label: str, step: int) -> str:
-    """Id of the group that a pass makes of a task."""
+    """Id of a task's group in a pass."""
     return f"{task_id}/{label}@{step}"
 
 
@@ -68,7 +68,7 @@ def group_of_all(group_id: str) -> str:
 
 
 def agent_of_group(group_id: str) -> str:
-    """The agent that the group belongs to, of several; empty where there is only one."""
+    """The agent that the group belongs to, of several; empty if there is only one."""
     return group_id.rpartition("@")[2].partition(":")[2]
 
 
@@ -88,7 +88,7 @@ def sampling_params(
 
 
 class Player(NamedTuple):
-    """What one of several agents draws its tokens with."""
+    """The engine, chat format and context length of one of several agents."""
 
     engine: Engine
     chat: ChatFormat
@@ -141,15 +141,14 @@ class Sampler:
         """The named texts that attempts have asked for."""
 
     def close(self) -> None:
-        """Ends the gateway and the remote models, if an agent used them, and says what those have
-        cost."""
+        """Ends the gateway and the remote models, if an agent used them, and reports their cost."""
         self._gateway.close()
         for line in self.remote_models.account():
             self._note(line)
         self.remote_models.close()
 
     def sampling(self, temperature: float) -> SamplingParams:
-        """The recipe's sampling parameters; filters don't matter to a greedy draw."""
+        """The recipe's sampling parameters; filters have no effect on greedy sampling."""
         return sampling_params(self._config.sampling, self._player.chat, temperature)
 
     async def sample(
@@ -170,11 +169,12 @@ class Sampler:
         `label` tells apart several passes over the same tasks ("train", "greedy", "sampled"); it is
         part of ids and seeds. With `baseline` each group is followed by a greedy attempt at its
         task, at the same time but in a group of its own (label BASELINE). For training,
-        `rollout.extra_attempts` more are begun. A group that the store has already is read and not
-        sampled again. `write=False` leaves the writing to a later `write`.
+        `rollout.extra_attempts` more are begun. A group that is already in the store is read and
+        not sampled again. `write=False` leaves the writing to a later `write`.
 
-        When the engine fails, is late or can't be reached, the group is begun again, as often as
-        the store's RetryPolicy would; then EngineError, and of the group nothing is written.
+        If the engine fails, is late or can't be reached, the group is started again, as often as
+        the store's RetryPolicy allows. Then EngineError is raised, and no part of the group is
+        written.
         """
         await _with_retries(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
@@ -214,8 +214,8 @@ class Sampler:
     async def write(
         self, trajectories: Sequence[Trajectory], *, split: Split, step: int
     ) -> list[Trajectory]:
-        """Writes all of these into the store, or none; those that it can't hold are written as
-        failed attempts."""
+        """Writes all of these into the store, or none. Attempts that it can't store are written as
+        failed ones."""
         return await written(
             trajectories,
             lambda storable: _with_retries(
@@ -226,7 +226,7 @@ class Sampler:
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """What each agent draws with, by its name; that of a single one is empty."""
+        """What each agent samples with, by its name; a single agent has an empty name."""
         players = self._players or {"": self._player}
         return {name: player.engine for name, player in players.items()}
 
@@ -252,8 +252,8 @@ class Sampler:
         on_ended: Callable[[int], None] = lambda number: None,
         texts: Mapping[str, str] | None = None,
     ) -> RolloutGroup:
-        """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of
-        which the last to complete are broken off.
+        """The attempts at a task, not yet started: `attempts` wanted ones and `extra` ones. The
+        last ones to complete are cancelled.
 
         `shown` is the task as the agent gets it. `engines`: see `policy`. `on_ended`: see
         RolloutGroup. `texts`: named texts in the place of the recipe's.
@@ -287,7 +287,7 @@ class Sampler:
         )
 
     def check_scorer(self, task: Task) -> None:
-        """Raises AgentEvoError where the task's own scorer is none, or can't be made."""
+        """Raises AgentEvoError if the task's own scorer is unknown, or can't be created."""
         self._scoring.compares(task)
 
     async def _score(
@@ -299,8 +299,8 @@ class Sampler:
         task: Task,
         engines: Mapping[str, Engine],
     ) -> list[Trajectory]:
-        """See Scoring.score. An agent that is not trained is not judged: it keeps the reward that
-        it was given, or 0. The reward of a proposer is known later (self_play.py)."""
+        """See Scoring.score. An agent that is not trained is not judged: it keeps its own reward,
+        or 0. The reward of a proposer is known later (self_play.py)."""
         agent = trajectories[0].agent
         is_proposer = self._has_roles and agent == PROPOSER
         if is_proposer or (self._players and agent not in self._trained):
@@ -315,8 +315,8 @@ class Sampler:
         return await self._scoring.score(trajectories, unrewarded, calls, task=task, policy=policy)
 
     async def _wait_for_rewards(self, policy: PolicyScores) -> None:
-        """Returns when the rewards know what they need of the policy that the run begins with: no
-        step is made before the first group is scored. After a failure it begins again."""
+        """Waits until the rewards have their inputs from the run's initial policy: no step is made
+        before the first group is scored. After a failure it starts again."""
         if self._preparing is None:
             self._preparing = asyncio.create_task(self._scoring.prepare(self._given(), policy))
 
@@ -337,9 +337,9 @@ class Sampler:
         door: PolicyDoor | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> Policy:
-        """What the attempt of that name asks. `engines`: in the place of the run's own, by the
-        names of the agents, empty for a single one; `door`: where clients of its own ask, if not at
-        the gateway of this process; `texts`: see `group`."""
+        """The policy of the attempt of that name. `engines`: replace the run's own, by the names of
+        the agents (empty for a single one); `door`: the door for its own clients, if not the
+        gateway of this process; `texts`: see `group`."""
         group_id, _, number = name.rpartition("#")
         run_seed = self._config.run.seed
         models = self.remote_models
@@ -417,7 +417,7 @@ def _given_up(tries: int, error: InfrastructureFailure) -> EngineError:
     remedy = (
         "" if has_remedy else "; if memory is short, lower engine.kv_cache_gb or engine.max_running"
     )
-    return kind(f"given up after {tries} tries: {error}{remedy}")
+    return kind(f"failed {tries} times, last with: {error}{remedy}")
 
 
 async def _with_retries(call: Callable[[], Awaitable[T]], what: str) -> T:

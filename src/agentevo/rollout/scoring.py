@@ -1,13 +1,11 @@
 """Scores a group's attempts when it has ended, by the task's own scorer, else by `rewards` of the
-recipe; where there is neither, the agent's own reward stands.
-
-    reward = sum of weight * score over the list;  success is what the list's first reward says
+recipe; without either, the agent's own reward counts. reward = sum of weight * score over the list;
+the list's first reward determines success
 
 A task's own scorer has the weight 1; of several (`math,format`) each has the one that the recipe's
-list gives it. A reward whose `requires` is not met has the score 0.
-
-A scorer that raises, is late or returns no number costs its attempt, which becomes a failed one
-with the reason: nothing counts as 0 because it could not be judged.
+list gives it. A reward whose `requires` is not met has the score 0. If a scorer raises, is late or
+returns no number, its attempt becomes a failed one with the reason: an attempt that could not be
+judged never counts as 0.
 """
 
 from __future__ import annotations
@@ -51,21 +49,22 @@ from agentevo.tracebacks import describe_function, traceback_of
 from agentevo.types import Task, Trajectory
 
 Calls = Mapping[str, AttemptCalls]
-"""Trajectory id -> where its calls are recorded. Of one that is absent none is."""
+"""Trajectory id -> where its calls are recorded. Calls of absent ones are not recorded."""
 
 NO_POLICY = (
-    "the reward {!r} failed: it asks the policy's engine, which is not at hand here: use it in "
-    "runs whose attempts `agentevo train` or `agentevo sample` makes"
+    "the reward {!r} failed: it needs the policy's engine, which this process does not have: use "
+    "it in runs whose attempts `agentevo train` or `agentevo sample` makes"
 )
 OWN_REWARD = "own_reward"
-"""Metric of an attempt that others rank: what the agent returned or the environment paid."""
+"""Metric of an attempt that a ranking reward scores: the reward from the agent or the
+environment."""
 EVALUATIONS = ("greedy", "sampled", "eval")
 """How the labels of groups end that belong to evaluations."""
 _GROUP = re.compile(r"/(?P<label>[^/@]+)@(?P<step>\d{1,9})(?::[^/@]*)?\Z")
 REWARD = "a reward"
-"""The origin of an exception, in the words of an error."""
+"""The origin of an exception, for an error's text."""
 LETTING_GO_S = 5.0
-"""How long a scorer that was late may take to end."""
+"""How long a late scorer may take to end."""
 
 
 def scorers_of(task: Task) -> list[str]:
@@ -82,13 +81,13 @@ def step_of(group_id: str) -> int | None:
 
 
 class ScorerFailure(AgentEvoError):
-    """A reward could not judge an attempt. `raised` is what it raised, if it did."""
+    """A reward could not judge an attempt. `raised` is its exception, if there was one."""
 
     raised: BaseException | None = None
 
 
 class NamedReward:
-    """One reward of a list: calls whatever is registered, within its deadline."""
+    """One reward of a list: calls the registered function or class, within its deadline."""
 
     def __init__(self, config: RewardConfig, models: Mapping[str, ScorerModel]) -> None:
         """Raises ConfigError for a reward that can't be made."""
@@ -129,7 +128,7 @@ class NamedReward:
 
     @property
     def asks_models(self) -> bool:
-        """Whether its scores depend on what remote models say."""
+        """Whether its scores depend on answers of remote models."""
         method = "score_group" if self.judges_groups else "score"
         function = getattr(self._item, method, self._item)
         return "models" in inspect.signature(function).parameters
@@ -142,7 +141,7 @@ class NamedReward:
 
     async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
         """Lets the reward ask the policy before it scores, within `timeout_s` for each task. Raises
-        ScorerFailure, and InfrastructureFailure where the policy can't be asked."""
+        ScorerFailure, and InfrastructureFailure if the policy can't be reached."""
         if not (self.asks_policy and hasattr(self._item, "prepare")):
             return
 
@@ -152,13 +151,13 @@ class NamedReward:
             raise prepared
 
     def check(self) -> None:
-        """Raises ConfigError for a remote model that it is to ask and that the recipe does not
-        have."""
+        """Raises ConfigError if it needs a remote model that the recipe does not have."""
         for name in getattr(self._item, "models_asked", ()):
             if name not in self._models:
                 raise ConfigError(
-                    f"rewards: {self.config.title} asks the remote model {name!r}, and the recipe "
-                    f"has none of that name: add remote_models.{name} with its model and base_url "
+                    f"rewards: {self.config.title} asks the remote model {name!r}, and the "
+                    f"recipe has no model of that name: add remote_models.{name} with its model "
+                    f"and base_url "
                     "(docs/remote_models.md)"
                 )
 
@@ -169,7 +168,7 @@ class NamedReward:
         calls: Calls,
         policy: ScoredPolicy | None,
     ) -> list[Score | ScorerFailure]:
-        """One for each trajectory, in order. Raises InfrastructureFailure where the policy can't be
+        """One for each trajectory, in order. Raises InfrastructureFailure if the policy can't be
         asked."""
         if self.judges_groups:
             return await self._together(trajectories, task, calls)
@@ -287,8 +286,8 @@ class NamedReward:
         return await returned if inspect.isawaitable(returned) else returned
 
     async def _within_limit(self, work: Callable[[], Any], limit_s: float) -> Any:
-        """What the work gives, or why it gives nothing. A scorer that does not even end when it is
-        cancelled is left alone."""
+        """The result of the work, or the reason why there is none. A scorer that does not end when
+        cancelled is abandoned."""
         scope = TaskScope()
         working = scope.start(_guard(lambda: self._notices.run(work())))
         late = False
@@ -375,7 +374,7 @@ class Scoring:
         return any(reward.judges_groups for reward in self._all_for(task))
 
     def asks_models(self, task: Task) -> bool:
-        """Whether the task's rewards depend on what remote models say."""
+        """Whether the task's rewards depend on answers of remote models."""
         return any(reward.asks_models for reward in self._all_for(task))
 
     def asks_policy(self, task: Task) -> bool:
@@ -441,8 +440,8 @@ class Scoring:
         policy: ScoredPolicy | None = None,
     ) -> list[Trajectory]:
         """The trajectories of one group, in order, with their rewards; those that are not completed
-        as they were. `unrewarded`: the agent returned no reward of its own. `policy`: who made
-        them, where its engine can be asked. Raises InfrastructureFailure if that fails."""
+        as they were. `unrewarded`: the agent returned no reward of its own. `policy`: the policy
+        that made them, if its engine can be asked. Raises InfrastructureFailure if that fails."""
         judged = [t for t in trajectories if t.status == "completed"]
         step = step_of(trajectories[0].group_id) if trajectories else None
         rewards = self._list_for(task, step)
@@ -452,7 +451,7 @@ class Scoring:
                 for t, missing in zip(trajectories, unrewarded, strict=True)
             ]
 
-        # A task with one scorer is judged by it alone, whatever it weighs in the list.
+        # A task with one scorer is judged by it alone, regardless of its weight in the list.
         is_only_scorer = len(scorers_of(task)) == 1
         weights = [1.0 if is_only_scorer else reward.config.weight for reward in rewards]
         columns = [

@@ -1,4 +1,4 @@
-"""Self-play: which prompts a step gives its proposer, what was proposed, and what it earns.
+"""Self-play: the prompts of a step's proposer, its proposals, and their rewards.
 
     a valid question        max(0, learnability(p) - repetition |C| / K)
     a reply without one     the key `invalid`
@@ -38,7 +38,7 @@ from agentevo.tracebacks import traceback_of
 from agentevo.types import Task, Trajectory
 
 HELD_OUT = "held-out"
-"""Drop reason of a proposal that asks what is held out."""
+"""Drop reason of a proposal whose question is held out."""
 UNTRIED = "untried"
 """Drop reason of a proposal whose question has no completed attempt, so that its difficulty is
 unknown."""
@@ -59,7 +59,7 @@ def learnability(p: float, kind: str) -> float:
 
 
 class ProposalTasks:
-    """What the proposer is asked, step by step: from the run's seed."""
+    """The proposer's prompts, step by step, derived from the run's seed."""
 
     def __init__(
         self, section: SelfPlay, family: QuestionFamily, seed: int, groups: int, *, timeout_s: float
@@ -72,7 +72,7 @@ class ProposalTasks:
         self._prompts = groups // self.group_size
 
     def of_step(self, step: int) -> list[Task]:
-        """A task for each prompt of a step. Raises ConfigError where the family gives none."""
+        """A task for each prompt of a step. Raises ConfigError if the family gives none."""
         return [self._task(step, number) for number in range(self._prompts)]
 
     def _task(self, step: int, number: int) -> Task:
@@ -86,7 +86,7 @@ class ProposalTasks:
         except Exception as error:
             trace = traceback_of(error)
             raise ConfigError(
-                f"tasks.self_play: the family's prompt(rng) gives nothing to ask: "
+                f"tasks.self_play: the family's prompt(rng) returns no valid prompt: "
                 f"{describe_error(error)}: return a text, or chat messages that end with the user's"
                 + (f"\n{trace}" if trace else "")
             ) from error
@@ -100,7 +100,7 @@ class Proposal:
 
     trajectory: Trajectory
     row: dict[str, Any] | None
-    """The question as it is kept. None where there is none, or the attempt is not completed."""
+    """The question as it is kept. None if there is none, or the attempt is not completed."""
     key: bytes | None = None
     """The key of the question."""
     is_held_out: bool = False
@@ -148,8 +148,8 @@ class Proposals:
 def read_proposals(
     trajectories: Sequence[Trajectory], step: int, held_out: Iterable[bytes]
 ) -> Proposals:
-    """What these attempts of the proposer ask. `held_out`: keys of the questions that are never
-    trained on. Raises StoreError for a damaged file of a stored one."""
+    """The questions of these attempts of the proposer. `held_out`: keys of the questions that are
+    never trained on. Raises StoreError for a damaged file of a stored one."""
     never = frozenset(held_out)
     proposals = []
     for trajectory in trajectories:
@@ -169,7 +169,7 @@ def read_proposals(
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
     try:
         row = json.loads(trajectory.files[QUESTION])
-        if "invalid" not in row:  # without what became of it, where the proposal is paid already
+        if "invalid" not in row:  # without its results, if the proposal was already rewarded
             row = {name: row[name] for name in Question.__struct_fields__}
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(
@@ -182,7 +182,7 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Paid:
-    """What a step's proposals have earned."""
+    """The rewards of a step's proposals."""
 
     trajectories: list[Trajectory]
     """The proposer's trajectories, with their rewards; the file QUESTION of each has the results of
@@ -192,7 +192,7 @@ class Paid:
 
 
 def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay) -> Paid:
-    """What each proposal earns by the solver's `attempts` at the questions."""
+    """The reward of each proposal, from the solver's `attempts` at the questions."""
     solved: dict[str, list[bool]] = defaultdict(list)
     for attempt in attempts:
         if attempt.status == "completed":

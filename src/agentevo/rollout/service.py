@@ -1,5 +1,5 @@
-"""The sampler as a service: queues the tasks of coming steps, leases them, has them attempted,
-writes the groups. Any number of services may share a store; each may die at any time.
+"""The sampler as a service: queues the tasks of coming steps, leases them, runs attempts at them,
+and writes the groups. Any number of services may share a store; each may die at any time.
 
 Admission. A group sampled for step s is trained on by a trainer at version s - 1. Under
 `rollout.policy: wait` it starts only while
@@ -7,16 +7,16 @@ Admission. A group sampled for step s is trained on by a trainer at version s - 
     s <= engine.version + 1 + rollout.staleness
 
 so none of its tokens is older than the bound. An engine in this process that can keep earlier
-weights draws all of them from version max(0, s - 1 - rollout.staleness), whatever has come since.
-A group with a token that is (an engine came back
-with old weights) is not written but tried again. The other policies keep the number of tasks on
-their way (Store.outstanding) below staleness + 1 steps' worth, and a step's worth more for every
-further round that dynamic sampling may take; `cancel` breaks off attempts that became too old.
+weights samples all of them from version max(0, s - 1 - rollout.staleness), even if newer ones
+exist. A group with an older token (from an engine that restarted with old weights) is not written
+but tried again. The other policies keep the number of outstanding tasks (Store.outstanding) below
+staleness + 1 steps' worth, and a step's worth more for every further round that dynamic sampling
+may take; `cancel` ends attempts that became too old.
 
 A group is written whole, in the transaction that completes its task, by the service with the newest
-lease: a service that has lost its lease writes nothing. An engine's failure gives the task back for
-another try. While no engine can be reached at all, groups wait, and nothing counts against their
-tasks. The service waits for a database that is away.
+lease: a service that has lost its lease writes nothing. After an engine's failure the task is tried
+again. While no engine can be reached at all, groups wait, and nothing counts against their tasks.
+The service waits for a database that is away.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ T = TypeVar("T")
 
 STOPPING_S = 10.0
 """The time for a clean stop: to write complete groups, and to give back the other tasks. Tasks that
-take longer return when their leases end."""
+take longer are queued again when their leases end."""
 MAX_UNREACHED = 20
-"""So often a group is begun again, uncounted, because no engine could be reached. More than that
-may be the task's own doing."""
+"""How often a group is started again, uncounted, because no engine could be reached. More retries
+may be the task's own fault."""
 COUNTERS = (
     "tasks_added",
     "tasks_retried",
@@ -148,9 +148,9 @@ class SamplerService:
         return running | {f"sampler/{name}": float(self._counts[name]) for name in COUNTERS}
 
     async def run(self, stop: Callable[[], bool]) -> None:
-        """Runs until `stop`, or the first defect. Running groups are then broken off and their
-        tasks given back at once; so too when this is cancelled. Raises StoreUnavailableError when
-        the database stays away."""
+        """Runs until `stop`, or the first defect. Running groups are then cancelled and their tasks
+        returned at once; the same happens if this is cancelled. Raises StoreUnavailableError if the
+        database stays unavailable."""
         last = await self._with_retries(self._store.last_step, "last_step")
         self._next_step = 1 + (last.step if last is not None else 0)
         try:
@@ -178,8 +178,8 @@ class SamplerService:
         self._group_ended.clear()
 
     async def _queue_tasks(self, version: int) -> None:
-        """Queues the tasks that may be sampled now. An id says which task of which step it is, so a
-        task that another service has queued stays as it is."""
+        """Queues the tasks that may be sampled now. An id identifies the task and its step, so a
+        task that another service has queued is not queued twice."""
         if self._waits:
             while self._next_step <= min(
                 version + 1 + self._rollout.staleness, self._config.trainer.steps
@@ -215,7 +215,7 @@ class SamplerService:
         return new
 
     async def _lease(self, version: int) -> None:
-        """Takes as many tasks as there is room for."""
+        """Leases as many tasks as there is room for."""
         room = self._capacity - len(self._works)
         if room <= 0:
             return
@@ -246,7 +246,7 @@ class SamplerService:
             self._failures.append(error)
 
     def _cancel_old(self, version: int) -> None:
-        """`cancel`: breaks off what no trainer may use any more."""
+        """`cancel`: ends attempts that no trainer may use any more."""
         if self._rollout.policy != "cancel":
             return
 
@@ -296,7 +296,7 @@ class SamplerService:
             await asyncio.gather(beats, return_exceptions=True)
 
     async def _beat(self, work: _SampledWork) -> None:
-        """Renews the lease; ends the work when it is lost. A database that is away can't give the
+        """Renews the lease; ends the work when it is lost. An unavailable database can't give the
         task to another service."""
         while not work.is_lost:
             await asyncio.sleep(self._rollout.lease_s / 3)
@@ -365,9 +365,9 @@ class SamplerService:
             return trajectories
 
     def _engines_of(self, step: int) -> dict[str, Engine]:
-        """The engines that draw the tokens of a group for that step, where they are not the run's
+        """The engines that sample the tokens of a group for that step, if they are not the run's
         own. Under `wait` that is one version of the weights, so that the tokens do not depend on
-        when newer ones come."""
+        the arrival of newer ones."""
         if not self._waits:
             return {}
 
@@ -397,7 +397,7 @@ class SamplerService:
                 raise InfrastructureFailure(
                     f"{trajectory.id}: an engine drew a token under version {oldest}, too old "
                     f"for step {step} with "
-                    f"rollout.staleness={self._rollout.staleness}: it came back with old weights"
+                    f"rollout.staleness={self._rollout.staleness}: it restarted with old weights"
                 )
 
     async def _write(self, work: _SampledWork, trajectories: list[Trajectory]) -> None:
@@ -453,8 +453,8 @@ class SamplerService:
         if task_id not in self._noted:
             self._noted.add(task_id)
             self._note(
-                f"{self._worker}: task {task_id} is set aside as poison, nothing will be trained "
-                f"on for it: {error}"
+                f"{self._worker}: task {task_id} is set aside as poison, so no attempt at it is "
+                f"trained on: {error}"
             )
 
     async def _let_go(
@@ -479,7 +479,7 @@ class SamplerService:
             self._counts[counter] += 1
 
     async def _stop(self) -> None:
-        """Gives everything back; what is complete is written first."""
+        """Writes complete groups, and returns all other tasks."""
         self.stopping = True
         running = [work.running for work in self._works if work.running is not None]
         for work in self._works:

@@ -1,6 +1,5 @@
-"""Files of tasks out of other data: rows in another system's form, GSM8K, reasoning-gym's sets.
-
-A file appears whole or not at all; each row that can't be said in the form is reported.
+"""Makes task files from other data: rows in another system's form, GSM8K, reasoning-gym's datasets.
+A file appears whole or not at all; each row that can't be converted is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from agentevo.types import Task
 TRAIN = "train.jsonl"
 HELD_OUT = "eval.jsonl"
 RENAME = "rename the column that has it to {}"
-"""What is to be done with a row that has no such field."""
+"""The remedy for a row without such a field."""
 GSM8K_SCORER = "numeric"
 """The reward of GSM8K's rows."""
 
@@ -40,7 +39,8 @@ def convert_rows(source: str, read_form: str, form: str, report: RowReport) -> l
             task = task_of(row.value, TaskFields(), read_form, RENAME)
             if task.id in taken:
                 raise RowError(
-                    "duplicate_task", f"{task.id!r} is the task of {taken[task.id]} already"
+                    "duplicate_task",
+                    f"{task.id!r} is already the id of the task of {taken[task.id]}",
                 )
             rows.append(row_of(task, form))
         except RowError as error:
@@ -133,7 +133,7 @@ def write_split(tasks: Sequence[Task], share: float, folder: Path) -> int:
     rows = [row_of(task, "agentevo") for task in tasks]
     number = min(round(len(rows) * share), len(rows) - 1)
 
-    # of an earlier split: its tasks would be trained on now
+    # from an earlier split: its tasks would be trained on now
     (folder / HELD_OUT).unlink(missing_ok=True)
     write_rows(rows[: len(rows) - number], folder / TRAIN)
     if number:

@@ -1,4 +1,4 @@
-"""Which tasks a run plays, in which order: all follows from the run's seed, so every process of a
+"""The tasks of a run and their order. All of it follows from the run's seed, so every process of a
 run has the same tasks."""
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class TaskSource:
         """Raises ConfigError for files that can't be read, and for too few tasks."""
         self._config = config
         self.read: GivenTasks | None = None
-        """What the recipe's files or its agent gave, with the account of bad rows."""
+        """The tasks from the recipe's files or its agent, with the report of bad rows."""
         self.proposals: ProposalTasks | None = None
-        """What the proposer is asked, under self-play."""
+        """The proposer's prompts, under self-play."""
 
         if given_tasks is None and config.tasks.given:
             self.read = read_tasks(config.tasks, config.agent)
@@ -100,8 +100,8 @@ class TaskSource:
         return TaskCurriculum(section, train, seed, groups, lag=config.rollout.staleness)
 
     def shortfall(self) -> str:
-        """Says where a step has fewer groups than trainer.groups_per_step, as there are too few
-        tasks; empty where it has as many. Stages and mixtures of sources refuse that."""
+        """A message if a step has fewer groups than trainer.groups_per_step because there are too
+        few tasks; otherwise empty. Stages and mixtures of sources refuse that."""
         needed = self._config.trainer.groups_per_step
         count = len(self._train)
         if not self._train or count >= needed:
@@ -112,13 +112,14 @@ class TaskSource:
         )
 
     async def learn(self, store: Store) -> None:
-        """Reads of the committed steps what later ones' tasks follow from, if anything does."""
+        """Reads the parts of the committed steps that determine later steps' tasks, if there are
+        any."""
         await self.stages.learn(store)
         if self.curriculum is not None:
             await self.curriculum.learn(store)
 
     def is_known(self, step: int) -> bool:
-        """Whether the committed steps say which tasks the step has."""
+        """Whether the committed steps determine the tasks of the step."""
         return self.stages.is_known(step) and (
             self.curriculum is None or self.curriculum.is_known(step)
         )
@@ -220,22 +221,22 @@ class TaskSource:
         return None if file is None else self._names.get(file)
 
     def as_given(self, task: Task) -> Task:
-        """A queued task as the agent knows it."""
+        """A queued task in the form that the agent gets."""
         if self._pools is None:
             metadata = {k: v for k, v in task.metadata.items() if k != QUEUED_FOR_STEP}
             return replace(task, metadata=metadata)
         return self._by_id.get(task.id) or self._by_id.get(task.id.rpartition("~")[0]) or task
 
     def stage_of(self, step: int) -> int | None:
-        """The number of the stage that a step is in, from 1; None where there are none."""
+        """The number of the stage that a step is in, from 1; None if there are none."""
         return len(self.stages.begins(step)) if self.stages.stages else None
 
     def stage_name(self, step: int) -> str:
-        """The name of the step's stage; empty where there are none."""
+        """The name of the step's stage; empty if there are none."""
         return self.stages.name_at(step)
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """What is to be said of how the step's tasks were chosen."""
+        """Metrics of how the step's tasks were chosen."""
         stage = self.stage_of(step)
         metrics = {} if stage is None else {"training/stage": float(stage)}
         return metrics if self.curriculum is None else metrics | self.curriculum.metrics(step)
@@ -272,7 +273,7 @@ class TaskSource:
 
     def task_of_number(self, number: int, *, is_train: bool) -> Task:
         """The `number`-th task, from 0, of those to train on or of those that are held out. Raises
-        ConfigError where there are fewer."""
+        ConfigError if there are fewer."""
         if is_train and self._pools is None and self.proposals is None:
             return self._environment("train", number, 1)[0]
 
@@ -298,7 +299,7 @@ class TaskSource:
         )
 
     def never_trained(self) -> list[Task]:
-        """Every held-out task of the recipe's files, also beyond evaluation.tasks."""
+        """Every held-out task of the recipe's files, including those beyond evaluation.tasks."""
         return [] if self.read is None else self.read.held_out
 
 
@@ -322,8 +323,8 @@ def _check_ids(tasks: Mapping[str, Task]) -> None:
     reserved = [task.id for task in tasks.values() if QUEUED_FOR_STEP in task.metadata]
     if reserved:
         raise ConfigError(
-            f"tasks: {reserved[0]!r} has {QUEUED_FOR_STEP!r} in its metadata, where a queued "
-            "task's step is kept: rename the key"
+            f"tasks: {reserved[0]!r} has {QUEUED_FOR_STEP!r} in its metadata, which is reserved "
+            f"for a queued task's step: rename the key"
         )
 
     repeated = next(
@@ -336,8 +337,8 @@ def _check_ids(tasks: Mapping[str, Task]) -> None:
     )
     if repeated is not None:
         raise ConfigError(
-            f"tasks: the id {repeated!r} is what a repetition of "
-            f"{repeated.rpartition('~')[0]!r} is called: give it another"
+            f"tasks: the id {repeated!r} is reserved for a repetition of "
+            f"{repeated.rpartition('~')[0]!r}: use another id"
         )
 
 

@@ -1,9 +1,8 @@
-"""Training by stages (`tasks.stages`): which stage a step is in, and which tasks are of a stage.
-
-Where a stage ends by its steps' success, the success is read from the committed steps' records
-(`train/success`). There is no other state, so a resumed run and the other processes of the run find
-the same stages. Samplers are `lag` steps ahead and must know the stage of a step before it is
-trained on. So a stage whose success at step t suffices ends with step t + lag.
+"""Training by stages (`tasks.stages`): the stage of a step, and the tasks of a stage. If a stage
+ends by its steps' success, the success is read from the committed steps' records (`train/success`).
+There is no other state, so a resumed run and the other processes of the run find the same stages.
+Samplers are `lag` steps ahead and must know the stage of a step before it is trained on. So a stage
+whose success at step t suffices ends with step t + lag.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ class TaskStages:
         self._lag = lag
         self._by_success = any(stage.until_success is not None for stage in stages)
         self._success: dict[int, float | None] = {}
-        """The success of each committed step; None where no attempt was completed."""
+        """The success of each committed step; None if no attempt was completed."""
         self._begins = [1]
-        """First steps of the stages that are known to have begun, or to begin."""
+        """First steps of the stages whose beginning is known."""
         self._looked = 0
-        """So many steps have been looked at for the end of the last of them."""
+        """The number of steps that were checked for the end of the last of them."""
 
     async def learn(self, store: Store) -> None:
-        """Reads what was committed since, if anything depends on it."""
+        """Reads the steps that were committed since, if anything depends on them."""
         if not self._by_success:
             return
 
@@ -56,11 +55,11 @@ class TaskStages:
     def note_step(self, step: int, success: float | None) -> None:
         """Records the results of a committed step, in order of the steps."""
         if step != len(self._success) + 1:
-            raise ValueError(f"step {step} is told after step {len(self._success)}")
+            raise ValueError(f"step {step} is reported after step {len(self._success)}")
         self._success[step] = success
 
     def is_known(self, step: int) -> bool:
-        """Whether the records say which stage the step is in."""
+        """Whether the records determine the stage of the step."""
         return not self._by_success or step - 1 - self._lag <= len(self._success)
 
     def begins(self, step: int) -> list[int]:
@@ -79,7 +78,7 @@ class TaskStages:
         return [first for first in self._begins if first <= step]
 
     def name_at(self, step: int) -> str:
-        """The name of the step's stage; empty where there are none."""
+        """The name of the step's stage; empty if there are none."""
         return self.stages[len(self.begins(step)) - 1].name if self.stages else ""
 
     def _last_step(self, stage: TaskStage, begin: int) -> int | None:
@@ -121,7 +120,7 @@ def check_stage(stage: TaskStage, count: int, tasks: Sequence[Task], at_least: i
     if count:
         raise ConfigError(
             f"tasks.stages: the stage {stage.name!r}{what} has {count} of {len(tasks)} tasks, and "
-            f"a step needs trainer.groups_per_step={at_least}: let it have more, or set fewer "
+            f"a step needs trainer.groups_per_step={at_least}: give it more tasks, or set fewer "
             "groups"
         )
 
@@ -133,7 +132,7 @@ def check_stage(stage: TaskStage, count: int, tasks: Sequence[Task], at_least: i
 
 
 def value_of(task: Task, key: str) -> Any:
-    """What a task has under a key of its metadata, or of a mapping in it; None if nothing."""
+    """The value of a key in a task's metadata, or in a mapping there; None if it has none."""
     if key in task.metadata:
         return task.metadata[key]
     if key == "scorer":

@@ -1,5 +1,5 @@
-"""Where an environment's tasks come from: seeds, never shared between training, evaluation and
-demonstrations."""
+"""Makes an environment's tasks from seeds, which training, evaluation and demonstrations never
+share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def environment_tasks(
 
 
 def refill_tasks(environment: str, run_seed: int, step: int) -> Iterator[Task]:
-    """Endless further training tasks for one step, in ids and seeds apart from those of
+    """Endless further training tasks for one step, with ids and seeds that differ from those of
     `environment_tasks` and of other steps."""
     for place in count_from():
         index = f"{step}+{place}"

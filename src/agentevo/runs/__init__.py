@@ -1,1 +1,1 @@
-"""A run's folder: what it holds, who owns it, and when it may be resumed."""
+"""A run's folder: its contents, its owner, and the rules of resuming."""

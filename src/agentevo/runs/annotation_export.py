@@ -1,14 +1,13 @@
 """Annotations as training data: rows for `agentevo sft`, pairs and labelled answers for
-`data.pairs` of `agentevo train`, and what a judge is calibrated by.
-
-sft     attempts that are right, as `agentevo trajectories export --sft` writes them, and edited
-        last replies, where that reply alone is taught unless the attempt is right
+`data.pairs` of `agentevo train`, and data to calibrate a judge. sft     attempts that are right, as
+`agentevo trajectories export --sft` writes them, and edited
+        last replies, with only that reply trained unless the attempt is right
 pairs   better against worse from where two conversations part, edited against original reply
 labels  attempts that are right or wrong as {"prompt", "completion", "label"}, for kto and rft
 judge   each verdict with the reward, its parts and the conversation
 
-A pair's file has no place for tools, so attempts with tools are left out of pairs and labels.
-Attempts at held-out tasks are verdicts for a judge, and rows to train on only if asked for.
+A file of pairs can't hold tools, so attempts with tools are left out of pairs and labels. Attempts
+at held-out tasks are verdicts for a judge, and rows to train on only if asked for.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ Format = Literal["sft", "pairs", "labels", "judge"]
 FORMATS: tuple[Format, ...] = ("sft", "pairs", "labels", "judge")
 Row = dict[str, Any]
 GONE = "the attempt is not in the store"
-SILENT = "nothing was said in it"
-TOOLS = "it has tools, which a pair's file has no place for"
-SAME = "both say the same"
+SILENT = "it has no reply"
+TOOLS = "it has tools, which a file of pairs can't hold"
+SAME = "both replies are the same"
 OTHER_TASK = "the two conversations differ before the first answer"
 HELD_OUT = "it is of a held-out task (--held-out takes it)"
 NOT_WHOLE = "the last reply was cut off by the token limit"
@@ -59,9 +58,9 @@ async def export_annotations(
     *,
     held_out: bool = False,
 ) -> tuple[int, Counter[str]]:
-    """Writes the rows to `path` (.jsonl or .jsonl.gz): how many, and reason -> annotations that
-    gave none. `held_out`: attempts of evaluations are trained on, too. Raises ConfigError, with
-    nothing written, if there is no row."""
+    """Writes the rows to `path` (.jsonl or .jsonl.gz). Returns their number, and reason ->
+    annotations that gave none. `held_out`: attempts of evaluations are trained on, too. Raises
+    ConfigError, with nothing written, if there is no row."""
     attempt_ids = set(annotations.attempts) | {name for pair in annotations.pairs for name in pair}
     attempts: dict[str, Trajectory] = {}
     for name in attempt_ids:
@@ -92,7 +91,7 @@ async def export_annotations(
             reasons = "; ".join(f"{number} left out: {why}" for why, number in left_out.items())
             raise ConfigError(
                 f"no annotation gives a row of the format {form}: "
-                f"{reasons or 'nobody has annotated an attempt (agentevo annotate)'}"
+                f"{reasons or 'no attempt is annotated (agentevo annotate)'}"
             )
 
     return count, left_out
@@ -196,8 +195,8 @@ def _first_answer(messages: Sequence[Row]) -> int:
 
 
 def pair_of(chosen: list[Row], rejected: list[Row]) -> Row:
-    """From the first message in which two conversations differ; back to the answer before it, where
-    that is none of the assistant's."""
+    """The messages from the first one in which two conversations differ; if that is not the
+    assistant's, from the answer before it."""
     if chosen == rejected:
         raise LeftOutError(SAME)
 

@@ -1,9 +1,7 @@
-"""What people say of a run's attempts: right or wrong, a note, a better last reply, and which
-of two is better.
-
-It is in RUN/annotations.jsonl, never in the store: what was trained on stays what it was. Each
-record is added and none is changed (records.py); the newest of an attempt, or of two attempts, is
-the one that counts, and one that says nothing takes back the earlier ones.
+"""People's annotations of a run's attempts: right or wrong, a note, a better last reply, and which
+of two is better. They are in RUN/annotations.jsonl, never in the store, so training data never
+changes. Records are only appended (records.py); the newest one of an attempt, or of two attempts,
+counts, and an empty one withdraws the earlier ones.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ MAX_REPLY = 200_000
 
 
 class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="attempt"):
-    """What a person says of one attempt."""
+    """A person's annotation of one attempt."""
 
     attempt: str
     at: float = 0.0
@@ -37,12 +35,12 @@ class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     verdict: Literal["right", "wrong", ""] = ""
     note: str = ""
     reply: str | None = None
-    """What the last reply should have been."""
+    """The last reply as it should have been."""
     task: str = ""
     reward: float = 0.0
     success: bool = False
     parts: dict[str, float] = {}
-    """Of the attempt, as its scorers and judges have said."""
+    """The reward of the attempt, from its scorers and judges."""
 
     @property
     def says_something(self) -> bool:
@@ -50,18 +48,18 @@ class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Preference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pair"):
-    """Which of two attempts a person finds better."""
+    """The better of two attempts, as a person judges them."""
 
     better: str
     worse: str
     equal: bool = False
-    """Whether neither is; also what takes a preference back."""
+    """Whether neither is better; this also withdraws a preference."""
     at: float = 0.0
     who: str = ""
     id: str = ""
     note: str = ""
     rewards: tuple[float, float] = (0.0, 0.0)
-    """Of the better one, and of the other."""
+    """The rewards of the better one and of the other."""
 
     @property
     def says_something(self) -> bool:
@@ -73,24 +71,25 @@ Record = Annotation | Preference
 
 @dataclass(frozen=True)
 class Annotations:
-    """All of one run."""
+    """All annotations of one run."""
 
     attempts: dict[str, Annotation]
-    """The newest of each attempt, where it says something; the newest last."""
+    """The newest annotation of each attempt, without empty ones; the newest last."""
     pairs: dict[frozenset[str], Preference]
     history: Sequence[Record]
     """All annotations, the oldest first."""
 
 
 def annotate(folder: Path, record: Record) -> None:
-    """Adds one; `at` is now unless it says when. Raises ConfigError."""
+    """Appends a record; `at` is now unless it is given. Raises ConfigError."""
     if not record.at:
         record = msgspec.structs.replace(record, at=time.time())
     add_record(folder / ANNOTATIONS, msgspec.to_builtins(record))
 
 
 def read_annotations(folder: Path) -> Annotations:
-    """All of a run; a line that is none, and one sent twice, is left out. Raises ConfigError."""
+    """All records of a run, without lines that are not records and repeated ones. Raises
+    ConfigError."""
     attempts: dict[str, Annotation] = {}
     pairs: dict[frozenset[str], Preference] = {}
     history: list[Record] = []
@@ -121,7 +120,7 @@ def read_annotations(folder: Path) -> Annotations:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far people and one judge say the same."""
+    """The agreement of people and one judge."""
 
     judge: str
     counts: tuple[int, int, int, int]
@@ -133,7 +132,7 @@ class Agreement:
 
     @property
     def rate(self) -> float | None:
-        """The share on which they agree."""
+        """The share of attempts on which they agree."""
         return (self.counts[0] + self.counts[3]) / self.num if self.num else None
 
     @property
@@ -143,8 +142,8 @@ class Agreement:
 
     @property
     def kappa(self) -> float | None:
-        """Cohen's kappa (1960), (p_o - p_e) / (1 - p_e): agreement beyond what two who say `right`
-        as often as these would reach by chance. None where one of both never differs, so that
+        """Cohen's kappa (1960), (p_o - p_e) / (1 - p_e): agreement beyond the chance agreement of
+        two raters who say `right` equally often. None if both always give the same verdict, so that
         p_e = 1."""
         if self.rate is None:
             return None
@@ -163,10 +162,10 @@ def agreement(judge: str, verdicts: Iterable[tuple[bool, bool]]) -> Agreement:
 
 
 def calibration(annotations: Annotations, passed_from: float = 0.5) -> list[Agreement]:
-    """People against the attempts' success, and against each part of the reward, which passes an
-    attempt from `passed_from` on (a penalty, which is never above 0, where it is 0); then, of two
-    attempts, whether the one that people find better has the higher reward (`reward, of two`; equal
-    rewards count as disagreement)."""
+    """Compares people with the attempts' success, and with each part of the reward, which passes an
+    attempt if it is at least `passed_from` (a penalty, which is never above 0, if it is 0); then,
+    of two attempts, whether the one that people find better has the higher reward (`reward, of
+    two`; equal rewards count as disagreement)."""
     judged = [attempt for attempt in annotations.attempts.values() if attempt.verdict]
     rows = [
         agreement("success", ((attempt.verdict == RIGHT, attempt.success) for attempt in judged))

@@ -1,10 +1,10 @@
-"""The chain of a run's committed steps, and where it ends.
+"""The hash chain of a run's committed steps, and its end.
 
     chain(s) = sha256(chain(s - 1), s, the record of step s without its chain)       chain(0) = ""
 
-Every record holds its own. So whatever a record says (plan, metrics, checkpoint, progress, what the
-log had) can't be changed without breaking the chain from there on, and no step can be taken out of
-the middle. RUN/head.json covers the end:
+Every record holds its own chain value. So nothing in a record (plan, metrics, checkpoint, progress,
+digest of the log) can be changed without breaking the chain from there on, and no step can be
+removed from the middle. RUN/head.json covers the end:
 
     {"step": 12, "chain": "ab...",                  the newest committed step
      "files": {"config.yaml": ["cd..."]},           what the run's own files may be, by sha256:
@@ -13,7 +13,7 @@ the middle. RUN/head.json covers the end:
      "given_up": false}                             whether it ended with nothing trained
 
 It is written after each commit, so the store has its step and perhaps later ones: a kill in between
-leaves it behind. It is not brought to the disk with a sync, no more than a commit of SQLite is.
+leaves it one step behind. Like a commit of SQLite, it is not synced to the disk.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from agentevo.store.codec import canonical
 from agentevo.store.records import StepRecord
 
 KEY = "chain"
-"""Of a step's record."""
+"""The key of the chain value in a step's record."""
 LOG = "log"
-"""Of a step's record: sha256 of metrics.jsonl up to its row."""
+"""Key of a step's record: sha256 of metrics.jsonl up to its row."""
 NUMBERS = "token_numbers"
-"""Of a step's record: sha256 of the file of what was measured of its tokens, where there is one."""
+"""Key of a step's record: sha256 of the file with its tokens' measurements, if there is one."""
 ROWS = "rows"
-"""Of a step's record: RecordedRows."""
+"""Key of a step's record: RecordedRows."""
 SUMMARY = "summary.json"
 HEAD = "head.json"
 OLDER = (
-    "its steps were recorded by an older version of AgentEvo, whose records can't be checked: use "
-    "that version, or begin the run again with run.overwrite=true"
+    "its steps were recorded by an older version of AgentEvo, whose records can't be checked: "
+    "use that version, or start the run again with run.overwrite=true"
 )
 
 
@@ -56,12 +56,12 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What RUN/head.json says. See the module."""
+    """The content of RUN/head.json. See the module."""
 
     step: int = 0
     chain: str = ""
     files: dict[str, list[str]] = {}
-    """Name in the run's folder -> sha256 of what it holds. While it is replaced there are two."""
+    """Name in the run's folder -> sha256 of the content. While it is replaced there are two."""
     checkpoints: dict[int, str] = {}
     """Step -> sha256 (`CheckpointManifest.sha256`) of checkpoints that were saved after their
     step's commit."""
@@ -74,7 +74,7 @@ class RecordedRows(msgspec.Struct, frozen=True, kw_only=True):
     of the content's digest."""
 
     tasks: dict[str, str] = {}
-    """Those that were played for the first time since the trainer was started."""
+    """Tasks that were played for the first time since the trainer was started."""
     untrained: dict[str, str] = {}
     """Attempts that the step has sampled and not trained on."""
     evaluated: dict[str, str] = {}
@@ -82,7 +82,7 @@ class RecordedRows(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """Empty for a record without them, or with something else: its chain is broken then."""
+        """Empty for a record without them, or with other content, whose chain is broken."""
         try:
             return msgspec.convert(record.get(ROWS, {}), cls)
         except msgspec.ValidationError:
@@ -96,8 +96,8 @@ def link(step: int, record: Mapping[str, Any], before: str) -> str:
 
 
 def broken_links(records: Iterable[StepRecord], end: End) -> list[int]:
-    """Of the records after `end`, the steps whose record is not the one that was committed there.
-    Where the step before is missing, it can't be checked."""
+    """The steps after `end` whose record differs from the committed one. A record can't be checked
+    if the step before it is missing."""
     broken = []
     for record in records:
         chain = str(record.record.get(KEY))
@@ -126,15 +126,15 @@ def read_head(folder: Path) -> Head | None:
         return msgspec.json.decode(path.read_bytes(), type=Head)
     except (ConfigError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{path} can't be read ({error}): restore it from a copy, or delete it to go on from "
-            "the newest step that the store has"
+            f"{path} can't be read ({error}): restore it from a copy, or delete it to continue "
+            f"from the newest step that the store has"
         ) from error
 
 
 def is_given_up(folder: Path) -> bool:
     """Whether the run in the folder has ended with nothing trained, because every attempt of its
-    first evaluation or first step failed: it does not keep a new run from beginning there. Whatever
-    head.json says, a run with a checkpoint or a row of a step has trained, and is not deleted."""
+    first evaluation or first step failed: a new run may then start there. A run with a checkpoint
+    or a row of a step has trained, and is not deleted, even if head.json says otherwise."""
     try:
         head = read_head(folder)
         if head is None or not head.given_up or head.step:
@@ -148,8 +148,8 @@ def is_given_up(folder: Path) -> bool:
 
 
 class HeadFile:
-    """RUN/head.json of a run that is trained; only its trainer writes it. What can't be written
-    raises DiskError."""
+    """RUN/head.json of a run that is trained; only its trainer writes it. Raises DiskError if it
+    can't be written."""
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError for a file that can't be read."""
@@ -179,7 +179,7 @@ class HeadFile:
         self._write(files=files | {name: [new]})
 
     def know_file(self, name: str) -> None:
-        """Takes in a file of the run that another hand has written, if it is there."""
+        """Records a file of the run that other code has written, if it exists."""
         digest = file_digest(self._folder / name)
         if digest is not None:
             self._write(files=self._head.files | {name: [digest]})

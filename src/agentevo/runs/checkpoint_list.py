@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, for those who look at its folder; nothing is loaded or verified."""
+"""Lists the checkpoints of a run for readers of its folder. Nothing is loaded or verified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class KeptCheckpoints:
-    """What can be loaded."""
+    """The weights of a run that can be loaded."""
 
     steps: tuple[int, ...]
     """The newest first."""
@@ -27,7 +27,7 @@ class KeptCheckpoints:
     model: str
     """The recipe's model: the weights that the run began with, before any training."""
     missing: str
-    """Why that one can't be loaded here, and what to do; empty where it can."""
+    """Why that one can't be loaded here, and the remedy; empty if it can."""
     needs_model: bool
     """Whether the checkpoints are adapters over it."""
 
@@ -39,7 +39,8 @@ class KeptCheckpoints:
 
 
 def kept_checkpoints(folder: Path, config: Mapping[str, Any]) -> KeptCheckpoints:
-    """Of a run with this configuration, as it was written. Looks at disks: on a thread."""
+    """The list for a run with this configuration, as written. Reads the disk, so call it on a
+    thread."""
     steps = []
     needs_model = False
     inside = os.path.realpath(folder) + os.sep

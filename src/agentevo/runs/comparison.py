@@ -1,4 +1,4 @@
-"""Which runs are one setting, and runs read for their curves, finished or not."""
+"""Groups runs by setting, and reads runs for their curves, finished or not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACE_KEYS = ("run.name", "run.dir", "run.overwrite", "run.threads", "run.seed",
 
 
 def setting_of(config: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
-    """What makes a run's setting, of the leaves of its configuration."""
+    """The leaves of a run's configuration that make its setting."""
     return frozenset((key, repr(value)) for key, value in config.items() if key not in PLACE_KEYS)
 
 
@@ -46,7 +46,7 @@ def measured_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
             else [check_run_folder(folder)]
         )
         if not inside:
-            raise ConfigError(f"{folder}: no run of this sweep has begun yet")
+            raise ConfigError(f"{folder}: no run of this sweep has started yet")
 
         for run_folder in inside:
             measured.setdefault(run_folder.resolve(), _measure_run(run_folder))

@@ -1,13 +1,13 @@
-"""Asking a run that is under way to stop, save, pause or continue, through its folder, so from any
+"""Requests to a running run to stop, save, pause or continue, through its folder, so from any
 process and any machine that shares it.
 
-    RUN/control.json       who trains now (a session), whether it is paused, its newest answers
+    RUN/control.json the current trainer (a session), whether it is paused, its newest answers
     RUN/control/ID.json    one request; its trainer deletes it with its answer
 
-A request names the session that it is for, and its id: one that comes late, or was left behind,
-never reaches a later trainer of the same folder, and one that is sent twice is done once. A thread
-of the trainer looks every LOOK_S, so a folder that hangs never holds up training. Every answer is
-added to the run's changes.jsonl as well. What is asked is done between two steps.
+A request names the session that it is for, and its id: a late or leftover request never reaches a
+later trainer of the same folder, and a request that is sent twice is carried out once. A thread of
+the trainer looks every LOOK_S, so a folder that hangs never delays training. Every answer is added
+to the run's changes.jsonl as well. Requests are carried out between two steps.
 
 Not promised: an answer of a trainer that was killed, or whose folder can't be written.
 """
@@ -38,7 +38,7 @@ END_S = 3.0
 LARGEST = 100_000
 """Bytes of a file that are read."""
 MAX_REQUESTS = 100
-"""Of one look."""
+"""The most requests of one look."""
 KEPT_ANSWERS = 50
 Action = Literal["stop", "save", "pause", "resume"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -47,7 +47,7 @@ _ID = re.compile(r"[0-9a-zA-Z-]{8,64}")
 
 
 class ControlRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user asks of a run."""
+    """A user's request to a run."""
 
     id: str
     do: Action
@@ -57,7 +57,7 @@ class ControlRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a request."""
+    """The result of a request."""
 
     id: str
     do: str
@@ -79,15 +79,17 @@ class ControlSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_session(folder: Path) -> ControlSession | None:
-    """The newest trainer of that folder; None where there is none that can be asked."""
+    """The newest trainer of that folder; None if there is none that can be asked."""
     return _read(folder / SESSION, ControlSession)
 
 
 def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
     """Asks the trainer of that session; a request that was made already is made once. Raises
-    ConfigError where it can't be written."""
+    ConfigError if it can't be written."""
     if not _ID.fullmatch(id):
-        raise ConfigError(f"{id[:70]!r} is no id of a request: use letters, digits and -, 8 to 64")
+        raise ConfigError(
+            f"{id[:70]!r} is not a valid request id: use letters, digits and -, 8 to 64"
+        )
 
     request = ControlRequest(id=id, do=do, session=session, at=time.time(), who=who)
     place = folder / REQUESTS
@@ -98,13 +100,13 @@ def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
         create_atomic(place / f"{id}.json", msgspec.json.encode(request).decode())
     except OSError as error:
         raise ConfigError(
-            f"{place} can't be written ({error.strerror or error}), so nothing was asked: make "
-            "room, or make the run's folder writable"
+            f"{place} can't be written ({error.strerror or error}), so no request was made: make "
+            f"room, or make the run's folder writable"
         ) from error
 
 
 def answer_to(folder: Path, id: str) -> ControlAnswer | None:
-    """What became of a request; None as long as it waits."""
+    """The result of a request; None while it waits."""
     session = read_session(folder)
     return (
         next((answer for answer in session.answers if answer.id == id), None) if session else None
@@ -163,7 +165,7 @@ class RunControl:
         return taken
 
     def note_pause(self, step: int) -> None:
-        """The run stands still from now on, after that step."""
+        """The run is paused from now on, after that step."""
         with self._lock:
             pauses = self._pauses
             self._pauses = []
@@ -177,13 +179,13 @@ class RunControl:
             self._write()
 
     def goes_on(self) -> None:
-        """The run does not stand still any more."""
+        """The run is no longer paused."""
         with self._lock:
             self._session = msgspec.structs.replace(self._session, is_paused=False)
         self._write()
 
     def answer(self, request: ControlRequest, result: str, *, is_done: bool = True) -> None:
-        """Says what became of a request, and deletes it."""
+        """Answers a request, and deletes it."""
         record = ControlAnswer(
             id=request.id, do=request.do, result=result, is_done=is_done, at=time.time()
         )
@@ -211,7 +213,7 @@ class RunControl:
             self._look()
             self._over.wait(self._look_s)
 
-        self._look()  # what was asked since the last look gets its answer
+        self._look()  # requests since the last look get their answer
         with self._lock:
             unanswered = [*self._saves, *self._pauses]
             self._saves = []
@@ -233,7 +235,7 @@ class RunControl:
         requests: list[ControlRequest] = []
         for name in names[:MAX_REQUESTS]:
             id = name.removesuffix(".json")
-            if id in self._answered:  # it came a second time
+            if id in self._answered:  # the request was repeated
                 with suppress(OSError):
                     (self._folder / REQUESTS / name).unlink(missing_ok=True)
 
@@ -264,7 +266,7 @@ class RunControl:
                 self._pauses = []
 
             for pause in given_up:
-                self.answer(pause, "it was asked to go on before it stood still", is_done=False)
+                self.answer(pause, "the run was asked to continue before it paused", is_done=False)
 
             self.answer(request, "it goes on" if was_asked else "it was not paused")
         elif request.do == "pause":
@@ -284,10 +286,10 @@ class RunControl:
             else:
                 return
 
-        self._report(f"{problem}: the run goes on, and nobody can ask it for anything")
+        self._report(f"{problem}: the run continues, but takes no requests")
 
     def _report(self, problem: str) -> None:
-        """Once for each problem: a disk that is full is so for long."""
+        """Reports each problem once, because a full disk often stays full for a long time."""
         if problem != self._problem:
             self._problem = problem
             self._note(problem)

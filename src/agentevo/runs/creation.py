@@ -1,4 +1,4 @@
-"""Making a run's folder, or replacing it, without mixing two runs."""
+"""Creates or replaces a run's folder without mixing two runs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _BEFORE_CONFIG = {
     "logs",
     "store.sqlite",
 }
-"""What a run may have in its folder before its config.yaml, which makes it a run."""
+"""Files that may exist in a folder before its config.yaml, which makes it a run."""
 
 
 @contextmanager
 def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
     """An empty folder for a new run, and an empty store. Yields a function that makes it final: a
-    run that fails before that call leaves everything as it was, an overwritten run included, but
-    for what that had in a store outside of its folder.
+    run that fails before that call leaves everything as it was, an overwritten run included, except
+    its data in a store outside of its folder.
 
     Refuses to mix two runs, or to replace one that is being trained.
     """
@@ -88,7 +88,7 @@ def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
 
 def check_folder(config: RunConfig) -> None:
     """Raises ConfigError for a folder where no new run may begin: not in the folder of another run,
-    but in place of one that was given up, or killed before it was a run."""
+    except in place of one that was abandoned, or killed before it became a run."""
     folder = config.run_dir
     check_new_folder(folder, "run.dir")
 
@@ -101,16 +101,18 @@ def check_folder(config: RunConfig) -> None:
         )
 
     if not exists and _has_something(folder) and not was_killed_early(folder):
-        raise ConfigError(f"{short(folder)} is not empty and not a run: give another run.dir")
+        raise ConfigError(
+            f"{short(folder)} is not empty and is not a run's folder: give another run.dir"
+        )
     check_free(folder)
 
 
 def check_place(
     config: RunConfig, command: str, *, resume: bool, may_create: bool = True
 ) -> dict[str, tuple[Any, Any]]:
-    """What a run refuses of its folder and its store: no run there to resume, or one already.
-    Returns the keys that it continues with, and that had other values: key -> (was, now). Without
-    `may_create` no database is made. Raises ConfigError."""
+    """Checks the folder and the store of a run: it refuses a resume without a run, and a new run
+    where one exists. Returns the changed keys of a resume: key -> (was, now). Without `may_create`
+    no database is made. Raises ConfigError."""
     if resume:
         check_free(config.run_dir)
         return check_resume(config, command)
@@ -121,9 +123,9 @@ def check_place(
 
 
 def was_killed_early(folder: Path) -> bool:
-    """Whether all that the folder holds is what a run makes before its config.yaml: one that was
-    killed while it started has played nothing. One that starts just now looks the same, and has the
-    lock."""
+    """Whether the folder holds only files that a run creates before its config.yaml: a run that was
+    killed during its start has played nothing. A run that is starting now looks the same, and has
+    the lock."""
     if not (folder / LOCK).is_file() or (folder / "config.yaml").exists():
         return False
     names = {_plain(path.name) for path in folder.iterdir()}
@@ -146,7 +148,8 @@ def _has_something(folder: Path) -> bool:
 def write_config(config: RunConfig, command: str = "train") -> None:
     """Writes config.yaml, atomically, into the run's folder, which is made. Its first line names
     the command whose run this is; see `command_of`. The run's head (chain.py) knows it from here
-    on, and the record of the run's tasks. Given as a recipe, it does not overwrite its own run."""
+    on, and the record of the run's tasks. A run whose config.yaml is given as a recipe is not
+    overwritten."""
     folder = config.run_dir
     config = config.model_copy(update={"run": config.run.model_copy(update={"overwrite": False})})
     folder.mkdir(parents=True, exist_ok=True)
@@ -156,5 +159,5 @@ def write_config(config: RunConfig, command: str = "train") -> None:
 
 
 def kind_of(command: str) -> str:
-    """What `write_config` calls the run of a command."""
+    """The name of a command's run in the file that `write_config` writes."""
     return "train" if command == "learn" else command

@@ -1,9 +1,9 @@
-"""Reading the folder of a run: configuration, store, the texts of its tokens.
+"""Reads the folder of a run: configuration, store, the texts of its tokens.
 
     config.yaml  metrics.jsonl  summary.json  report.html  plots/  checkpoints/  store.sqlite
 
-The folder of a sweep holds `sweep.yaml`, the folders of its runs, their logs, and the table of what
-they reached.
+The folder of a sweep holds `sweep.yaml`, the folders of its runs, their logs, and the table of
+their results.
 
 Nothing here writes. A run may be under way, interrupted, or moved to another place since it was
 made.
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 UNSCORED = ("rewards=[]",)
-"""Overrides for code that asks a run for its model and scores nothing: the rewards may have been
-functions of the program that made the run, which no other process has."""
+"""Overrides for code that loads a run's model and scores nothing: the rewards may be functions of
+the program that created the run, which no other process has."""
 
 SWEEP_FILE = "sweep.yaml"
 MADE_BY = "# agentevo "
@@ -82,7 +82,7 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
 
 
 def check_run_folder(path: Path) -> Path:
-    """The path itself if a run is there; else `ConfigError` with the runs that are near."""
+    """The path itself if it is a run; otherwise raises `ConfigError` with nearby runs."""
     problem = name_problem(str(path))
     if problem:
         raise ConfigError(f"{str(path)[:60]!r} {problem}")
@@ -125,7 +125,7 @@ def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def queued_group_size(path: Path) -> int | None:
     """How many attempts the group of a queued task has at least, which a resumed run can't change;
-    None where sampling and training take turns, or a program's own loop samples, so that nothing is
+    None if sampling and training take turns, or a program's own loop samples, so that nothing is
     queued, and where config.yaml does not say."""
     from agentevo.config import TrainerSection
 
@@ -155,8 +155,8 @@ def command_of(folder: Path) -> str | None:
 
 
 def resume_command(folder: Path, command: str | None) -> str:
-    """What is typed to resume the run in that folder; empty where it is no command's run, such
-    as that of a program's own loop."""
+    """The command that resumes the run in that folder; empty if no command started it, as for a
+    program's own loop."""
     if command not in ("train", "sft"):
         return ""
     words = ["agentevo", command, str(folder / "config.yaml"), f"run.dir={folder}", "--resume"]
@@ -177,14 +177,14 @@ def run_store_url(path: Path) -> str:
     url = _section(path, "store").get("url")
     if url is not None and not isinstance(url, str):
         raise ConfigError(
-            f"{path / 'config.yaml'}: store.url: {shorten(str(url))} is not a text: "
-            "restore the file"
+            f"{path / 'config.yaml'}: store.url: {shorten(str(url))} is not a string: restore "
+            f"the file"
         )
     return url or f"sqlite:///{path / 'store.sqlite'}"
 
 
 def traced_run(path: Path) -> RunFacts:
-    """What the spans of a run say of it, but for its id."""
+    """The attributes of a run's spans, except its id."""
     from agentevo.tracing.spans import RunFacts
 
     name = _section(path, "run").get("name")
@@ -209,8 +209,8 @@ def use_store(
     read_only: bool = False,
 ) -> T:
     """Runs `work` on a store, in an event loop of its own, so also where a loop is running (in a
-    notebook). A person waits for it: a database that is away is waited for until `wait_s`, or
-    WAIT_S, is over. `timeout_s` is the deadline of each call. `read_only`: see `open_store`."""
+    notebook). A person waits for it, so the wait for an unavailable database ends after `wait_s`,
+    or WAIT_S. `timeout_s` is the deadline of each call. `read_only`: see `open_store`."""
     from agentevo.event_loop import run_coroutine
     from agentevo.runs.store_opening import open_run_store
 
@@ -229,7 +229,7 @@ def use_store(
 
 
 def token_texts(path: Path) -> Decode | None:
-    """Token id -> text, by `saved_tokenizer`; None where there is none."""
+    """Token id -> text, by `saved_tokenizer`; None if there is none."""
     tokenizer = saved_tokenizer(path)
     if tokenizer is None:
         return None
@@ -237,7 +237,7 @@ def token_texts(path: Path) -> Decode | None:
 
 
 def saved_tokenizer(path: Path) -> Any | None:
-    """The tokenizer of the run's newest checkpoint, else of its model; None where neither has been
+    """The tokenizer of the run's newest checkpoint, else of its model; None if neither has been
     saved here."""
     saved = sorted(
         path.glob("checkpoints/**/tokenizer_config.json"),
@@ -255,7 +255,7 @@ def tokenizer_in(source: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # of damaged files anything
+    except Exception as error:  # damaged files may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
             f"{source}: its tokenizer can't be read ({reason}): restore it, or delete that folder"
@@ -263,13 +263,12 @@ def tokenizer_in(source: str) -> Any:
 
 
 def _saved_model(name: str) -> str | None:
-    """The model's folder if it is on this machine; nothing is downloaded for the sake of
-    looking."""
+    """The model's folder if it is on this machine; nothing is downloaded."""
     from agentevo.models.cache import cache_folder, is_complete
     from agentevo.models.known import known_models
 
     folder = os.path.expanduser(name)
-    if os.path.isfile(os.path.join(folder, "config.json")):  # false for what no path can be
+    if os.path.isfile(os.path.join(folder, "config.json")):  # false for an invalid path
         return folder
     if name in known_models.names() and is_complete(known_models.get(name), cache_folder(name)):
         return str(cache_folder(name))

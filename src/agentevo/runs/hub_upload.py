@@ -1,10 +1,10 @@
-"""Publishing what was trained on the Hugging Face hub: `agentevo models push`.
+"""Publishes trained models on the Hugging Face hub: `agentevo models push`.
 
 One commit has all of it: weights, tokenizer, configuration and a model card (model_card.py), so
 readers of the repository see all or nothing. What training needs (the optimizer, the run's state)
 stays here. The checkpoint's digests are compared first. The token is HF_TOKEN or the one of the
 hub's own login; it goes to the hub and nowhere else. HF_ENDPOINT names another hub. Large files go
-by Xet where the hub speaks it, and else by LFS. Whatever stands still for STALL_S ends.
+by Xet where the hub speaks it, and else by LFS. A transfer that stalls for STALL_S is ended.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ ADAPTER = "adapter_config.json"
 BASE = "base_model_name_or_path"
 """Key of an adapter's configuration."""
 OF_MODELS = (".safetensors", ".bin", ".index.json")
-"""How weights end that a loader would prefer to new ones of another name."""
+"""Endings of weight files that a loader would prefer to new ones of another name."""
 STALL_S = 120.0
 """Longest time without a byte from or to the hub; its client tries a few times again."""
 _REMEDIES = {
     401: "the token is not valid: set HF_TOKEN to one that may write, or log in again with "
     "`hf auth login`",
-    403: "the token may not write to {repo}: take one that may, or another name",
-    404: "it has no place for these files: see that HF_ENDPOINT is a hub that takes large files",
-    413: "a file is larger than it takes: save smaller files, or raise the hub's limit",
-    501: "it has no place for these files: see that HF_ENDPOINT is a hub that takes large files",
+    403: "the token may not write to {repo}: use one that may, or another name",
+    404: "it does not accept these files: check that HF_ENDPOINT is a hub for large files",
+    413: "a file is larger than the hub's limit: save smaller files, or raise the limit",
+    501: "it does not accept these files: check that HF_ENDPOINT is a hub for large files",
     507: "it has no room left: delete something there, or use another account",
 }
 """Status -> what to do."""
@@ -57,12 +57,12 @@ def push_to_hub(
     where it is not there; returns the URL of the commit. `source`: RUN (its best checkpoint),
     RUN@last, RUN@STEP, or a folder. `private`: of a repository that is made now.
 
-    Raises ModelError before anything is sent for what is no model, no name, or without a token,
-    and where the hub can't be reached or refuses: then nothing was uploaded.
+    Raises ModelError, before anything is sent, for an invalid model or name or a missing token; and
+    if the hub can't be reached or refuses. Then nothing was uploaded.
     """
     folder = find_folder(source)
     if not HUB_NAME.fullmatch(repo):
-        raise ModelError(f"{repo[:100]!r} is no name of a repository: write ORG/NAME")
+        raise ModelError(f"{repo[:100]!r} is not a repository name: write ORG/NAME")
 
     manifest.verify_model(folder)
     import huggingface_hub
@@ -71,7 +71,8 @@ def push_to_hub(
     token = huggingface_hub.get_token()
     if token is None:
         raise ModelError(
-            "the hub wants a token that may write: set HF_TOKEN, or log in with `hf auth login`; "
+            "the hub requires a token that may write: set HF_TOKEN, or log in with `hf auth "
+            "login`; "
             "nothing was uploaded"
         )
 
@@ -107,14 +108,14 @@ def push_to_hub(
                 ],
                 commit_message=f"Upload {folder.name} with AgentEvo",
             )
-        except Exception as error:  # the hub's client passes on what each of its parts raises
+        except Exception as error:  # the hub's client raises the errors of all its parts
             raise ModelError(f"{_failure(repo, error, hub.endpoint)}{creation_note}") from error
 
     return str(commit.commit_url)
 
 
 def find_folder(source: str | Path) -> Path:
-    """The folder of the model that is meant. Raises ModelError for what holds none."""
+    """The folder of the model to upload. Raises ModelError if there is none."""
     folder = Path(source).expanduser()
     if any(os.path.isfile(folder / name) for name in ("config.json", ADAPTER)):
         return folder
@@ -122,8 +123,8 @@ def find_folder(source: str | Path) -> Path:
     run, which = split_run(folder)
     if run is None:
         raise ModelError(
-            f"{str(source)[:200]!r} is no run with a checkpoint and no folder of a model or "
-            "adapter: give RUN, RUN@last, RUN@STEP or such a folder"
+            f"{str(source)[:200]!r} is neither a run with a checkpoint nor the folder of a model "
+            f"or adapter: give RUN, RUN@last, RUN@STEP or such a folder"
         )
 
     return run_checkpoint(run, which)
@@ -141,7 +142,7 @@ def files_to_push(folder: Path, repo: str) -> dict[str, Path | bytes]:
     if run is not None or CARD not in files:
         files[CARD] = model_card(folder, repo).encode()
 
-    if run is not None and ADAPTER in files:  # the base, as others can find it
+    if run is not None and ADAPTER in files:  # the base model by its public name
         settings = read_json_object(folder / ADAPTER)
         base = hub_name(run_config(run, UNSCORED).model.name)
         settings[BASE] = base or Path(str(settings.get(BASE) or "")).name
@@ -155,7 +156,7 @@ def _is_of_model(name: str) -> bool:
 
 
 def _open_files(files: Mapping[str, Path | bytes], stack: ExitStack) -> dict[str, bytes | BinaryIO]:
-    """The files as the hub's client never sends them by Xet: open ones, until the stack ends."""
+    """Opens the files, until the stack ends: the hub's client never sends open files by Xet."""
     return {
         name: file if isinstance(file, bytes) else stack.enter_context(file.open("rb"))
         for name, file in files.items()
@@ -182,7 +183,7 @@ def _limited_stalls() -> Iterator[None]:
 
 def _speaks_xet(hub: HfApi, repo: str) -> bool:
     """Whether the hub gives the token with which its client uploads by Xet. Without that token the
-    client does not turn to LFS, but fails after minutes."""
+    client does not fall back to LFS, but fails after minutes."""
     from huggingface_hub.utils import build_hf_headers, get_session
 
     url = f"{hub.endpoint}/api/models/{repo}/xet-write-token/main"
@@ -195,7 +196,7 @@ def _speaks_xet(hub: HfApi, repo: str) -> bool:
 
 
 def _failure(repo: str, error: Exception, endpoint: str) -> str:
-    """What the hub did not do, why, and what to do."""
+    """The message of a failed upload: the failure, its reason and the remedy."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -209,12 +210,12 @@ def _failure(repo: str, error: Exception, endpoint: str) -> str:
 
     retry_advice = "check the network and try again; nothing was uploaded"
     if status or "ValueError" in kinds:  # some refusals are in the body of an answer
-        remedy = _REMEDIES.get(status, "see what the hub says of it, and try again")
+        remedy = _REMEDIES.get(status, "check the hub's message, and try again")
         return (
             f"the hub refused {repo} ({reason}): {remedy.format(repo=repo)}; nothing was uploaded"
         )
     if "TimeoutException" in kinds:
-        return f"the upload to the hub ({endpoint}) stood still for {STALL_S:g} s: {retry_advice}"
+        return f"the upload to the hub ({endpoint}) stalled for {STALL_S:g} s: {retry_advice}"
     if kinds & {"RemoteProtocolError", "ReadError", "WriteError"}:
-        return f"the hub ({endpoint}) broke the connection off ({reason}): {retry_advice}"
+        return f"the hub ({endpoint}) closed the connection ({reason}): {retry_advice}"
     return f"the hub ({endpoint}) can't be reached ({reason}): {retry_advice}"

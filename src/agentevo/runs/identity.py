@@ -1,5 +1,5 @@
 """One run, several processes: whichever starts first makes the run's folder, and the others must
-mean the same run. Machines that share no folder have one each, and compare what they mean with
+mean the same run. Machines that share no folder have one each, and compare their configuration with
 config.yaml under rollout.weights.url (`SharedConfig`)."""
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def ensure_run_folder(
     """Makes the run's folder with its config.yaml, unless another process has; any number may call
     this at once. True when it is there.
 
-    The process that makes it checks whether the store is this run's too: one outside of the
-    folder must be empty, unless the run is known from its object store. A database or an object
-    store that is away is waited for, `within_s` at most (see `open_run_store`), and `note` gets a
-    line about it; False, with nothing made, if `stop` came during the wait.
+    The process that makes it checks whether the store is this run's too: one outside of the folder
+    must be empty, unless the run is known from its object store. Waits for an unavailable database
+    or object store, at most `within_s` (see `open_run_store`), and reports that to `note`; False,
+    with nothing made, if `stop` came during the wait.
 
     A folder without a trainer takes what the same run's object store says in place of what it had:
     `learn --resume` changes it there. Raises ConfigError if the folder holds the run of another
@@ -76,7 +76,7 @@ def ensure_run_folder(
             _create(config)
         elif (
             not target.is_file()
-        ):  # of this run it would be: its config.yaml is there before anything is in the store
+        ):  # this run would have a config.yaml: it is written before anything enters the store
             raise ConfigError(
                 f"store.url: the store holds {content} of another run: give another file, "
                 "?schema=NAME or database, or that run's own run.dir"
@@ -104,7 +104,7 @@ def _take_over(
 
     is_known = _is_known(config, shared, within_s, stop, note)
     if is_known and changed:
-        check_resume(config, started_separately=True)  # else it is another run's folder
+        check_resume(config, started_separately=True)  # otherwise it is another run's folder
         write_atomic(config.run_dir / "config.yaml", to_yaml(config))
 
     return is_known is not None
@@ -113,9 +113,10 @@ def _take_over(
 async def confirm_run(
     config: RunConfig, *, resume: bool, note: Callable[[str], None]
 ) -> Callable[[], None]:
-    """Of the one process that has the run's lock: that its folder has this configuration still, or
-    with `resume` may change to it. Returns what brings the run's object store to it, which a kill
-    may have left with another. Raises ConfigError, also where another run is there."""
+    """Called by the process that has the run's lock: checks that the folder still has this
+    configuration, or with `resume` may change to it. Returns a function that updates the run's
+    object store, which a kill may have left with another configuration. Raises ConfigError, also if
+    another run is there."""
     folder = config.run_dir
     shared = SharedConfig.of(config)
     changed = changes(config)
@@ -125,8 +126,8 @@ async def confirm_run(
         _refuse_others(changed, short(folder), _remedy(folder))
     elif changed and not _is_trainers(folder):
         raise ConfigError(
-            f"{short(folder)}: no trainer of this run has been here, so the recipe can't be "
-            "changed here: give the run.dir of its trainer, or leave --resume out"
+            f"{short(folder)}: this run's trainer never used this folder, so the recipe can't be "
+            f"changed here: give the run.dir of its trainer, or leave --resume out"
         )
     else:
         check_resume(config, started_separately=True)
@@ -156,7 +157,7 @@ def _is_trainers(folder: Path) -> bool:
 def _remedy(folder: Path) -> str:
     remedy = f" (give {folder / 'config.yaml'} as the recipe"
     if not _is_trainers(folder):
-        remedy += ", or delete this folder if the run's trainer has changed it in its own"
+        remedy += ", or delete this folder if the trainer has changed it in its own folder"
     return remedy + ")"
 
 
@@ -172,7 +173,7 @@ def _refuse_others(changed: dict[str, tuple[Any, Any]], place: str, remedy: str 
         raise ConfigError(
             f"{place} is a run with {', '.join(shown)}{omitted}: all processes of a run need the "
             f"same recipe and overrides{remedy}; {how}another run.dir"
-            f"{'' if remedy else ' and rollout.weights.url'} begins another run"
+            f"{'' if remedy else ' and rollout.weights.url'} starts another run"
         )
 
 
@@ -184,7 +185,7 @@ def _is_known(
     note: Callable[[str], None],
 ) -> bool | None:
     """Whether the object store has this run; None if `stop` came before the answer. Raises
-    ConfigError where it has another."""
+    ConfigError if it has another."""
     if shared is None:
         return False
     shared_tree = run_coroutine(_read_shared_tree(shared, within_s, stop, note))
@@ -199,7 +200,7 @@ async def _read_shared_tree(
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """The run's configuration as its object store has it, empty where it has none yet; None if
+    """The run's configuration as its object store has it, empty if it has none yet; None if
     `stop` came before the answer."""
     looking = asyncio.create_task(shared.read(OPENING_S if within_s is None else within_s, note))
     return looking.result() if await finished_before_stop(looking, stop) else None
@@ -210,13 +211,15 @@ def _check_place(config: RunConfig) -> None:
     check_new_folder(folder, "run.dir")
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if "config.yaml" not in names and any(not name.startswith(STAGING) for name in names):
-        raise ConfigError(f"{short(folder)} is not empty and not a run: give another run.dir")
+        raise ConfigError(
+            f"{short(folder)} is not empty and is not a run's folder: give another run.dir"
+        )
 
 
 async def _held(
     url: str, within_s: float | None, stop: Callable[[], bool], note: Callable[[str], None]
 ) -> str | None:
-    """Says in words what a store outside of the folder holds; None if `stop` came before the
+    """Describes the content of a store outside of the folder; None if `stop` came before the
     answer."""
 
     async def look() -> str:
@@ -224,7 +227,7 @@ async def _held(
             return await with_retries(
                 lambda: content_of(store),
                 within_s=STORE_RETRY_S,
-                what="looking whether the store is empty",
+                what="checking that the store is empty",
                 notify=note,
             )
 
@@ -240,15 +243,15 @@ def _create(config: RunConfig) -> None:
 
 class SharedConfig:
     """The run's configuration under rollout.weights.url, by which machines that share no folder
-    know that they mean the same run."""
+    verify that they work on the same run."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
 
     @classmethod
     def of(cls, config: RunConfig) -> SharedConfig | None:
-        """Of a run; None for one whose weights go through no object store. Raises ConfigError for
-        an address that can't be used."""
+        """The shared configuration of a run; None if its weights go through no object store. Raises
+        ConfigError for an address that can't be used."""
         from agentevo.inference.objects import Objects
 
         url = config.rollout.weights.url
@@ -259,8 +262,9 @@ class SharedConfig:
         return self._objects.url
 
     async def read(self, within_s: float, notify: Callable[[str], None]) -> dict[str, Any]:
-        """Its tree; empty where there is none yet. A store that is away is waited for. Raises
-        StoreUnavailableError after `within_s`, ConfigError for what is no configuration."""
+        """Its tree; empty if there is none yet. Waits for an unavailable store. Raises
+        StoreUnavailableError after `within_s`, ConfigError if the content is not a
+        configuration."""
 
         content = await self._content(CONFIG_FILE, within_s, notify)
         try:
@@ -275,8 +279,8 @@ class SharedConfig:
     async def check_writer(
         self, folder: Path, within_s: float, notify: Callable[[str], None]
     ) -> None:
-        """Raises ConfigError where the weights are not those of the trainer of this folder; no
-        other process may change what holds for its run. Waits as `read` does."""
+        """Raises ConfigError if the weights are not those of the trainer of this folder; no
+        other process may change its run's configuration. Waits as `read` does."""
         own_id_file = folder / ID_FILE
         writer_id = (await self._content(WRITER_FILE, within_s, notify)).decode(errors="replace")
         if is_others(writer_id, own_id_file.read_text() if own_id_file.is_file() else ""):
@@ -307,6 +311,6 @@ class SharedConfig:
 
     def _wrong(self) -> ConfigError:
         return ConfigError(
-            f"{self.place}/{CONFIG_FILE} is no configuration of a run: give rollout.weights.url an "
-            "address of its own"
+            f"{self.place}/{CONFIG_FILE} is not a run's configuration: set rollout.weights.url "
+            f"to an address that only this run uses"
         )

@@ -1,14 +1,14 @@
-"""Which attempts people are asked about next, and what they say, as records (annotations.py): the
-same for every door that asks.
+"""Selects the next attempts to annotate, and turns answers into records (annotations.py), for every
+interface alike.
 
-First come attempts without an annotation, the most surprising of them first: what the
-others of its group make unlikely.
+First come attempts without an annotation, the most surprising first: those whose outcome is
+unlikely given the others of the group.
 
     surprise = -log2 p,    p = (n_same + 1) / (n + 2)
 
 of an attempt whose n fellows ended with its kind of outcome (success or none) n_same times:
-Laplace's rule of succession. Of equals the one whose reward is farther from its group's mean, then
-the newest.
+Laplace's rule of succession. Ties go to the attempt whose reward is farther from its group's mean,
+then to the newest.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def attempts_to_label(
 def pairs_to_compare(
     summaries: Sequence[TrajectorySummary], annotations: Annotations
 ) -> list[tuple[str, str]]:
-    """Two attempts of each group that were not compared yet: the best and the worst of those with
-    other rewards, else the first two; the groups that surprise most first."""
+    """Two attempts of each group that were not compared yet: the best and the worst if rewards
+    differ, else the first two; the groups that surprise most first."""
     surprise = surprises(summaries)
     groups: dict[str, list[TrajectorySummary]] = defaultdict(list)
     for summary in summaries:
@@ -92,7 +92,7 @@ def pairs_to_compare(
         second = ranked[0]
         if frozenset((first.id, second.id)) not in annotations.pairs:
             most = max(surprise[member.id] for member in members)
-            # The better one is not always shown first: that would be its hint.
+            # The better one is not always shown first, which would be a hint.
             pair = (
                 (first.id, second.id) if first.attempt < second.attempt else (second.id, first.id)
             )
@@ -111,8 +111,8 @@ def annotation_of(
     who: str = "",
     id: str = "",
 ) -> Annotation:
-    """What a person says of an attempt, with what its scorers have said. Raises ConfigError for
-    what can't be kept, or has no last reply to be edited."""
+    """The record of a person's annotation of an attempt, with the scorers' results. Raises
+    ConfigError if it can't be stored, or if there is no last reply to edit."""
     if verdict not in ("right", "wrong", ""):
         raise ConfigError("a verdict is right, wrong, or none")
 
@@ -122,7 +122,7 @@ def annotation_of(
         )
 
     if reply is not None and last_answer(trajectory) is None:
-        raise ConfigError("nothing was said in this attempt that could be edited")
+        raise ConfigError("this attempt has no reply to edit")
 
     return Annotation(
         attempt=trajectory.id,
@@ -146,10 +146,10 @@ def preference_of(
     who: str = "",
     id: str = "",
 ) -> Preference:
-    """Which of two attempts a person finds better, by its id; empty for neither. Raises ConfigError
-    for another id."""
+    """The record of a person's choice between two attempts, by id; empty for neither. Raises
+    ConfigError for another id."""
     if better not in ("", shown_first.id, shown_second.id):
-        raise ConfigError("the better one is one of these two, or neither")
+        raise ConfigError("`better` must be one of these two attempts, or neither")
 
     first, second = (
         (shown_second, shown_first) if better == shown_second.id else (shown_first, shown_second)

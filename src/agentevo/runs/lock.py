@@ -27,8 +27,8 @@ def only_trainer(folder: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"{folder / LOCK} can't be written ({error.strerror or error}), so nothing may be "
-            "trained there: make room, make the folder writable, or give another run.dir"
+            f"{folder / LOCK} can't be written ({error.strerror or error}), so no run can train "
+            f"there: make room, make the folder writable, or give another run.dir"
         ) from error
 
     try:

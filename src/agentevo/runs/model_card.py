@@ -1,8 +1,8 @@
-"""The model card of a checkpoint: what README.md says of it on a hub, made from its run.
+"""Makes the model card of a checkpoint, its README.md on a hub, from its run.
 
 It has the base model, the algorithm, the results on held-out tasks and the part of the recipe that
-says how the weights were made. Nothing of the machine is in it: no path, no address of a server or
-database, and `***` in place of whatever looks like a secret.
+says how the weights were made. It contains nothing about the machine: no path, no address of a
+server or database, and `***` in place of anything that looks like a secret.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SECTIONS = (
     "evaluation",
     "memory",
 )
-"""Of a recipe, what its weights depend on and says nothing of a machine."""
+"""The sections of a recipe that its weights depend on and that say nothing about a machine."""
 NOT_SHOWN = frozenset({"tools", "mcp_servers", "command", "env", "sandbox", "adapter", "import"})
 """Keys within them that may."""
 FENCE = "````"
@@ -54,7 +54,7 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def hub_name(model: str) -> str | None:
-    """What the hub calls a recipe's model; None for one of another place."""
+    """The name of a recipe's model on the hub; None for a model from elsewhere."""
     if model in known_models.names():
         return known_models.get(model).hub_name
     name = model.removeprefix(HUB)
@@ -176,7 +176,8 @@ def _results(run: Path, checkpoint: Path) -> str:
 
 
 def _recipe(config: RunConfig) -> str:
-    """What differs from the defaults in the sections that say how the weights were made."""
+    """The values that differ from the defaults in the sections that say how the weights were
+    made."""
     changed = parse_yaml(changed_to_yaml(config))
     shown = {key: _shown(changed[key]) for key in SECTIONS if key in changed}
     return yaml.safe_dump(without_secrets(shown), sort_keys=False, allow_unicode=True)

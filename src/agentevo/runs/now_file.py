@@ -1,12 +1,12 @@
-"""RUN/now.json: what the run does now, for readers of its folder.
+"""RUN/now.json: the current activity of the run, for readers of its folder.
 
     {"phase": "sampling", "detail": "step 12", "since": 1795473961.2, "done": 37, "total": 64,
      "unit": "attempts", "step": 11, "planned": 60, "heartbeat_at": 1795473970.0, ...}
 
 The fields are those of observability/moment.py. A thread writes it, whole each time: once in
 LEAST_S at most, when something has changed, and every HEARTBEAT_S otherwise. At the end it says how
-the run ended. The run waits for that thread no longer than END_S: a disk that is full, read-only or
-does not answer costs the file, and a note at the end. It is not brought to the disk with a sync.
+the run ended. The run waits for that thread at most END_S: with a disk that is full, read-only or
+hangs, the file is missing and a note appears at the end. The file is not synced to the disk.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ END_S = 3.0
 
 
 class NowFile:
-    """Context manager around the run, from when its folder is there. `look` says what it does; it
-    is called by the thread."""
+    """Context manager around the run, used once its folder exists. The thread calls `look` for the
+    current activity."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class NowFile:
 
         if self._problem:
             self._note(
-                f"{self._path} could not be written ({self._problem}): what shows runs does not "
-                "know what this one did"
+                f"{self._path} could not be written ({self._problem}): pages and commands that "
+                f"show runs lack the newest state of this one"
             )
 
     def _write_on(self) -> None:

@@ -1,5 +1,5 @@
-"""Folders that a command writes its results into (`--out`): one process at a time, into a new one
-or into what it began itself."""
+"""Folders for a command's results (`--out`): one process at a time writes into a new one, or into
+one that it started itself."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from agentevo.errors import ConfigError, describe_error
 
 @contextmanager
 def locked_output(folder: Path, lock_name: str, doing: str) -> Iterator[None]:
-    """The folder, made if need be, for this process alone. `doing`: what another one does there, in
-    a message. Raises ConfigError where another process has it, or the folder can't be written."""
+    """Locks the folder for this process, and creates it if needed. `doing`: the other process's
+    activity, for messages. Raises ConfigError if another process has it, or the folder can't be
+    written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / lock_name, timeout=0)
@@ -37,15 +38,14 @@ def locked_output(folder: Path, lock_name: str, doing: str) -> Iterator[None]:
 
 
 def check_empty(folder: Path, *, but: Collection[str]) -> None:
-    """Raises ConfigError for a folder that has something other than what is named `but`. One that
-    is not there is empty."""
+    """Raises ConfigError for a folder with other content than `but`. A missing folder is empty."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} is no folder that can be read ({describe_error(error)}): give another --out"
+            f"{folder} is not a readable folder ({describe_error(error)}): give another --out"
         ) from error
 
     if any(name not in but for name in names):

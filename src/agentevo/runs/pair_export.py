@@ -1,8 +1,8 @@
 """Better and worse attempts at one task as pairs for `agentevo rm` and `data.pairs`: of each group
 the best against the worst, the second against the second worst, and so on.
 
-The pair is of messages, from where the two conversations part, without the tokens: a reward
-model has a tokenizer of its own. (`data.pairs_from` compares a run's very tokens instead.)
+A pair consists of messages, from the point where the two conversations differ, without tokens: a
+reward model has a tokenizer of its own. (`data.pairs_from` compares a run's very tokens instead.)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def export_pairs(
                 file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
 
         if not report.used:
-            what = report.lines() or ["it has no training attempts of which two are of one group"]
+            what = report.lines() or ["no group has two training attempts"]
             raise ConfigError("\n".join(["no pair was written:", *what]))
 
     return report

@@ -1,8 +1,7 @@
-"""Files of a run's folder to which lines of JSON are added: what people have changed in a run.
-
-A line is added whole, by one write at the end of the file, and outlasts a power cut from then on;
-what a killed writer left of one stays a line that is not read. Nothing is ever changed or deleted.
-Several processes may add at once. A link is not followed, for reading neither.
+"""Append-only JSON-lines files in a run's folder, for changes that people make in a run. Each line
+is appended by one write and then survives a power cut; a partial line of a killed writer remains
+and is skipped on reading. Nothing is ever changed or deleted. Several processes may append at the
+same time. Links are not followed, not even for reading.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from agentevo.errors import ConfigError
 from agentevo.files import open_regular
 
 CHANGES = "changes.jsonl"
-"""Who has changed what in a run, through the dashboard or at the command line."""
+"""The file of changes that people made in a run, through the dashboard or at the command line."""
 MAX_LINE = 1_000_000
 """Bytes of a line; longer ones are neither written nor read."""
 MAX_READ = 64_000_000
@@ -30,7 +29,7 @@ class RecordTooLongError(ConfigError):
 
 
 def add_record(path: Path, record: dict[str, Any]) -> None:
-    """One line more. Raises ConfigError where the file is no file or can't be written, and
+    """Appends a line. Raises ConfigError if the path is not a file or can't be written, and
     RecordTooLongError."""
     line = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     data = line.encode("utf-8", "backslashreplace") + b"\n"
@@ -45,7 +44,7 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
             if not stat.S_ISREG(what.st_mode):
                 raise OSError(errno.EINVAL, "it is no file")
             if what.st_size and os.pread(handle, 1, what.st_size - 1) != b"\n":
-                data = b"\n" + data  # a writer was killed within a line
+                data = b"\n" + data  # a writer was killed in the middle of a line
             if os.write(handle, data) != len(data):
                 raise OSError(errno.ENOSPC, "the disk is full")
 
@@ -54,14 +53,14 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
             os.close(handle)
     except OSError as error:
         raise ConfigError(
-            f"{path} can't be written ({error.strerror or error}), so nothing was changed: make "
-            "room, or make the folder writable"
+            f"{path} can't be written ({error.strerror or error}), so the change was not made: "
+            f"make room, or make the folder writable"
         ) from error
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All that were added, the oldest first, without lines that are none; empty where there is no
-    file. Of a file beyond MAX_READ its end. Raises ConfigError for what can't be read."""
+    """All records, the oldest first, without invalid lines; empty if there is no file. From a file
+    longer than MAX_READ only the end is read. Raises ConfigError if it can't be read."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -75,13 +74,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         ) from error
 
     records = []
-    for line in lines[:-1]:  # after the last newline is what a process is writing
+    for line in lines[:-1]:  # a process may be writing the text after the last newline
         if not line or len(line) > MAX_LINE:
             continue
 
         try:
             record = json.loads(line)
-            if b"\\u" in line:  # half of a pair of surrogates is no text that can be written
+            if b"\\u" in line:  # a lone surrogate can't be written
                 record = json.loads(
                     json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
                 )

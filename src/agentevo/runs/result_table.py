@@ -1,5 +1,4 @@
-"""The table of what runs reached: a row for runs that differ in nothing but their seed, or one for
-each run.
+"""The table of runs' results: a row for runs that differ only in their seed, or one for each run.
 
 Read from the folders of finished runs; a sweep's folder means all finished runs in it. The
 text is Markdown; `write_table` puts it into a page, between two marker lines, and leaves the rest
@@ -37,7 +36,8 @@ NOT_COMPARABLE = (
 )
 
 SHOWN_KEYS = 3
-"""Most keys that distinguish rows of one name; of runs that differ in more the folder does."""
+"""The most keys that distinguish rows of one name; runs that differ in more keys are distinguished
+by their folder."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RunResult:
     seed: int
     environment: str | None
     before: float | None
-    """None where every attempt of an evaluation failed."""
+    """None if every attempt of an evaluation failed."""
     after: float | None
     sampled: float | None
     random: float | None
@@ -78,7 +78,7 @@ class ResultRow:
 
     @property
     def mark(self) -> str:
-        """After figures that can't be compared."""
+        """The mark after figures that can't be compared."""
         return " (!)" if any(result.failed > MAX_FAILED_SHARE for result in self.results) else ""
 
     @property
@@ -90,7 +90,7 @@ class ResultRow:
         return ", ".join(str(result.seed) for result in self.results)
 
     def figure(self, value: Callable[[RunResult], float | None]) -> TableFigure | None:
-        """Over the runs; None if any has no such value."""
+        """The value over the runs; None if any has no such value."""
         values = [figure for result in self.results if (figure := value(result)) is not None]
         if len(values) < len(self.results):
             return None
@@ -166,7 +166,7 @@ def markdown(rows: Sequence[ResultRow]) -> str:
 
 
 def _labels(rows: Sequence[ResultRow]) -> list[str]:
-    """What each row is called: no two are called the same and have the same seeds."""
+    """The name of each row: no two rows have both the same name and the same seeds."""
     names = [row.first.name for row in rows]
     labels = []
     for row in rows:
@@ -196,8 +196,8 @@ def _gain(result: RunResult) -> float | None:
 
 
 def as_json(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
-    """The rows as plain values: per row the mean and standard deviation of each figure, and what
-    each seed reached."""
+    """The rows as plain values: per row the mean and standard deviation of each figure, and the
+    values of each seed."""
     figures: dict[str, Callable[[RunResult], float | None]] = {
         "before": lambda result: result.before,
         "after": lambda result: result.after,
@@ -281,8 +281,8 @@ def _read_sweep(folder: Path) -> list[RunResult]:
     results = _finished_in(folder)
     if not results:
         raise ConfigError(
-            f"{folder}: no run of this sweep has finished yet: go on with `agentevo train RECIPE "
-            "--resume`"
+            f"{folder}: no run of this sweep has finished yet: continue it with `agentevo train "
+            f"RECIPE --resume`"
         )
     return results
 
@@ -291,7 +291,9 @@ def _finished_in(folder: Path) -> list[RunResult]:
     """The results of a sweep's finished runs: by variant as the sweep has them, then by seed."""
     variants = sources.read_yaml(folder / SWEEP_FILE).get("variants", {})
     if not isinstance(variants, dict):
-        raise ConfigError(f"{folder / SWEEP_FILE}: is damaged: variants is no mapping: restore it")
+        raise ConfigError(
+            f"{folder / SWEEP_FILE}: is damaged: variants is not a mapping: restore it"
+        )
 
     order = list(variants)
     results = [
@@ -313,8 +315,8 @@ def _read_run(folder: Path) -> RunResult:
     summary = finished_summary(check_run_folder(folder))
     if summary is None:
         raise ConfigError(
-            f"{folder}: this run has not come to its end: go on with `agentevo train RECIPE "
-            "--resume`"
+            f"{folder}: this run has not finished: continue it with `agentevo train RECIPE "
+            f"--resume`"
         )
     return _result(folder, summary)
 

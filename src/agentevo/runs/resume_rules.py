@@ -24,8 +24,8 @@ QUEUED_KEYS = (
     "tasks.curriculum",
     "sampling.temperature",
 )
-"""Keys that a resumed run can't change where sampling runs concurrently with training: tasks are
-queued for them, and groups that wait in the store have that size and were drawn at that
+"""Keys that a resumed run can't change if sampling runs concurrently with training: tasks are
+queued for them, and groups that wait in the store have that size and were sampled at that
 temperature."""
 APART_KEYS = ("rollout.weights.url",)
 """Keys that a resumed run can't change if its engines and samplers are processes of their own, or
@@ -45,15 +45,15 @@ UNIMPORTANT_KEYS = (
     "data.train",
     "data.eval",
 )
-"""They say where things are and not what they are: the run's folder, the user's code, tasks and
+"""Keys that say where data is, and not what it is: the run's folder, the user's code, tasks and
 conversations may have been moved (other tasks and conversations are refused by themselves)."""
 
 
 def check_resume(
     config: RunConfig, command: str = "train", *, started_separately: bool = False
 ) -> dict[str, tuple[Any, Any]]:
-    """Refuses a folder that can't be resumed, or only as another run; what changed otherwise: key
-    -> (was, now). `started_separately`: its engines and samplers are processes of
+    """Raises ConfigError for a folder that can't be resumed, or only as another run. Returns the
+    changed keys: key -> (was, now). `started_separately`: its engines and samplers are processes of
     their own, as those of `learn`."""
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
@@ -70,8 +70,8 @@ def check_resume(
             f"{first_command} RECIPE "
             "--resume`, or give another run.dir"
             if "loop" not in (first_command, command)
-            else f"{short(folder)} is {KINDS.get(first_command, KINDS['train'])}: resume it so, or "
-            "give another folder"
+            else f"{short(folder)} is {KINDS.get(first_command, KINDS['train'])}: resume it with "
+            f"its own command, or give another folder"
         )
 
     changed = changes(config)
@@ -88,9 +88,7 @@ def check_resume(
     if refused:
         raise ConfigError(
             f"{short(folder)} was started with {refused[0]}={changed[refused[0]][0]!r}, "
-            "and its tasks "
-            "are queued for that: resume it so, or "
-            "give another run.dir"
+            "and its tasks are queued for that: resume it with that value, or give another run.dir"
         )
 
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
@@ -114,7 +112,7 @@ def check_resume(
 def note_changes(changed: Mapping[str, tuple[Any, Any]], note: Callable[[str], None]) -> None:
     """Says which keys the run continues with that had other values."""
     for key, (was, now) in changed.items():
-        note(without_passwords(f"from here on with {key}={now!r}, which was {was!r}"))
+        note(without_passwords(f"from now on with {key}={now!r}, which was {was!r}"))
 
 
 def is_fixed(key: str) -> bool:
@@ -126,7 +124,8 @@ def changes(
     config: RunConfig, before: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Any, Any]]:
     """The differences of `config` from the configuration that its folder was last run with, or from
-    that tree of one: key -> (was, now). The same store with another password is none."""
+    that tree of one: key -> (was, now). The same store with another password is not a
+    difference."""
     if before is None:
         before = sources.read_yaml(config.run_dir / "config.yaml")
 

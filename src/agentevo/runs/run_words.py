@@ -1,4 +1,4 @@
-"""What a run is, in a line: its state, its steps and its held-out results."""
+"""A run in one line: its state, its steps and its held-out results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentevo.runs.now_file import NOW
 
 def run_words(folder: Path) -> str:
     """`finished, 40 of 40 steps, held-out success 12.5% before, 78.1% after (64 tasks), best at
-    step 30`. Raises nothing: the words say what can't be read."""
+    step 30`. Never raises: the text says what can't be read."""
     if not is_run_folder(folder):
         return "not begun"
 

@@ -1,10 +1,10 @@
-"""The messages of a run's attempts as conversations for `agentevo sft`: a teacher's behind an API,
-or those of the policy itself, which may be the teacher of a smaller one.
+"""Exports the messages of a run's attempts as conversations for `agentevo sft`: those of a teacher
+behind an API, or of the policy itself, for example to train a smaller one.
 
 A row is one path from the beginning of a conversation to its last answer, in the form `messages`.
-Answers that were recorded are taught; those that another author put into the history, and those
-that the token limit cut off, are context (`weight: 0`). Every row is one that `agentevo sft` reads:
-what it would refuse is left out here already, with the same reasons.
+Recorded answers are trained; answers that another author put into the history, and answers cut off
+by the token limit, are context (`weight: 0`). `agentevo sft` can read every row: rows that it would
+refuse are left out here, with the same reasons.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agentevo.models.chat import ChatFormat  # which imports torch
 
 POLICY = "policy"
-"""What `model` calls the policy."""
+"""The value of `model` that means the policy."""
 Read = Callable[[Turn, str], dict[str, Any]]
 """An answer of the policy, and the tools as JSON -> the message."""
 
@@ -54,7 +54,7 @@ def answer_reader(chat: ChatFormat | None) -> Read:
 
 
 def as_row(message: Message) -> dict[str, Any]:
-    """A message in OpenAI's form, with what was thought."""
+    """A message in OpenAI's form, with its reasoning."""
     fields: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
         fields["tool_calls"] = [
@@ -131,7 +131,8 @@ async def export_sft(
 ) -> RowReport:
     """Writes the conversations of the attempts that succeeded, or have at least `min_reward`, at
     most `per_task` attempts at a task, the best first, to `path` (.jsonl or .jsonl.gz), and returns
-    the account of all of them. None twice. Raises ConfigError if there is nothing to export."""
+    the account of all of them. Duplicates are left out. Raises ConfigError if there is nothing to
+    export."""
     summaries = await store.summaries(split=split)
     if not summaries:
         raise ConfigError(await _nothing(store, split))
@@ -198,7 +199,7 @@ class _ExportRows:
         self._known: set[str] = set()
 
     def add(self, trajectory: Trajectory, *, tokens_deleted: bool = False) -> None:
-        """All of an attempt, or why there are none."""
+        """All rows of an attempt, or why there are none."""
         has_row = False
         for row in conversations_of(trajectory, self._read, self._model):
             has_row = True
@@ -218,7 +219,7 @@ class _ExportRows:
             self._report.add(trajectory.id, RowError("empty", f"{what} in this attempt"))
 
     def check(self) -> None:
-        """Raises ConfigError where nothing was written."""
+        """Raises ConfigError if nothing was written."""
         if not self._report.used:
             raise ConfigError("\n".join(["nothing was written:", *self._report.lines()]))
 
@@ -261,15 +262,15 @@ def _taught(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]
 def _best(
     good: Mapping[str, str], taught: Mapping[str, set[bytes]], per_task: int, report: RowReport
 ) -> dict[str, str]:
-    """Of each task the first attempts, until `per_task` of them have taught something that no
-    better one of any task has; those without are no reason to take no other."""
+    """The first attempts of each task, until `per_task` of them have new content; attempts without
+    new content are skipped and do not count."""
     chosen: dict[str, str] = {}
     taken: Counter[str] = Counter()
     seen_digests: set[bytes] = set()
     for name, task in good.items():
         if taken[task] == per_task:
             report.rows += 1
-            error = RowError("beyond_per_task", f"{per_task} of {task} are taken already")
+            error = RowError("beyond_per_task", f"{per_task} of {task} are exported already")
             report.add(name, error)
             continue
 
@@ -282,7 +283,8 @@ def _best(
 
 
 def _length(attempt: TrajectorySummary | Trajectory) -> int:
-    """Of the replies: in tokens, or of a remote model, whose tokens are not known, in turns."""
+    """The length of the replies in tokens; for a remote model, whose tokens are unknown, in
+    turns."""
     if isinstance(attempt, Trajectory):
         return attempt.num_completion_tokens() or len(attempt.remote_turns)
     return attempt.num_completion_tokens
@@ -302,7 +304,7 @@ def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str
     """A row of the file. Raises RowError for one that can't be taught, or is there already."""
     content = _content(row, trajectory.id)
     if content in seen_contents:
-        raise RowError("duplicate", "an attempt before it says the same")
+        raise RowError("duplicate", "an earlier attempt has the same reply")
 
     seen_contents.add(content)
     about = {
@@ -316,7 +318,5 @@ def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str
 async def _nothing(store: Store, split: Split) -> str:
     counts: Counter[str] = Counter(summary.split for summary in await store.summaries())
     contents = ", ".join(f"{count} of the split {name}" for name, count in sorted(counts.items()))
-    remedy = (
-        f"it has {contents}: choose one with --split" if contents else "it holds no attempt yet"
-    )
+    remedy = f"it has {contents}: choose one with --split" if contents else "it has no attempt yet"
     return f"the store has no attempt of the split {split}: {remedy}"

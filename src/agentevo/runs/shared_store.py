@@ -25,15 +25,15 @@ def check_store(config: RunConfig, *, may_create: bool = True) -> None:
 
 
 def prepare_store(config: RunConfig) -> None:
-    """Leaves an empty store to a new run. With run.overwrite, and where it was given up, the run
-    that is in the folder loses what it has in the store too. Raises as `check_store`, and then
-    leaves all as it was."""
+    """Ensures an empty store for a new run. With run.overwrite, and if the run in the folder was
+    abandoned, that run's data in the store is deleted too. Raises as `check_store`, and then
+    changes nothing."""
     _prepare(config, clear=True)
 
 
 def _prepare(config: RunConfig, *, clear: bool, read_only: bool = False) -> None:
     url = config.store.url
-    if url is None:  # in the folder, and goes with it
+    if url is None:  # in the folder, and deleted with it
         return
 
     overwritten = (
@@ -57,12 +57,12 @@ def _prepare(config: RunConfig, *, clear: bool, read_only: bool = False) -> None
             if content and clear:
                 await store.clear()
 
-    with ThreadPoolExecutor(max_workers=1) as thread:  # also where a loop is running, in a notebook
+    with ThreadPoolExecutor(max_workers=1) as thread:  # also if a loop is running, as in a notebook
         thread.submit(asyncio.run, work()).result()
 
 
 async def content_of(store: Store) -> str:
-    """Says in words what a run has left in the store; empty for an empty store."""
+    """Describes the data of a run in the store; empty for an empty store."""
     counts = await store.counts()
     rows = {
         kind: sum(n for name, n in counts.items() if name.startswith(kind))

@@ -127,7 +127,7 @@ def pack_turns(
 
 
 def _options(turn: Mapping[str, Any]) -> list[Any]:
-    """What most turns don't have, up to the last that this one has."""
+    """The fields that most turns lack, up to the last one that this turn has."""
     options = [turn.get(name) for name in _OPTIONS]
     while options and options[-1] is None:
         options.pop()
@@ -235,7 +235,7 @@ def unpack_texts(blob: bytes) -> dict[str, str]:
 
 
 def _pack_routed(turns: Sequence[RoutedExperts | None]) -> bytes:
-    """Empty where no turn has any."""
+    """Empty if no turn has any."""
     if all(routed is None for routed in turns):
         return b""
 
@@ -277,7 +277,7 @@ def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
         start = stop
 
     if len(routed) != num_turns or start != len(data):
-        raise ValueError(f"routed experts of {len(routed)} turns, and there are {num_turns}")
+        raise ValueError(f"it has routed experts of {len(routed)} turns, but {num_turns} turns")
 
     return routed
 
@@ -290,7 +290,8 @@ def _parts(blob: bytes) -> list[bytes]:
 
 
 def _unpack(part: bytes, largest: int) -> bytes:
-    """Of a part that was damaged on purpose a megabyte may unpack to a gigabyte."""
+    """Limits the size, because a megabyte of a maliciously damaged part may unpack to a
+    gigabyte."""
     unpacking = zlib.decompressobj()
     data = unpacking.decompress(part, largest)
     if unpacking.eof:

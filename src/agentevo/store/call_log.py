@@ -1,4 +1,4 @@
-"""Recording calls while they happen, so that a running attempt can be watched.
+"""Records calls while they happen, so that a running attempt can be watched.
 
     log = CallLog(lambda: open_store(url))      one of a process
     calls = log.attempt(trajectory_id)          one of every try of an attempt
@@ -8,14 +8,13 @@
 
 Recording is a line in a table in memory: it never waits, never fails, and puts nothing on the event
 loop, whose order of events decides which requests share a step of the engine. A thread with a
-connection of its own writes what is new every FLUSH_S. A store that is slow or away costs calls and
-nothing else: at most MAX_HELD are kept in memory and MAX_STARTS begin in a FLUSH_S; what exceeds
-that is counted (`dropped`) and not recorded.
+connection of its own writes what is new every FLUSH_S. A slow or unavailable store costs only
+calls: at most MAX_HELD are kept in memory, and at most MAX_STARTS start within FLUSH_S; further
+ones are counted (`dropped`) and not recorded.
 
-Which call is inside of which follows from where it is made: a call that begins inside the block of
-another call, in the same asyncio task or one that was started there, has that call as its parent.
-
-What is not promised: that every call of a process that was killed is there, or has its end.
+A call that starts inside the block of another call, in the same asyncio task or one that was
+started there, has that call as its parent. Not promised: that every call of a killed process is
+recorded, or has its end.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from agentevo.store.trace_context import Asker, TracedMessage, TracePlace, Traci
 from agentevo.types import Call, Status
 
 FLUSH_S = 0.5
-"""How often what is new is written: a watcher sees a call at most about a second after it began."""
+"""The interval of writes: a watcher sees a call at most about a second after it started."""
 RENEW_S = LOST_S / 6
 MAX_HELD = 20_000
 """Limit of the calls in memory, running or not yet written: some 10 MB."""
@@ -58,7 +57,7 @@ MAX_KEPT = 2**16
 """Characters of a text that is kept whole."""
 WRITE_TIMEOUT_S = 10.0
 CLOSE_S = 5.0
-"""How long the end of a run waits for what is not yet written."""
+"""How long the end of a run waits for unwritten calls."""
 LONGEST_PAUSE_S = 30.0
 
 Attribute = str | int | float | bool
@@ -105,7 +104,7 @@ class CallLog:
             if self._closed or self._num_held >= MAX_HELD or self._num_started >= MAX_STARTS:
                 self.dropped += 1
                 if not self._closed:
-                    many = f"more than {MAX_STARTS} began within {FLUSH_S:g} s"
+                    many = f"more than {MAX_STARTS} started within {FLUSH_S:g} s"
                     self._problem = self._problem or many
                 return False
 
@@ -128,7 +127,8 @@ class CallLog:
         await in_thread(self.close)
 
     def close(self) -> None:
-        """Writes what is left, for CLOSE_S at most; what is left then is counted as dropped."""
+        """Writes the remaining calls, for CLOSE_S at most; calls that remain then are counted as
+        dropped."""
         with self._lock:
             self._closed = True
             wake = self._wake
@@ -146,7 +146,7 @@ class CallLog:
             self._writing = []
 
         if self.dropped:
-            why = self._problem or "the run ended before the store had taken them"
+            why = self._problem or "the run ended before they were written to the store"
             self._tell(f"{self.dropped} calls of attempts were not recorded: {why}")
 
     def _work(self) -> None:
@@ -191,7 +191,7 @@ class CallLog:
                     await store.close()
 
     async def _write(self, store: Store) -> None:
-        """Writes what is new, in batches. A batch that can't be written stays new."""
+        """Writes new calls in batches. A batch that can't be written stays new."""
         with self._lock:
             waiting = list(self._new.items())
             self._new = {}
@@ -210,7 +210,7 @@ class CallLog:
                 self._new = dict(waiting[done:]) | self._new
                 self._writing = []
             raise
-        except Exception:  # refused, and another try would be refused too
+        except Exception:  # refused, and a retry would be refused too
             with self._lock:
                 self.dropped += len(waiting) - done
             self._let_go(waiting[done:])
@@ -266,14 +266,15 @@ class AttemptCalls:
         self._log = log
         tracing = None if log is None else log.tracing
         self.trace = None if tracing is None else tracing.trace_of(trajectory_id)
-        """None where the run is not traced."""
+        """None if the run is not traced."""
         self.tracing = tracing if self.trace is not None and self.trace.is_sampled else None
-        """What makes spans of these calls."""
+        """Makes spans of these calls."""
         self._root: RunningCall | None = None
         self._open: dict[int, RunningCall] = {}
 
     def attempt(self, name: str) -> RunningCall:
-        """The attempt itself, `name` being its agent's. What it leaves running ends with it."""
+        """The call of the attempt itself; `name` is its agent's. Calls that it leaves running end
+        with it."""
         self._root = RunningCall(self, "attempt", name, {})
         return self._root
 
@@ -319,7 +320,7 @@ class AttemptCalls:
 
     @property
     def recorder(self) -> str:
-        """What ids of its calls begin with."""
+        """The beginning of its calls' ids."""
         return "" if self._log is None else self._log.recorder
 
 
@@ -336,9 +337,9 @@ class RunningCall:
         self.is_let_go = False
         self.outer: RunningCall | None = None
         self.asker: TracePlace | None = None
-        """The place in a trace of the program that it is made for."""
+        """The place in a trace of the requesting program."""
         self.said: TracedMessage | None = None
-        """Where a span is made of it: see TracedMessage."""
+        """If a span is made of it: see TracedMessage."""
         self._attributes = attributes
         self._kept: dict[str, str] = {}
         self._parent = 0
@@ -349,7 +350,7 @@ class RunningCall:
         self._error: str | None = None
         self._token: Token[RunningCall | None] | None = None
         self._record: Call | None = None
-        """Once it has ended: the log's thread and the tracer's both ask."""
+        """Set once it has ended: the log's thread and the tracer's both read it."""
 
     @property
     def has_ended(self) -> bool:
@@ -357,7 +358,7 @@ class RunningCall:
 
     @property
     def place(self) -> TracePlace | None:
-        """Its place in a trace, or that of the call around it where it is not recorded; None where
+        """Its place in a trace, or that of the surrounding call if it is not recorded; None if
         nothing is traced."""
         if self.calls.trace is None:
             return None
@@ -373,7 +374,7 @@ class RunningCall:
 
     @property
     def tracing(self) -> Tracing | None:
-        """What makes a span of it; None where none is made."""
+        """Makes a span of it; None if no span is made."""
         return self.calls.tracing if self.number else None
 
     @property
@@ -386,12 +387,12 @@ class RunningCall:
         self._record = None
 
     def keep(self, **texts: str) -> None:
-        """Adds what a process wrote or a scorer said, up to MAX_KEPT characters each."""
+        """Adds the output of a process or the text of a scorer, up to MAX_KEPT characters each."""
         self._kept |= {name: text for name, text in texts.items() if text}
         self._record = None
 
     def outcome(self, status: Status, error: str | None) -> None:
-        """Sets how the call ends, where no exception of its block says so."""
+        """Sets how the call ends, unless an exception of its block determines it."""
         self._status = status
         self._error = error
 

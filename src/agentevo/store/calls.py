@@ -1,8 +1,8 @@
-"""Calls in the store: what they are there, and their rows.
+"""Calls in the store, and their rows.
 
 A call is written while it is running and again when it has ended, by the recorder of the process
-that makes it (call_log.py). While it runs, its recorder says so every few seconds. So a call
-without an end is `running` if its recorder has just said so, and `lost` if not: its process was
+that makes it (call_log.py). While it runs, its recorder sends a sign of life every few seconds. A
+call without an end is `running` if the last sign is recent, and otherwise `lost`: its process was
 killed.
 """
 
@@ -24,7 +24,7 @@ CallState = Literal["running", "lost", "ended"]
 LOST_S = 30.0
 """Seconds without a sign of life after which a call that has not ended counts as lost."""
 NEVER_SEEN = -1e9
-"""`seen_at` of a call from another store, whose clock says nothing here."""
+"""`seen_at` of a call from another store, whose clock has no meaning here."""
 
 _JSON = msgspec.json.Encoder(order="deterministic")
 _ATTRIBUTES = msgspec.json.Decoder(dict[str, str | int | float | bool])
@@ -39,8 +39,8 @@ class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallFilter(TypedDict, total=False):
-    """Which calls, in the order in which they were first written. An absent key or None leaves that
-    property free."""
+    """A filter of calls, in the order in which they were first written. An absent key or None
+    matches any value."""
 
     trajectory_id: str | None
     state: CallState | None
@@ -65,7 +65,7 @@ def checked_call_filters(filters: CallFilter) -> tuple[str | None, CallState | N
 
 def check_recorder(recorder: str) -> None:
     if not re.fullmatch("[0-9a-f]+", recorder):
-        raise StoreError(f"{recorder!r} is no recorder of calls: it is what their ids begin with")
+        raise StoreError(f"{recorder!r} is not a recorder of calls: use the beginning of their ids")
 
 
 def encode_call(call: Call, seen_at: float | None) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def encode_call(call: Call, seen_at: float | None) -> dict[str, Any]:
         attributes = _JSON.encode(call.attributes).decode()
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise StoreError(
-            f"call {call.id!r} of {call.trajectory_id!r} can't be stored: {error}; attributes are "
-            "texts, numbers and truth values"
+            f"call {call.id!r} of {call.trajectory_id!r} can't be stored: {error}; attributes "
+            f"must be texts, numbers or booleans"
         ) from error
 
     row = {name: getattr(call, name) for name in COLUMNS}

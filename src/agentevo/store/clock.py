@@ -1,8 +1,8 @@
-"""The clocks of a store: two, because two questions are asked.
+"""The two clocks of a store, for two purposes.
 
 `wall` is Unix time, for people: when something was written. It may jump, and nothing depends on it.
 `steady` times leases and back-offs. Every process that shares the store must read the same one, and
-no one may set it:
+it must not be set:
 
     SQLite       the machine's monotonic clock: one for all its processes, which a change of date
                  or an NTP step leaves alone

@@ -2,8 +2,8 @@
 Formats: tables.py, blobs.py.
 
 The digest of a row covers everything that was given to the store but the timings, so that "the same
-content again" can be distinguished from a clash of ids without reading the turns. Anything that
-could not be read back as it was is refused here, before a transaction starts.
+content again" can be distinguished from a clash of ids without reading the turns. This module
+refuses anything that could not be read back unchanged, before a transaction starts.
 
 A row is a mapping from column to value, the same for every backend: a SQL row's `_mapping`, or a
 MongoDB document.
@@ -195,7 +195,7 @@ def encode_step(step: StepRecord) -> dict[str, Any]:
 
 
 def canonical(step: int, record: dict[str, Any]) -> bytes:
-    """The one text of a record, before it is stored and after it is read back."""
+    """The canonical text of a record, before it is stored and after it is read back."""
     return JSON.encode(_RECORD.decode(encode_record(step, record)))
 
 
@@ -227,7 +227,7 @@ def encode_trajectories(
 
 
 def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
-    """The row of a trajectory with its place in the ledger, and what is known of deleted turns."""
+    """The row of a trajectory with its place in the ledger, and the facts about deleted turns."""
     (encoded,) = encode_trajectories([stored.trajectory], stored.split, stored.step)
     names = ("state", "trained_step", "drop_reason", "written_at")
     row = encoded.row | {name: getattr(stored, name) for name in names}
@@ -235,7 +235,7 @@ def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
         if stored.digest not in (b"", encoded.digest):
             raise StoreError(
                 f"trajectory {stored.trajectory.id!r} is not the one that was exported (its digest "
-                "differs): the file or the store that it comes from was changed"
+                "differs): the file or its source store was changed"
             )
         return msgspec.structs.replace(encoded, row=row)
 
@@ -247,8 +247,8 @@ def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
 
 
 def is_as_written(stored: StoredTrajectory) -> bool:
-    """Whether a trajectory that has its turns says what was written: no column of its row and none
-    of its turns was changed since. Its place in the ledger is not part of that, nor are times."""
+    """Whether a trajectory with turns is unchanged since it was written: no column of its row and
+    none of its turns was changed. Its place in the ledger is not part of that, nor are times."""
     try:
         facts, *contents = _content(stored.trajectory)
     except _UNSTORABLE:
@@ -257,8 +257,8 @@ def is_as_written(stored: StoredTrajectory) -> bool:
 
 
 def content_digest(trajectory: Trajectory) -> bytes:
-    """sha256 of everything that the trajectory says, times left out; log-probs count as float32, as
-    the store keeps them. Raises StoreError for what can't be stored."""
+    """sha256 of the whole trajectory except times; log-probs count as float32, as the store keeps
+    them. Raises StoreError for content that can't be stored."""
     try:
         return sha256(_MSGPACK.encode(_content(trajectory))).digest()
     except _UNSTORABLE as error:
@@ -289,9 +289,9 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
 
 
 def _content(trajectory: Trajectory) -> tuple[Any, ...]:
-    """Everything that a trajectory says but the times: columns of its row, its turns and, where
-    there are any, those of remote models as JSON, kept files, and digests of named texts. Raises
-    what is in _UNSTORABLE."""
+    """The whole trajectory except times: columns of its row, its turns and, where there are any,
+    those of remote models as JSON, kept files, and digests of named texts. Raises what is in
+    _UNSTORABLE."""
     if trajectory.status not in _STATUSES:
         raise ValueError(
             f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}"
@@ -328,13 +328,13 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
 
 
 def _all_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Metrics and parts of the reward. Raises ValueError for a metric with a name of the others."""
+    """Metrics and parts of the reward. Raises ValueError for a metric with a reserved name."""
     for name in trajectory.metrics:
         if name.startswith((REWARD_PARTS, TIMINGS)):
             kind = "parts of the reward" if name.startswith(REWARD_PARTS) else "times"
             raise ValueError(
-                f"the metric {name!r} has a name that {kind} have: choose another, or give it as "
-                "one of them"
+                f"the metric {name!r} has a name that is reserved for {kind}: rename it, or "
+                f"report it as one of them"
             )
 
     return trajectory.metrics | {
@@ -347,12 +347,12 @@ def _encode_metrics(measured: Mapping[str, float]) -> str:
 
 
 def _row_digest(facts: Mapping[str, object], contents: list[Any], split: Split, step: int) -> bytes:
-    """`contents`: what `_content` gives behind the columns."""
+    """`contents`: the values of `_content` after the columns."""
     return _digest(_MSGPACK.encode(({**facts, "split": split, "step": int(step)}, *contents)))
 
 
 def _digest(content: bytes) -> bytes:
-    """What distinguishes the content of a row from that of another one."""
+    """The digest of a row's content."""
     return blake2b(content, digest_size=16).digest()
 
 
@@ -365,8 +365,8 @@ def _check_finite(numbers: Mapping[str, float]) -> None:
 
 
 def _number(value: float) -> float:
-    """A float as SQLite gives it back: it keeps no sign of zero, and the digest must not see one
-    either."""
+    """A float as SQLite returns it: SQLite drops the sign of zero, so the digest must not depend on
+    it."""
     return float(value) + 0.0
 
 

@@ -1,4 +1,4 @@
-"""Rows that were damaged since they were written: one place for the errors of reading them."""
+"""Errors of reading rows that were damaged since they were written."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("error", "drop_reason"), (str, type(None))),
     "trained_step": (int, type(None)),
 }
-"""Column -> what it may hold: SQLite keeps anything anywhere."""
+"""Column -> its allowed types: SQLite stores any type in any column."""
 ABSENT: Mapping[str, tuple[str, ...]] = {"call": ("status", "duration_s")}
-"""Kind of row -> columns that may be NULL as well: a call that runs has no end yet."""
+"""Kind of row -> columns that may also be NULL: a running call has no end yet."""
 
 
 def readable(kind: str) -> Callable[[D], D]:
-    """Decorator for functions of a row: one that no store has written raises UnusableStoreError
-    that names it."""
+    """Decorator for functions of a row: a row that no store has written raises UnusableStoreError,
+    which names it."""
 
     def wrap(decode: D) -> D:
         @functools.wraps(decode)

@@ -1,15 +1,15 @@
-"""Export and import of a whole store as JSON lines, nothing left out.
+"""Exports and imports a whole store as JSON lines.
 
 `export_jsonl` writes trajectories, for other tools: a line holds the fields of `Trajectory` (with
 its turns: ids, log-probs, versions, messages) and in addition `split`, `step`, `state`,
-`trained_step`, `drop_reason`, `written_at`, `tokens_deleted`, `emptied` and `digest`, which says
-what the content was when it was written: an import refuses a line whose content differs from it.
+`trained_step`, `drop_reason`, `written_at`, `tokens_deleted`, `emptied` and `digest`, which
+identifies the content as written: an import refuses a line with another content.
 
 `export_store` writes all of a store, for `import_store`: the lines above with `"kind":
 "trajectory"`, and lines of the kinds `task`, `step` and `call`. Tasks come first, then trajectories
-in the order of writing, then steps, then calls, so that an import that breaks off can just be
-repeated; a store that is exported, imported into any backend and exported again gives the same
-bytes, but for leases, which don't travel.
+in the order of writing, then steps, then calls, so that an interrupted import can be repeated; a
+store that is exported, imported into any backend and exported again gives the same bytes, except
+for leases, which are not exported.
 
 The file appears whole or not at all; the same store gives the same bytes.
 """
@@ -37,8 +37,8 @@ _JSON = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns
 
 
 class _CallLine(msgspec.Struct):
-    """A call has a kind of its own, so it is not flat. Whether it runs is not exported: it is not
-    known later."""
+    """A call has its own kind, so it is nested. Whether it runs is not exported, because that is
+    unknown later."""
 
     call: Call
 
@@ -52,7 +52,7 @@ _KINDS: dict[str, Any] = {
 
 
 async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[TrajectoryFilter]) -> int:
-    """Writes the matching trajectories to `path` (.jsonl or .jsonl.gz), replacing what is there;
+    """Writes the matching trajectories to `path` (.jsonl or .jsonl.gz), replacing an existing file;
     returns how many.
 
     Raises StoreError for another extension and for a path that can't be written.
@@ -69,8 +69,8 @@ async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[Traject
 async def export_store(store: Store, path: Path | str) -> int:
     """Writes the whole store to `path` as above; returns the number of lines.
 
-    It is read a page at a time, which makes one picture of a store only while nothing moves in it:
-    raises StoreError, and leaves the path as it was, if something did.
+    The store is read a page at a time, which is consistent only while nothing changes: raises
+    StoreError, and leaves the path unchanged, if something did.
     """
     count = 0
     before = await _progress(store)
@@ -97,8 +97,8 @@ async def export_store(store: Store, path: Path | str) -> int:
 
         if await _progress(store) != before:
             raise StoreError(
-                f"can't export to {path}: the run goes on, and its rows would be of different "
-                "moments: stop it first"
+                f"can't export to {path}: the run is still writing, so its rows would be from "
+                f"different moments: stop it first"
             )
 
     return count
@@ -115,8 +115,8 @@ def check_export(path: Path | str) -> None:
 
 
 async def import_store(store: Store, path: Path | str) -> int:
-    """The inverse: returns how many rows are new. What is there with the same content is left as it
-    is.
+    """The inverse: returns how many rows are new. Existing rows with the same content are left
+    unchanged.
 
     Raises StoreError for a file that can't be read, with the line that is wrong, and for ids that
     have other content here; the lines before have then been imported.
@@ -163,7 +163,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 except (msgspec.MsgspecError, KeyError, ValueError) as error:
                     what = f"unknown kind {error}" if isinstance(error, KeyError) else error
                     raise UnusableStoreError(
-                        f"{path}: line {number} is no line of `agentevo store export`: {what}"
+                        f"{path}: line {number} is not a line of `agentevo store export`: {what}"
                     ) from error
     except (OSError, EOFError) as error:
         raise UnusableStoreError(
@@ -214,7 +214,7 @@ def whole_file(target: Path) -> Iterator[IO[bytes]]:
             temporary.replace(target)
         except BaseException:
             temporary.unlink(missing_ok=True)
-            with suppress(OSError):  # another process has put something there
+            with suppress(OSError):  # another process has created something there
                 for folder in missing:
                     folder.rmdir()
             raise

@@ -1,4 +1,4 @@
-"""The files that a trajectory keeps: which may be stored, and a folder of them for people."""
+"""The files of a trajectory: checks before storing, and writing them into a folder for people."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def is_inner_path(path: str) -> bool:
 
 
 def check_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files in the order of their paths. Raises TypeError or ValueError for what can't be
+    """The files in the order of their paths. Raises TypeError or ValueError for files that can't be
     stored."""
     for path, content in files.items():
         if not isinstance(path, str) or not isinstance(content, bytes):
-            raise TypeError(f"the file {path!r:.100} is no path as text with its content as bytes")
+            raise TypeError(f"the file {path!r:.100} must have a text as path and bytes as content")
         if not is_inner_path(path):
-            raise ValueError(f"the path {path[:100]!r} is none below a folder: give `a/b.txt`")
+            raise ValueError(f"the path {path[:100]!r} is not relative to a folder: give `a/b.txt`")
         path.encode()  # a ValueError for half of a surrogate pair
 
     size = sum(map(len, files.values()))
     if size > LARGEST or len(files) > MOST_FILES:
         raise ValueError(
-            f"{len(files)} files of {size:,} bytes: a trajectory keeps at most {MOST_FILES} of "
-            f"{LARGEST:,} bytes"
+            f"{len(files)} files of {size:,} bytes: at most {MOST_FILES} files of "
+            f"{LARGEST:,} bytes in all are kept"
         )
 
     return dict(sorted(files.items()))

@@ -1,5 +1,5 @@
-"""Leases of tasks in SQL (drawn in store.py), on a connection that may write. Transactions are the
-caller's; `rules` says what is refused.
+"""Leases of tasks in SQL (state diagram in store.py), on a connection that may write. Transactions
+are the caller's; `rules` has the refusals.
 
 Rows that are about to move are read `FOR UPDATE`, and those that another worker is about to lease
 are passed over: on PostgreSQL many workers lease at once, and on SQLite, which ignores both words,
@@ -114,8 +114,8 @@ async def _take_expired(
     limit: int,
     retries: RetryPolicy,
 ) -> list[tuple[Mapping[Any, Any], dict[str, Any]]]:
-    """(row, what changes in addition to the lease) of up to `limit` tasks whose lease ran
-    out. Those past the bound are set aside on the way."""
+    """(row, changes in addition to the lease) of up to `limit` tasks whose lease ran out. Tasks
+    past the bound are set aside."""
     taken: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
     after = (-math.inf, 0)
     while len(taken) < limit:

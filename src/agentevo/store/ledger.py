@@ -1,6 +1,6 @@
-"""The ledger's transitions of trajectories and steps in SQL (drawn in store.py), on a connection
-that may write. Transactions are the caller's; `rules` says what is refused. Repeating a transition
-that has happened changes nothing.
+"""The ledger's transitions of trajectories and steps in SQL (state diagram in store.py), on a
+connection that may write. Transactions are the caller's; `rules` has the refusals. Repeating a
+transition that has happened changes nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ async def _forget_steps(connection: AsyncConnection, step: int) -> int:
 
 
 async def _delete_after(connection: AsyncConnection, step: int) -> int:
-    """`Store.rewind` without `keep`: what was sampled for later steps is deleted."""
+    """`Store.rewind` without `keep`: trajectories that were sampled for later steps are deleted."""
     orphaned = select(trajectories.c.task_id).where(
         trajectories.c.step > step, trajectories.c.split == "train"
     )  # DISTINCT would make SQLite walk over all tasks
@@ -167,8 +167,8 @@ async def delete_dropped_tokens(connection: AsyncConnection) -> int:
 
 
 async def delete_orphans(connection: AsyncConnection) -> int:
-    """Tokens without a trajectory: a foreign key forbids them, so this finds what another program
-    has left."""
+    """Tokens without a trajectory: a foreign key forbids them, so only another program can have
+    left them."""
     owner = exists().where(trajectories.c.seq == tokens.c.trajectory_seq)
     return (await connection.execute(delete(tokens).where(~owner))).rowcount
 

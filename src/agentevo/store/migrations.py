@@ -1,8 +1,8 @@
 """Migrations from one version of the schema to the next, a step at a time, in the transaction that
 opens the store: whole or not at all.
 
-A step is plain SQL and the formats of its time, never `tables.metadata`, which is only ever the
-newest schema. Only SQLite had a version 1. MongoDB has steps of its own (mongodb.py).
+A step is plain SQL with the formats of its time, and never uses `tables.metadata`, which always has
+the newest schema. Only SQLite had a version 1. MongoDB has steps of its own (mongodb.py).
 """
 
 from __future__ import annotations
@@ -130,13 +130,14 @@ MIGRATIONS: dict[str, dict[int, Migration]] = {
 
 def migrations(database: str, version: int, where: str) -> list[Migration]:
     """The steps from that version of the schema to this one's. Raises UnusableStoreError for a
-    version that never was."""
+    version that never existed."""
     available = MIGRATIONS[database]
     missing = [old for old in range(version, SCHEMA_VERSION) if old not in available]
     if missing:
         raise UnusableStoreError(
-            f"{where} says that its schema is {version}, which no AgentEvo has made (the oldest is "
-            f"{min(available)}): it is damaged; restore it from a copy; it was left as it is"
+            f"{where} says that its schema is {version}, which no AgentEvo version used (the "
+            f"oldest is "
+            f"{min(available)}): it is damaged; restore it from a copy; it was not changed"
         )
 
     return [available[old] for old in range(version, SCHEMA_VERSION)]

@@ -293,7 +293,7 @@ class Queries:
         limit: int | None = None,
         last_only: bool = False,
     ) -> list[StepRecord]:
-        if limit == 0:  # MongoDB's word for no limit
+        if limit == 0:  # MongoDB's value for no limit
             return []
 
         where = {} if after is None else {"_id": {"$gt": after}}

@@ -9,8 +9,8 @@ the transaction of `session`.
                           {_id: "trainer", turn}
 
 A transaction sees a snapshot, and one that writes a document which another has written since then
-is retried. What only reads what the other writes would slip through; so reserve, commit,
-release, drop, rewind and gc all write `meta.trainer`, and go one after the other.
+is retried. A transaction that only reads what another one writes is not retried; so reserve,
+commit, release, drop, rewind and gc all write `meta.trainer`, and run one after the other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _READY: Document = {"state": "ready", "trained_step": None}
 
 
 class MongoRows(Queries):
-    """Everything that a transaction does to the collections of a database."""
+    """All operations of a transaction on the collections of a database."""
 
     async def _leased_task(self, lease: Lease, target: str | tuple[str, ...]) -> Document | None:
         """The lease's task if it must still move to `target`."""
@@ -189,7 +189,8 @@ class MongoRows(Queries):
         return int(num_reset) + len(ids_with_tokens)
 
     async def _delete_after(self, step: int) -> int:
-        """`Store.rewind` without `keep`: what was sampled for later steps is deleted."""
+        """`Store.rewind` without `keep`: trajectories that were sampled for later steps are
+        deleted."""
         later = await self.find(self.trajectories, {"step": {"$gt": step}}, "task_id", "split")
         for chunk in chunks(document["_id"] for document in later):
             await self.tokens.delete_many({"_id": {"$in": chunk}}, session=self.session)
@@ -239,8 +240,8 @@ class MongoRows(Queries):
         )
 
     async def delete_orphans(self, after: str | None) -> tuple[int, str | None]:
-        """Tokens without a trajectory, of the next CHUNK by id: how many, and after which id to go
-        on, None at the end."""
+        """Tokens without a trajectory, of the next CHUNK by id: how many, and the id after which to
+        continue, None at the end."""
         where = {} if after is None else {"_id": {"$gt": after}}
         cursor = self.tokens.find(where, ["_id"], session=self.session).sort("_id", 1).limit(CHUNK)
         page = [document["_id"] for document in await cursor.to_list()]

@@ -1,5 +1,5 @@
-"""The collections and indexes of a store in MongoDB, and the way from an older version to this one.
-Every step may be repeated, and several processes may take it at once."""
+"""The collections and indexes of a store in MongoDB, and the migration from an older version. Every
+step may be repeated, and several processes may take it at once."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ async def check_or_make(
     create: bool,
     read_only: bool = False,
 ) -> None:
-    """Leaves a store of this version. Raises StoreError, with all as it was, for a server without
-    transactions, a newer version, something else, and for nothing unless `create`; with
-    `read_only` for an older version too."""
+    """Ensures a store of this version. Raises StoreError, and changes nothing, for a server without
+    transactions, a newer version, other content, and an empty database unless `create`; with
+    `read_only` also for an older version."""
     from pymongo.errors import OperationFailure
 
     hello = await client.admin.command("hello")
     if "setName" not in hello and hello.get("msg") != "isdbgrid":
         raise UnusableStoreError(
-            f"store {where}: this server has no transactions, without which nothing "
-            "here is exactly-once: start mongod with "
+            f"store {where}: this server has no transactions, which a store needs to be "
+            f"exactly-once: start mongod with "
             "--replSet rs0 and call rs.initiate() once (a single member is enough), or use "
             "PostgreSQL"
         )
@@ -63,8 +63,8 @@ async def check_or_make(
     if schema is not None:
         if schema["version"] > SCHEMA_VERSION:
             raise UnusableStoreError(
-                f"store {where}: its schema {schema['version']} is a newer AgentEvo's, "
-                f"this knows up to {SCHEMA_VERSION}: upgrade "
+                f"store {where}: its schema {schema['version']} is of a newer AgentEvo, this one "
+                f"supports up to {SCHEMA_VERSION}: upgrade "
                 "with pip install -U agentevo; it was left as it is"
             )
 
@@ -81,7 +81,7 @@ async def check_or_make(
 
     await _refuse_foreign(database, where)
     if not create:
-        raise NoStoreError(f"store {where}: no store in this database: check the URL")
+        raise NoStoreError(f"store {where}: this database has no store: check the URL")
 
     for name, indexes in INDEXES.items():
         for columns in indexes:
@@ -104,14 +104,14 @@ async def check_or_make(
 
 
 async def _refuse_foreign(database: Any, where: str) -> None:
-    """Raises StoreError where a collection of one of our names is filled. (A store that another
+    """Raises StoreError if a collection of one of our names is filled. (A store that another
     process is making right now has none of them filled.)"""
     own_collections = {"tasks", "trajectories", "tokens", "steps", "calls"}
     for name in sorted(own_collections & set(await database.list_collection_names())):
         if await database[name].find_one({}) is not None:
             raise UnusableStoreError(
-                f"store {where}: the database holds a collection {name!r} of something else: give "
-                "another name"
+                f"store {where}: the database holds a collection {name!r} that is not "
+                f"AgentEvo's: give another name"
             )
 
 
@@ -122,7 +122,7 @@ async def _make_counter(database: Any, name: str) -> None:
 
 
 async def _make_calls(database: Any) -> None:
-    """Makes what version 2 has and version 1 had not. Calling it again is harmless."""
+    """Creates the parts of version 2 that version 1 lacks. It can be repeated safely."""
     for columns in CALL_INDEXES:
         await database["calls"].create_index([(column, 1) for column in columns])
     await _make_counter(database, "calls")

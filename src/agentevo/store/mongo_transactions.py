@@ -72,8 +72,8 @@ class Transactions:
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[PyMongoError]]:
-        """The one place where the database's failures become AgentEvo's errors. Yields a list for
-        the failures that were retried."""
+        """Turns the database's failures into AgentEvo's errors; no other code does. Yields a list
+        for the failures that were retried."""
         from pymongo.errors import ConnectionFailure, PyMongoError
 
         retried_errors: list[PyMongoError] = []
@@ -85,8 +85,7 @@ class Transactions:
                 raise self._unavailable(what, retried_errors[-1]) from retried_errors[-1]
             raise DeadlineExceededError(
                 f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; the server "
-                "may be gone or busy: calling again is "
-                "harmless"
+                f"may be down or busy; you can safely repeat the call"
             ) from error
         except ConnectionFailure as error:
             raise self._unavailable(what, error) from error
@@ -95,8 +94,8 @@ class Transactions:
 
     def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
         return StoreUnavailableError(
-            f"store {self.where}: {what}: {error}: the database can't be used now; calling again "
-            "is harmless"
+            f"store {self.where}: {what}: {error}: the database can't be used now; you can safely "
+            f"repeat the call"
         )
 
     async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
@@ -150,7 +149,7 @@ class Transactions:
     async def _in_pieces(
         self, piece: Callable[[MongoRows, Any], Awaitable[tuple[int, Any]]], *, turn: bool
     ) -> int:
-        """Deletes in several transactions what one, which has a lifetime, is too short for. `piece`
+        """Deletes in several transactions, because one transaction has a limited lifetime. `piece`
         returns how many rows it deleted and after which one the next begins, None at the end.
         Returns the sum."""
         done = 0

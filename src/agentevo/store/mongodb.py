@@ -3,9 +3,9 @@
 
 The server must be a member of a replica set (one is enough) or a sharded cluster, because only
 those have transactions; anything else is refused. Each call is one transaction with snapshot reads
-and majority writes, but for leasing, which takes one document at a time, each atomically, so that
-workers don't get into each other's way. Conflicts and lost connections are passing: the call is
-retried until its deadline. Leases are timed by the server's clock.
+and majority writes. Only leasing takes one document at a time, each atomically, so that workers
+don't block each other. Conflicts and lost connections are transient: the call is retried until its
+deadline. Leases are timed by the server's clock.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class MongoDBStore(MongoCalls):
-    """See `Store` for what the methods promise; make one with `MongoDBStore.open` or
+    """See `Store` for the guarantees of the methods; make one with `MongoDBStore.open` or
     `open_store`."""
 
     @classmethod
@@ -70,10 +70,9 @@ class MongoDBStore(MongoCalls):
         clock: Clock | None = None,
         read_only: bool = False,
     ) -> Self:
-        """Opens a database. Makes its collections and indexes if need be, unless `create` is false.
-
-        Raises StoreError for a server without transactions and for a database that holds something
-        else; it is left as it was.
+        """Opens a database. Creates its collections and indexes if needed, unless `create` is
+        false. Raises StoreError for a server without transactions and for a database with other
+        content, which is left unchanged.
         """
         try:
             from pymongo import AsyncMongoClient
@@ -95,7 +94,7 @@ class MongoDBStore(MongoCalls):
                 url, serverSelectionTimeoutMS=int(400 * min(timeout_s, AWAY_S)), w="majority"
             )
         except (PyMongoError, ValueError) as error:
-            # Its text may hold pieces of a password, where the URL is cut at the wrong place.
+            # Its text may contain parts of a password, if the URL was split at the wrong place.
             why = type(error).__name__ if "@" in url else error
             raise UnusableStoreError(
                 f"{without_password(url)!r} is not the URL of a MongoDB database: {why}; write "
@@ -370,8 +369,8 @@ class MongoDBStore(MongoCalls):
         return await self._run("put", work, turn=True) + await self._put_calls(calls)
 
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
-        """The server keeps the space of what was deleted for what comes next: `bytes` is what its
-        files shrank by, if at all."""
+        """The server keeps the space of deleted documents for new ones: `bytes` is the reduction of
+        its files, if any."""
         before = await self.size_bytes()
         now = await self._now()
         async with self._deadline("gc"):

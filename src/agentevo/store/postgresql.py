@@ -11,9 +11,9 @@ and lock what they move:
     alone      the whole store exclusively: rewind, gc, import, migrations
 
 Reads see one snapshot (REPEATABLE READ, read only). Deadlocks, clashes of two inserts and lost
-connections are passing: the call is retried until its deadline, for AWAY_S at most, so a server
-that restarts costs its clients a wait and nothing else. Commits are durable as the server is
-configured (`synchronous_commit`). Leases are timed by the server's clock.
+connections are transient: the call is retried until its deadline, for AWAY_S at most, so a restart
+of the server only makes clients wait. Commits are durable as the server is configured
+(`synchronous_commit`). Leases are timed by the server's clock.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PASSING = ("08", "40001", "40P01", "23505", "53300", "57P0")
 """Beginnings of SQLSTATEs: lost connections, serialization, deadlock, a clash of inserts, too many
 clients, a server that stops."""
 _GONE = ("08", "53300", "57P0")
-"""Those of them that mean that the server can't be reached."""
+"""The ones that mean that the server can't be reached."""
 _LATE = ("57014", "25P03", "55P03")
 _KEEPALIVES = {
     "tcp_keepalives_idle": "15",
@@ -60,14 +60,14 @@ _KEEPALIVES = {
     "tcp_keepalives_count": "4",
     "tcp_user_timeout": "35000",
 }
-"""The server's: a client that is gone with its machine or network loses its session, and the locks
-that it holds, after 35 seconds. They do nothing on a unix socket."""
+"""Keepalive settings of the server: a client whose machine or network is gone loses its session,
+and its locks, after 35 seconds. They have no effect on a unix socket."""
 _OPTIONS = ("host", "port", "ssl", "sslmode")
 _TABLES = ("tasks", "trajectories", "tokens", "steps", "calls")
 
 
 class PostgreSQLStore(SQLStore):
-    """See `Store` for what the methods promise; make one with `PostgreSQLStore.open` or
+    """See `Store` for the guarantees of the methods; make one with `PostgreSQLStore.open` or
     `open_store`."""
 
     def __init__(
@@ -117,11 +117,10 @@ class PostgreSQLStore(SQLStore):
         clock: Clock | None = None,
         read_only: bool = False,
     ) -> Self:
-        """Opens a schema of a database that exists. Makes schema and tables if need be, unless
-        `create` is false.
-
-        Raises StoreError for a schema that holds other tables, or those of a newer AgentEvo; it is
-        left as it was. `read_only`: every transaction is, and no lock is taken.
+        """Opens a schema of a database that exists. Creates schema and tables if needed, unless
+        `create` is false. Raises StoreError for a schema with other tables, or those of a newer
+        AgentEvo; it is left unchanged. `read_only`: every transaction is read only, and takes no
+        lock.
         """
         address, schema = _parse(url)
         load_extra("asyncpg", "postgresql", f"the store {address.render_as_string()}")
@@ -157,8 +156,8 @@ class PostgreSQLStore(SQLStore):
     async def _run(
         self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
     ) -> T:
-        """Repeats a call while what goes wrong is passing. A call happens whole or not at all, so
-        another try is harmless."""
+        """Repeats a call while its errors are transient. A call happens whole or not at all, so a
+        retry is safe."""
         if write and self._read_only:
             raise only_read(self.where, what)
 
@@ -217,7 +216,7 @@ class PostgreSQLStore(SQLStore):
         )
 
     def _is_passing(self, error: BaseException) -> bool:
-        """Whether the same call may go through in a moment."""
+        """Whether the same call may succeed soon."""
         if not isinstance(error, DBAPIError):  # no connection could be made
             return self._is_open
         is_lost = error.connection_invalidated or isinstance(error, InterfaceError)
@@ -280,12 +279,13 @@ def _parse(url: str) -> tuple[URL, str]:
 
     if unknown := sorted(set(address.query) - {"schema", *_OPTIONS}):
         raise UnusableStoreError(
-            f"{unknown[0]!r} is no option of a PostgreSQL store: after the ? may stand schema, "
+            f"{unknown[0]!r} is not an option of a PostgreSQL store: options after the ? are "
+            f"schema, "
             f"{', '.join(_OPTIONS)}"
         )
 
     address = address.difference_update_query(["schema"])
-    if mode := address.query.get("sslmode"):  # libpq's word for what asyncpg calls ssl
+    if mode := address.query.get("sslmode"):  # libpq's name for asyncpg's option ssl
         address = address.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
 
     return address, schema
@@ -326,8 +326,8 @@ async def _check_or_make_schema(
 
     if names:
         raise UnusableStoreError(
-            f"{store.where}: the schema {store.schema!r} holds other tables: give another with "
-            "?schema=NAME; it was left as it is"
+            f"{store.where}: the schema {store.schema!r} has other tables: give another with "
+            f"?schema=NAME; it was not changed"
         )
 
     if not create:

@@ -65,9 +65,9 @@ _NARROW = frozenset({"group_id", "task_id", "step", "trained_step"})
 
 
 def _without_index(column: ColumnElement[str]) -> ColumnElement[str]:
-    """The value of a column as no index can use it. PostgreSQL, until it has analyzed a table that
-    grew quickly, takes a split for as rare as a group, and walks over all rows of it to find those
-    of both."""
+    """The value of a column in a form that no index can use. PostgreSQL, until it has analyzed a
+    table that grew quickly, takes a split for as rare as a group, and walks over all rows of it to
+    find those of both."""
     return func.coalesce(column, "")
 
 

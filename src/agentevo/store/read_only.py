@@ -1,4 +1,4 @@
-"""Errors of a store that may only be read."""
+"""Errors of a store that is open for reading only."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from agentevo.errors import StoreError, UnusableStoreError
 
 
 def older_schema(where: str, version: object) -> UnusableStoreError:
-    """The error for a store that may only be read and is of an older version."""
+    """The error for a store of an older version that is open for reading only."""
     return UnusableStoreError(
-        f"{where} has the schema {version} of an older AgentEvo, and it may only be read here: "
-        "`agentevo store migrate URL|RUN_DIR` brings it to this version"
+        f"{where} has the schema {version} of an older AgentEvo, but it is open for reading only "
+        f"here: `agentevo store migrate URL|RUN_DIR` updates it to this version"
     )
 
 
 def only_read(where: str, what: str) -> StoreError:
-    """The error for a call that writes to a store that may only be read."""
+    """The error for a call that writes to a store that is open for reading only."""
     return StoreError(f"{what}: {where} was opened for reading only")

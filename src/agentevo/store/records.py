@@ -1,5 +1,5 @@
 """Records of the store: tasks, trajectories and steps with their places in the ledger, leases, and
-what chooses among them. store.py says how they change from one state to the next."""
+filters. store.py describes the changes of their states."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     emptied: Emptied | None = None
     """Facts about the deleted turns, if they were deleted."""
     digest: bytes = b""
-    """Digest of the whole content as it was written; empty where no store has written it.
+    """Digest of the whole content as it was written; empty if no store has written it.
     `codec.is_as_written` compares."""
 
 
 class TaskEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that went wrong with a task."""
+    """A failure of a task."""
 
     kind: Literal["retried", "expired", "failed"]
     worker: str
@@ -72,10 +72,10 @@ class StoredTask(msgspec.Struct, frozen=True, kw_only=True):
     num_expiries: int
     """Number of leases that ran out and were taken over."""
     error: str | None
-    """Why it failed, was set aside, or was last tried again."""
+    """Why it failed, was set aside, or was last retried."""
     history: list[TaskEvent]
     digest: bytes = b""
-    """Digest of the task as it was added; empty where no store has it. `codec.is_as_added`
+    """Digest of the task as it was added; empty if no store has it. `codec.is_as_added`
     compares."""
 
 
@@ -86,8 +86,8 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_failures: int = 5
     """`retry_task` sets the task aside at this many."""
     max_expiries: int = 20
-    """So many leases that ran out set it aside too: it may be what kills its workers. More than
-    above: workers die of other causes too."""
+    """A task with so many expired leases is also set aside, because it may kill its workers. The
+    number is larger than above, since workers also die of other causes."""
     first_delay_s: float = 1.0
     max_delay_s: float = 60.0
 
@@ -126,7 +126,7 @@ class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to work on a task until it is taken away."""
+    """The right to work on a task, until another worker takes it over."""
 
     task: Task
     fencing_id: int
@@ -146,7 +146,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     record: dict[str, Any]
-    """What the trainer wrote with it (metrics, checkpoint). Non-finite numbers are stored as
+    """The trainer's data of the step (metrics, checkpoint). Non-finite numbers are stored as
     null."""
     num_trajectories: int
     committed_at: float
@@ -154,8 +154,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrajectoryFilter(TypedDict, total=False):
-    """Which trajectories, in the order they were written. An absent key or None leaves that
-    property free."""
+    """A filter of trajectories, in the order they were written. An absent key or None matches any
+    value."""
 
     step: int | None
     """The step that they were sampled for."""

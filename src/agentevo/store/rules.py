@@ -1,8 +1,8 @@
 """The refusals of the ledger, the same for every backend: pure functions of rows that a transaction
 has read and locked.
 
-Each says what must move, and refuses, naming a row, if any is not where the transition starts; so a
-refusal leaves everything as it was.
+Each returns the rows to change, and refuses, naming a row, if any is not in the start state of the
+transition. A refusal therefore changes nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def holds(row: TaskPlace | None, lease: Lease, target: str | tuple[str, ...]) ->
         return False
 
     if row.state != "leased":
-        refused = f"can't become {' or '.join(states)}" if states else "has no lease to renew"
+        refused = f"can't become {' or '.join(states)}" if states else "has no lease"
         raise StoreError(f"task {name!r} is already {row.state} and {refused}")
 
     return True
@@ -74,7 +74,7 @@ def expired_event(worker: str | None, fencing_id: int, at: float) -> TaskEvent:
         worker=worker or "",
         fencing_id=fencing_id,
         at=at,
-        error="the lease ran out: did its worker die?",
+        error="the lease ran out: its worker may have died",
     )
 
 
@@ -194,7 +194,7 @@ def is_ready_group(states: Iterable[str], size: int) -> bool:
 
 
 def lacks_members(attempts: Iterable[int], size: int) -> bool:
-    """Whether a group, which is written whole, is not whole any more: its attempts are numbered
+    """Whether a group, which is written whole, is no longer complete: its attempts are numbered
     from 0 on, and are at least `size`."""
     numbers = sorted(attempts)
     return numbers != list(range(max(size, len(numbers))))

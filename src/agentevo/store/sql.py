@@ -1,8 +1,6 @@
-"""The part that the SQL stores share: every call of `Store` as one transaction around functions of
-queries, leases and ledger.
-
-A backend says how it runs a transaction, under which locks, and what time it is. `work` awaits its
-connection and nothing else, so that a backend whose driver blocks can run the whole of it in one
+"""The common part of the SQL stores: every call of `Store` is one transaction around functions of
+queries, leases and ledger. A backend defines how it runs a transaction, its locks and its clock.
+`work` awaits only its connection, so a backend with a blocking driver can run all of it in one
 thread.
 """
 
@@ -64,7 +62,7 @@ Work = Callable[[AsyncConnection], Awaitable[T]]
 
 
 class SQLStore(Streaming):
-    """See `Store` for what the methods promise."""
+    """See `Store` for the guarantees of the methods."""
 
     def __init__(self, where: str, *, timeout_s: float, retries: RetryPolicy) -> None:
         self.where = where
@@ -90,7 +88,7 @@ class SQLStore(Streaming):
         """Whether the database can't be reached now."""
 
     def _is_damaged(self, error: BaseException) -> bool:
-        """Whether the database says that it is not as it was written."""
+        """Whether the database reports that it is damaged."""
         return False
 
     @abstractmethod
@@ -101,8 +99,8 @@ class SQLStore(Streaming):
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[BaseException]]:
-        """The one place where the database's failures become AgentEvo's errors. Yields a list for
-        the failures that were retried."""
+        """Turns the database's failures into AgentEvo's errors; no other code does. Yields a list
+        for the failures that were retried."""
         retried_errors: list[BaseException] = []
         started_at = time.monotonic()
         try:
@@ -130,17 +128,17 @@ class SQLStore(Streaming):
     def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
         reason = getattr(error, "orig", None) or error
         return StoreUnavailableError(
-            f"store {self.where}: {what}: {reason}: the database can't be used now; calling "
-            "again is harmless"
+            f"store {self.where}: {what}: {reason}: the database can't be used now; you can safely "
+            f"repeat the call"
         )
 
     def _too_late(self, what: str, started_at: float) -> DeadlineExceededError:
         waited_s = time.monotonic() - started_at
         limit_s = self._away_s if waited_s < 2 * self._away_s else self._timeout_s
         return DeadlineExceededError(
-            f"store {self.where}: {what}: no answer within {limit_s:g} s; another "
-            "process may hold the write lock, or the disk "
-            "is slow, or the server is gone: calling again is harmless"
+            f"store {self.where}: {what}: no answer within {limit_s:g} s; another process may "
+            f"hold the write lock, the disk may be slow, or the server down; you can safely "
+            f"repeat the call"
         )
 
     async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:

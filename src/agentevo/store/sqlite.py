@@ -3,11 +3,10 @@
 Write-ahead log, `synchronous=NORMAL`: a commit survives the death of every process; a power cut may
 undo the newest commits, whole, but never tears one. Readers see a snapshot and never wait for the
 writer. Writers queue: inside a process at a lock, between processes at SQLite's, which each takes
-at BEGIN, so that no transaction fails half-way for having read before it wrote.
-
-A call is one visit to a thread, in which its whole transaction happens: an asynchronous driver
-would go there and back some twenty times. The file is a store if it has AgentEvo's
-`application_id`; `user_version` is the schema's version.
+at BEGIN, so that no transaction fails half-way because it read before it wrote. A call runs its
+whole transaction in one visit to a thread; an asynchronous driver would switch threads some twenty
+times. The file is a store if it has AgentEvo's `application_id`; `user_version` is the schema's
+version.
 """
 
 from __future__ import annotations
@@ -83,23 +82,23 @@ _SHARES = {
 _STEPS_BETWEEN_LOOKS = 100_000
 """Instructions of SQLite's virtual machine (some milliseconds) between two looks at the clock."""
 _NO_ROOM_FOR_READERS = ("SQLITE_READONLY", "SQLITE_CANTOPEN")
-"""What SQLite says where it can't make the files that readers of a write-ahead log share."""
+"""SQLite's message if it can't create the files that readers of a write-ahead log share."""
 _PAUSE_S = 0.02
 _PATIENCE = 0.9
-"""Share of a deadline after which SQLite gives up by itself."""
+"""Share of a deadline after which SQLite stops by itself."""
 _URL_PREFIX = "sqlite:///"
 
 
 class _Limit:
-    """When the statement that runs for a call is to be given up, by `time.monotonic`."""
+    """When the running statement of a call is stopped, on the clock of `time.monotonic`."""
 
     def __init__(self, stop_at: float) -> None:
         self.stop_at = stop_at
 
 
 class _SqliteConnection:
-    """A blocking connection with an asynchronous one's methods, which never wait: `_drive`
-    runs what awaits only them."""
+    """A blocking connection with the methods of an asynchronous one, which never wait: `_drive`
+    runs coroutines that await only these."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -124,11 +123,11 @@ def _drive(work: Coroutine[Any, Any, T]) -> T:
     except StopIteration as done:
         return cast(T, done.value)
     work.close()
-    raise RuntimeError("a transaction on SQLite waited for something else than its connection")
+    raise RuntimeError("a transaction on SQLite awaited something other than its connection")
 
 
 class SQLiteStore(SQLStore):
-    """See `Store` for what the methods promise; make one with `SQLiteStore.open` or
+    """See `Store` for the guarantees of the methods; make one with `SQLiteStore.open` or
     `open_store`."""
 
     def __init__(
@@ -147,9 +146,9 @@ class SQLiteStore(SQLStore):
         self._read_only = read_only
         self._engine = engine
         self._is_still = False
-        """Whether the file is read as one that no process writes to."""
+        """Whether the file is opened as one that no process writes to."""
         self._copy: TemporaryDirectory[str] | None = None
-        """Where the file is read from, if not from its own folder."""
+        """The folder from which the file is read, if not its own."""
         self._clock = clock or MachineClock()
         self._writer = asyncio.Lock()
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="agentevo-store")
@@ -165,11 +164,9 @@ class SQLiteStore(SQLStore):
         clock: Clock | None = None,
         read_only: bool = False,
     ) -> Self:
-        """Opens `sqlite:///PATH`. Makes the file and its folder if need be, unless `create` is
-        false.
-
-        Raises StoreError for a path that holds anything but an AgentEvo store, or one of a newer
-        schema; such a file is left as it was. One of an older schema is migrated, unless
+        """Opens `sqlite:///PATH`. Creates the file and its folder if needed, unless `create` is
+        false. Raises StoreError for a path with other content than an AgentEvo store, or with one
+        of a newer schema; such a file is left unchanged. One of an older schema is migrated, unless
         `read_only`. Then the file is opened with mode=ro; where SQLite can't make what readers of a
         write-ahead log share, on a medium that can't be written, as one that no process writes to,
         or, with a log that a killed writer has left, as a copy in a temporary folder.
@@ -298,16 +295,16 @@ class SQLiteStore(SQLStore):
         )
 
     def _is_damaged(self, error: BaseException) -> bool:
-        if isinstance(error, UnicodeDecodeError):  # in what SQLite says of a damaged schema
+        if isinstance(error, UnicodeDecodeError):  # in SQLite's message about a damaged schema
             return True
 
         raised = getattr(error, "orig", None)
-        if str(raised).startswith("Could not decode to UTF-8"):  # Python's words, without a name
+        if str(raised).startswith("Could not decode to UTF-8"):  # Python's message, without a name
             return True
 
         name = str(getattr(raised, "sqlite_errorname", None))
         return name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_FORMAT")) or (
-            # Of this module's statements: the schema is not a store's any more.
+            # Raised by this module's statements: the schema is no longer a store's.
             name == "SQLITE_ERROR"
         )
 
@@ -350,7 +347,7 @@ class SQLiteStore(SQLStore):
 def _path_of(url: str) -> Path:
     if not url.startswith(_URL_PREFIX) or url.removeprefix(_URL_PREFIX) in ("", ":memory:"):
         raise UnusableStoreError(
-            f"{url!r} names no SQLite file: write sqlite:///relative/path or "
+            f"{url!r} has no path of an SQLite file: write sqlite:///relative/path or "
             "sqlite:////absolute/path"
         )
     return Path(url.removeprefix(_URL_PREFIX)).expanduser().absolute()
@@ -359,9 +356,9 @@ def _path_of(url: str) -> Path:
 def _check_file(path: Path, *, create: bool) -> None:
     """Refuses a path that can't be a database's; makes the folder of a new one.
 
-    The file itself is opened by SQLite alone. Other code that closes it in this process gives up
+    The file itself is opened by SQLite alone. Other code that closes it in this process releases
     the process's POSIX locks on it, and another process that then closes the store deletes the
-    write-ahead log under those that write (sqlite.org/howtocorrupt.html, 2.2)."""
+    write-ahead log while others write (sqlite.org/howtocorrupt.html, 2.2)."""
     try:
         if path.exists() and not path.is_dir() and not path.is_file():
             raise UnusableStoreError(f"{path} is a device, pipe or socket: give another path")
@@ -387,13 +384,13 @@ def _check_file(path: Path, *, create: bool) -> None:
 
 
 def _sqlite_name(error: BaseException) -> str:
-    """SQLite's name for what became one of our errors."""
+    """SQLite's name of the error behind one of our errors."""
     raised = getattr(error.__cause__, "orig", None)
     return str(getattr(raised, "sqlite_errorname", None))
 
 
 def _is_no_database(error: BaseException) -> bool:
-    """Whether SQLite says so."""
+    """Whether SQLite reports this error."""
     return _sqlite_name(error) == "SQLITE_NOTADB"
 
 
@@ -407,7 +404,7 @@ def _connect(path: Path, mode: Mode) -> sqlite3.Connection:
 
 
 def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
-    """SQLite's thread gives up by itself, a little before the caller stops waiting for it."""
+    """SQLite's thread stops by itself, a little before the caller stops waiting for it."""
     busy_ms = int(_PATIENCE * min(timeout_s, AWAY_S) * 1000)
     # No rollback when a connection goes back to the pool: `begin()` has always ended its
     # transaction by then.
@@ -424,7 +421,7 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
         def is_late() -> bool:
             return bool(time.monotonic() > record.info["limit"].stop_at)
 
-        connection.isolation_level = None  # we say BEGIN ourselves, below
+        connection.isolation_level = None  # we send BEGIN ourselves, below
         record.info["limit"] = _Limit(math.inf)
 
         connection.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS)
@@ -497,7 +494,7 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
 
 async def _tell_the_planner(connection: AsyncConnection) -> None:
     """Gives SQLite an estimate of how many rows share a value in a large store. Without this SQLite
-    holds every index for equally good, and looks for a group among all that are ready. See "manual
+    considers every index equally good, and searches for a group among all ready rows. See "manual
     control of query plans" in SQLite's documentation of `sqlite_stat1`."""
     await connection.exec_driver_sql("ANALYZE")  # makes the table
     await connection.exec_driver_sql("DELETE FROM sqlite_stat1")

@@ -1,9 +1,9 @@
-"""The store: append-only facts (tasks, trajectories, steps) and a ledger that says where each of
-them is.
+"""The store: append-only facts (tasks, trajectories, steps) and a ledger with the state of each of
+them.
 
     task         queued -> leased -> completed
-                 leased -> failed     fail_task: the attempt itself failed, and that is a result
-                 leased -> queued     retry_task: the infrastructure failed; the task waits for a
+                 leased -> failed     fail_task: the attempt itself failed, which is a result leased
+                 -> queued     retry_task: the infrastructure failed; the task waits for a
                                       back-off. return_task: the worker stops
                  leased -> leased     when the lease ran out: the task gets a new fencing id, and
                                       the holder of the old one is refused
@@ -23,12 +23,12 @@ whole or not at all, and repeating one that has happened changes nothing, so a c
 lease behind, to run out; on MongoDB `gc` and `clear` happen in pieces, and the second call does the
 rest). (4) What is read back equals what was written, except that log-probs are rounded to float32.
 
-`rewind` alone takes facts away: it undoes steps whose weights a resume from an older checkpoint has
-lost. `clear` takes away all of them.
+Only `rewind` deletes facts: it undoes steps whose weights a resume from an older checkpoint has
+lost. `clear` deletes all of them.
 
 Leases are timed by a clock that all holders share and that no one sets (clock.py). No lease has
 more time left than its own length, and no task waits for longer than RetryPolicy's longest delay,
-whatever a clock has jumped to.
+even if a clock jumps.
 
 A store object belongs to one event loop; any number of processes may open the same store.
 """
@@ -71,7 +71,7 @@ class Store(Protocol):
     `DeadlineExceededError` when it is too slow."""
 
     async def close(self) -> None:
-        """Gives back connections and files; the object can't be used afterwards."""
+        """Closes connections and files; the object can't be used afterwards."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -116,12 +116,11 @@ class Store(Protocol):
         "queued" or "poison". Refused as above."""
 
     async def return_task(self, lease: Lease) -> None:
-        """The worker stops: back to the queue at once, and nothing is held against the task.
-        Refused as above."""
+        """The worker stops: back to the queue at once, uncounted. Refused as above."""
 
     async def queue_again(self) -> int:
-        """poison, failed -> queued, after a repair of what set these tasks aside; returns
-        how many. Retries and expiries are counted from 0 again, the history stays."""
+        """poison, failed -> queued, after the cause was fixed; returns how many. Retries and
+        expiries are counted from 0 again, the history stays."""
 
     async def write_trajectories(
         self,
@@ -151,14 +150,14 @@ class Store(Protocol):
         dropped: Mapping[str, Sequence[str]] = NONE_DROPPED,
     ) -> int:
         """Records the step and turns every trajectory reserved for it to committed(step); returns
-        how many. In the same transaction it drops what the step has decided not to train on:
+        how many. In the same transaction it drops the trajectories that the step leaves out:
         `dropped` is reason -> ids, see `drop`.
 
         With `ids`, refused unless exactly those are reserved for the step. Committing again with
         the same record is a no-op. A trainer that saves a checkpoint of the step puts its identity
         into the same record, and so into the same transaction: `record["checkpoint"] = {"path":
-        ..., "sha256": ...}`, after the files are on disk. A checkpoint no record names is a torn
-        one.
+        ..., "sha256": ...}`, after the files are on disk. A checkpoint that no record names is
+        torn.
         """
 
     async def release(self, step: int | None = None) -> int:
@@ -237,7 +236,7 @@ class Store(Protocol):
     async def num_calls(self) -> int: ...
 
     async def size_bytes(self) -> int:
-        """The bytes that the store takes on its server's or this machine's disk."""
+        """The size of the store in bytes on its server's or this machine's disk."""
 
     async def put(
         self,
@@ -250,7 +249,7 @@ class Store(Protocol):
         """Imports rows with their places in the ledger, in this order; returns how many are new.
         Content is compared as on writing, and known calls stay as they are.
 
-        A lease does not travel: a leased task is queued here, and a running call is lost.
+        Leases are not imported: a leased task is queued here, and a running call is lost.
         """
 
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
@@ -265,8 +264,8 @@ class Store(Protocol):
         """
 
     async def clear(self) -> int:
-        """Takes away all calls, tasks, trajectories and steps, for a run that replaces another;
-        returns how many of the last three. No other process may be at work: a worker with an old
+        """Deletes all calls, tasks, trajectories and steps, for a run that replaces another;
+        returns how many of the last three. No other process may use the store: a worker with an old
         lease could not be distinguished from one of the new run."""
 
 
@@ -311,9 +310,9 @@ async def open_store(
     `postgresql://USER@HOST/DATABASE?schema=NAME` or `mongodb://HOST/DATABASE`.
 
     `${env:NAME}` in the URL is an environment variable's value. `timeout_s` is the deadline of each
-    call on it, this one included; a database that is away is waited for no longer than AWAY_S.
-    `clock` replaces the store's own, for tests. `read_only` needs no right to write: nothing is
-    made or changed, an older schema is refused, and so is every call that writes.
+    call on it, this one included; it waits for an unavailable database for at most AWAY_S. `clock`
+    replaces the store's own, for tests. `read_only` needs no write permission: nothing is created
+    or changed, an older schema is refused, and so is every call that writes.
     """
     address = with_environment(url)
     scheme, separator, _ = address.partition("://")

@@ -1,4 +1,4 @@
-"""Reading many rows a page at a time, over any backend that can read one page."""
+"""Reads many rows a page at a time, on any backend that can read one page."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def whole_groups(
     size: int,
     limit: int,
 ) -> list[str]:
-    """`Store.ready_groups`, by a walk over what is ready until enough groups are whole: the cost is
-    the answer's, not the table's.
+    """`Store.ready_groups`, by a walk over ready rows until enough groups are complete: the cost
+    depends on the answer, not on the table.
 
     `page(after, length)` gives (seq, group id) of ready trajectories in the order of seq,
     `members(groups)` (group id, state) of each one.
@@ -73,7 +73,7 @@ class Streaming(ABC):
     """The part of `Store` that is the same for every backend."""
 
     where: str
-    """Which store, for messages."""
+    """The name of the store in messages."""
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -202,8 +202,8 @@ async def _pages(
     limit: int | None,
     newest_first: bool,
 ) -> AsyncIterator[T]:
-    """At most `limit` rows in the order of seq, a page at a time. What is written after the first
-    page was read, while the caller is busy with it, is not among them."""
+    """At most `limit` rows in the order of seq, a page at a time. Rows that are written after the
+    first page was read are not among them."""
     remaining = limit
     seqs: range | None = None
     while remaining != 0 and (seqs is None or seqs):

@@ -125,7 +125,7 @@ trajectories = Table(
     Index("trajectories_by_state", "state", "seq"),
     Index(
         "trajectories_by_place", "state", "split", "seq", "num_turns"
-    ),  # counts, and the walk over what is ready
+    ),  # counts, and the walk over ready rows
     Index("trajectories_by_status", "status", "seq"),
     Index("trajectories_by_task", "task_id", "seq"),
     Index("trajectories_by_group", "group_id", "seq"),

@@ -1,9 +1,9 @@
-"""Where a call stands in a trace, and the header `traceparent` of W3C's Trace Context
+"""The place of a call in a trace, and the header `traceparent` of W3C's Trace Context
 (https://www.w3.org/TR/trace-context/) that identifies it to other programs, in any language.
 
     trace id = 16 bytes of BLAKE2b(run, attempt)        span id = 8 bytes of BLAKE2b(call id)
 
-So every process of a run that takes part in an attempt means the same trace without asking another.
+So every process of a run that takes part in an attempt uses the same trace without communication.
 Whether an attempt is traced at all follows from its trace id, as OpenTelemetry's sampler
 TraceIdRatioBased decides it.
 """
@@ -28,7 +28,8 @@ LONGEST = 512
 
 
 class AttemptTrace(NamedTuple):
-    """The trace of one attempt. One that is not sampled has no spans, and programs learn so."""
+    """The trace of one attempt. One that is not sampled has no spans, and programs are informed of
+    that."""
 
     trace_id: int
     is_sampled: bool
@@ -65,8 +66,8 @@ def _id(text: str, size: int) -> int:
 
 
 def read_traceparent(text: str) -> TracePlace | None:
-    """The place that a header names. None for what is no header of this form: a program's bad
-    header is as good as none, as the standard has it."""
+    """The place that a header names. None for a header that is not of this form: the standard
+    treats an invalid header like a missing one."""
     match = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= LONGEST else None
     if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
         return None
@@ -111,12 +112,12 @@ class TracedMessage:
 
 @dataclass(eq=False)
 class Asker:
-    """A program for which a call is made: the place in a trace that its request named, and the call
-    that it then was."""
+    """A program for which a call is made: the place in a trace that its request named, and the
+    resulting call."""
 
     place: TracePlace | None
     outer: RunningCall | None
-    """The call that is current where the request comes in."""
+    """The current call at the request's arrival."""
     call: RunningCall | None = None
 
     @property

@@ -1,1 +1,1 @@
-"""From samples to an update."""
+"""The trainers: from trajectories to an update of the weights."""

@@ -1,5 +1,5 @@
-"""Trains several policies in one run, each by a trainer of its own: an agent's trajectories train
-the policy that it plays with, and no other.
+"""Trains several policies in one run, each with its own trainer: an agent's trajectories train only
+the policy that it plays with.
 
 Metrics have the names of a run with one policy, and are those of the main policy, the first;
 metrics of the others begin with `agents/POLICY/`. Counts of tokens or work are sums over all
@@ -23,7 +23,7 @@ SUMMED = ("trainer/", "perf/", "staleness/masked_tokens")
 
 
 class PolicySamples(NamedTuple):
-    """What one policy trains on in a step."""
+    """The training data of one policy in a step."""
 
     policy: str
     samples: Sequence[Any]
@@ -94,8 +94,7 @@ class AgentTrainers:
         )
 
     def step(self, samples: Sequence[PolicySamples]) -> dict[str, float]:
-        """See Learner.step. Every policy is updated, or the run ends where a number is not
-        finite."""
+        """See Learner.step. Every policy is updated, or the run ends if a number is not finite."""
         return self._together(
             {sample.policy: self.trainers[sample.policy].step(sample.samples) for sample in samples}
         )

@@ -1,11 +1,9 @@
-"""A loss and an advantage that functions of the user compute (config/algorithm_functions.py).
-
-Both functions get copies, so what they write into them has no effect elsewhere. An exception of
-theirs, or a result that is no such tensor, is a TrainingError before the weights change, with the
-traceback on stderr.
+"""A loss and an advantage from functions of the user (config/algorithm_functions.py). Both
+functions get copies, so they can't change other data. An exception of a function, or an invalid
+result, is a TrainingError before the weights change, with the traceback on stderr.
 
 A loss is split: a step's rows are spread over micro-batches and ranks, whose gradients add up. That
-is exact only where the loss of a row comes from its own trained tokens. `try_out` calls it on a
+is exact only if the loss of a row depends only on its own trained tokens. `try_out` calls it on a
 small batch, on each row alone and with padding, and refuses one that differs. An advantage sees the
 whole step.
 """
@@ -34,9 +32,9 @@ from agentevo.signals import Interrupt
 from agentevo.tracebacks import traceback_of
 
 LONGEST_S = 600.0
-"""The most seconds that an advantage may take for a step."""
+"""The time limit of an advantage for a step, in seconds."""
 LONGEST_TRIAL_S = 60.0
-"""The most seconds that a function may take for a trial."""
+"""The time limit of a function's trial, in seconds."""
 OF_THE_STEP = frozenset({"pg_loss", "entropy", "kl_loss", "rollout_is_mean", "rollout_is_squares"})
 """Names of a step's metrics other than those of its loss."""
 ROWS = ((5, ()), (3, (1,)), (6, (0, 4)), (1, ()))
@@ -44,21 +42,21 @@ ROWS = ((5, ()), (3, (1,)), (6, (0, 4)), (1, ()))
 
 
 def bound_loss(section: AlgorithmSection) -> Callable[[LossInputs], Terms] | None:
-    """The loss that `algorithm.loss_function` names; None where it names none."""
+    """The loss of `algorithm.loss_function`; None if it is not set."""
     if section.loss_function is None:
         return None
     return partial(_loss, POLICY_LOSSES.find(section.loss_function))
 
 
 def bound_advantage(section: AlgorithmSection) -> Callable[[Inputs], Tensor] | None:
-    """The advantage that `algorithm.advantage_function` names; None where it names none."""
+    """The advantage of `algorithm.advantage_function`; None if it is not set."""
     if section.advantage_function is None:
         return None
     return partial(_advantage, ADVANTAGES.find(section.advantage_function), LONGEST_S)
 
 
 def try_out(section: AlgorithmSection) -> None:
-    """Raises ConfigError for a function that training can't use."""
+    """Raises ConfigError if training can't use the function."""
     try:
         if section.loss_function is not None:
             loss = POLICY_LOSSES.find(section.loss_function)
@@ -84,14 +82,14 @@ def _loss(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Terms:
 
         for metric, values in measured.items():
             if metric in OF_THE_STEP:
-                raise TrainingError(f"a step has a metric {metric!r} already: choose another name")
+                raise TrainingError(f"a step already has a metric {metric!r}: use another name")
             _check_tensor(f"the metric {metric!r}", values, (shape,), inputs.logp.device)
     except Exception as error:
         raise _refusal(
             f"{POLICY_LOSSES.key}: {_name(function)}",
             error,
-            "return a tensor of floats [S, T] like inputs.logp, or that and a mapping from names "
-            "of metrics to such tensors",
+            "return a tensor of floats [S, T] like inputs.logp, or a pair of it and a mapping "
+            "from metric names to such tensors",
         ) from error
 
     return losses, dict(measured)
@@ -163,7 +161,7 @@ def _try_loss(function: Callable[[LossInputs], Any]) -> None:
     if not bool(torch.isfinite(gradients).all()):
         raise ValueError(f"{what}: a gradient of a trained token is not finite")
     if not bool(gradients.any()):
-        raise ValueError(f"{what}: the loss does not depend on inputs.logp: nothing would train")
+        raise ValueError(f"{what}: the loss does not depend on inputs.logp: it would train nothing")
 
     padded = {name: torch.nn.functional.pad(table, (0, 2)) for name, table in tables.items()}
     row_trials = [
@@ -181,8 +179,9 @@ def _try_loss(function: Callable[[LossInputs], Any]) -> None:
             torch.allclose(together, result, rtol=1e-4, atol=1e-6) for together, result in pairs
         ):
             raise ValueError(
-                f"{what}: a row {how} has another loss or gradient than among others, so that "
-                "micro-batches would change the update: compute each row from its own tokens, "
+                f"{what}: a row {how} has another loss or gradient than together with other "
+                f"rows, so micro-batches would change the update: compute each row from its own "
+                f"tokens, "
                 "where inputs.mask is True, and leave means over rows to algorithm.aggregation"
             )
 

@@ -4,19 +4,20 @@ template determines where that is.
 A template with `{% generation %}` blocks marks the assistant's tokens itself. For any other, with r
 = the template's rendering and g = the same with the generation prompt,
 
-    prompt(k) = ids of g(messages before k)  is what the policy sees before assistant message k
+    prompt(k) = ids of g(messages before k)  is the policy's context before assistant message k
     whole(k)  = ids of r(messages up to k)   must begin with prompt(k); what follows is trained up
                                              to the end of the turn: the first token that ends an
                                              answer, or else the last special one
 
-so training covers what the policy would have to generate, its end-of-turn token included. It does
-not cover what a template puts after that: a newline, the end of the text (Phi-3). Message k
-continues the tokens of the message before it where prompt(k) begins with them. Where it does not (a
-template that strips the thinking of earlier turns, or rewrites them), a new sample begins: each
-turn is trained in the context that the template gives it. No text is searched for in another.
+so training covers all tokens that the policy would have to generate, including its end-of-turn
+token. It does not cover the text that a template puts after that: a newline, the end of the text
+(Phi-3). Message k continues the tokens of the message before it where prompt(k) begins with them.
+Where it does not (a template that strips the thinking of earlier turns, or rewrites them), a new
+sample begins: each turn is trained in the context that the template gives it. This module never
+searches for a text in another one.
 
 Where the generation prompt opens a thought (`<think>`) that the rendering leaves out, the policy
-has to finish it: the thought of the row, or none, then `</think>`, precedes the rendered answer.
+has to finish it: the thought of the row (or none) and `</think>` precede the rendered answer.
 
 A row that can't be encoded this way raises RowError: the template refuses it, drops its tools or
 tool calls, or begins an answer differently from its own generation prompt.
@@ -124,7 +125,7 @@ class AssistantTokens:
 
             rest = _without_oldest_turn(messages) if self.too_long == "shorten" else None
             if rest is None:
-                what = "even its last turn alone" if shortened else "it"
+                what = "even with its last turn alone" if shortened else "it"
                 raise RowError(
                     "too_long",
                     f"{what} has {longest} tokens, the limit is {self.max_tokens} "
@@ -136,7 +137,7 @@ class AssistantTokens:
 
     def _near_limit(self, messages: Chat) -> Chat:
         """The messages, without the oldest turns that make them far too long to be encoded. Raises
-        RowError where that is impossible, or not requested."""
+        RowError if that is impossible, or not requested."""
         sizes = [_num_characters(message) for message in messages]
         most = CHARACTERS_PER_TOKEN * max(self.max_tokens, LONG_TEXT)
         begins_at = 1 if messages[0]["role"] == "system" else 0
@@ -179,7 +180,9 @@ class AssistantTokens:
 
             if mask[0]:
                 raise RowError(
-                    "template", "it begins with what the assistant says, which nothing predicts"
+                    "template",
+                    "it begins with a message of the assistant, which has no context "
+                    "to predict it from",
                 )
 
         return parts
@@ -204,8 +207,8 @@ class AssistantTokens:
                 if not whole_text.startswith(prompt_text):
                     raise RowError(
                         "template",
-                        f"message {place + 1}: the template begins it otherwise than its own "
-                        "generation prompt: edit the template, "
+                        f"message {place + 1}: the template does not begin it with its own "
+                        f"generation prompt: edit the template, "
                         "or mark what the assistant says with {% generation %}",
                     )
 
@@ -218,8 +221,8 @@ class AssistantTokens:
             if end is None:
                 raise RowError(
                     "template",
-                    f"message {place + 1}: the template puts no special token behind it: nothing "
-                    "tells where it ends",
+                    f"message {place + 1}: the template puts no special token after it, so its "
+                    f"end is unknown",
                 )
 
             if not parts or prompt[: len(parts[-1][0])] != parts[-1][0]:
@@ -241,7 +244,7 @@ class AssistantTokens:
         return parts
 
     def _end(self, ids: list[int], start: int) -> int | None:
-        """Where the answer that begins at `start` ends."""
+        """The end of the answer that begins at `start`."""
         for ends in self._ends:
             place = next((at for at in range(start, len(ids)) if ids[at] in ends), None)
             if place is not None:
@@ -280,8 +283,8 @@ class AssistantTokens:
 
     def _check_nothing_lost(self, messages: Chat, tools: Chat | None) -> None:
         """Raises RowError if the template leaves out tools, tool calls or thinking: the assistant
-        would then learn to call tools that it can't see, or to answer nothing where it made a call.
-        Thinking is checked in the last message only, because templates strip it from earlier
+        would then learn to call tools that it can't see, or to give an empty answer in place of a
+        call. Thinking is checked in the last message only, because templates strip it from earlier
         ones."""
         calling = [place for place, message in enumerate(messages) if "tool_calls" in message]
         thinking = [key for key in REASONING_KEYS if messages[-1].get(key)]
@@ -306,8 +309,7 @@ class AssistantTokens:
         if missing:
             raise RowError(
                 "template",
-                f"the template leaves out {missing[0]}: choose a model whose template has a place "
-                "for it",
+                f"the template leaves out {missing[0]}: choose a model whose template supports it",
             )
 
     def _is_same(self, rendering: str, messages: Chat, tools: Chat | None) -> bool:
@@ -359,8 +361,8 @@ class AssistantTokens:
         return self._encode(text)
 
     def _is_cut(self, token: int) -> bool:
-        """Whether the text after this token is encoded alike on its own. It is not where the
-        tokenizer puts a blank before each text, or where the token absorbs the white space after
+        """Whether the text after this token is encoded the same on its own. It is not if the
+        tokenizer puts a blank before each text, or if the token absorbs the white space after
         it."""
         if token not in self._cuts:
             name = str(self.tokenizer.convert_ids_to_tokens(token))
@@ -412,7 +414,7 @@ def _without(messages: Chat, key: str, place: int) -> Chat:
 
 def _without_oldest_turn(messages: Chat) -> Chat | None:
     """The messages without those between the system message and the user's second message; None
-    where only one turn is left."""
+    if only one turn is left."""
     later = next(iter(_later_turns(messages)), None)
     start = 1 if messages[0]["role"] == "system" else 0
     return None if later is None else [*messages[:start], *messages[later:]]

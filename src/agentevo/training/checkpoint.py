@@ -64,8 +64,8 @@ class Checkpoints:
         """The highest evaluation, and the step of the newest checkpoint that has it."""
 
     def steps(self) -> list[int]:
-        """The steps whose checkpoint has all its files, in order. `verify` checks what the files
-        hold."""
+        """The steps whose checkpoint has all its files, in order. `verify` checks the content of
+        the files."""
         return sorted(self._manifests())
 
     def path(self, step: int) -> Path:
@@ -86,7 +86,8 @@ class Checkpoints:
         steps = self.steps()
         if not steps:
             raise UnusableCheckpointError(
-                f"{self.folder} has no whole checkpoint: train with checkpoint.every above 0, or "
+                f"{self.folder} has no complete checkpoint: train with checkpoint.every above 0, "
+                f"or "
                 "let a run finish"
             )
 
@@ -115,10 +116,10 @@ class Checkpoints:
 
         `value` is its evaluation, if there was one. `further_models`: models, each in a folder
         below the checkpoint's. `prune=False` leaves `prune` to the caller, who commits the step in
-        between: until then the older checkpoints may be the only ones that a
-        resumed run can use. Raises CheckpointError if it can't be written, with nothing of it left
-        behind and the older ones as they were. Where several processes train, all of them call it,
-        and the first one writes.
+        between: until then the older checkpoints may be the only ones that a resumed run can use.
+        Raises CheckpointError if it can't be written. Then no part of it remains, and the older
+        ones are unchanged. Where several processes train, all of them call it, and the first one
+        writes.
 
         `contribution`: the parts of the model and of `trainer_state` that are on several processes;
         all processes add theirs while only the first one calls this. `copies`: folder -> the
@@ -179,14 +180,14 @@ class Checkpoints:
             older = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(
                 f"{self.path(step)} could not be written ({error}): make room there and resume; "
-                "nothing of it was left behind, whole "
-                f"checkpoints of other steps stay (of steps: {older})"
+                f"no part of it remains, and the complete checkpoints of other steps are "
+                f"unchanged (steps: {older})"
             ) from error
 
         return sealed.sha256
 
     def prune(self) -> None:
-        """Deletes the checkpoints that need not be kept; see `save` for its caller."""
+        """Deletes the checkpoints beyond the kept ones; see `save` for its caller."""
         self._on_first(self._prune)
 
     def _prune(self) -> None:
@@ -242,13 +243,13 @@ class Checkpoints:
 
     def load(self, path: Path, *, mapped: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """Trainer state and run state of a checkpoint. State that several processes have saved in
-        parts is `Stored` in it, and is read where it is used. `mapped`: other tensors are mapped
-        from the file, for a caller that needs a part of each. Raises UnusableCheckpointError if it
+        parts is `Stored` in it, and is read when it is used. `mapped`: other tensors are
+        memory-mapped, for a caller that needs a part of each. Raises UnusableCheckpointError if it
         can't be read."""
         try:
             if not zipfile.is_zipfile(
                 path / "trainer.pt"
-            ):  # torn or none at all, on which torch.load may raise anything
+            ):  # torn or not a checkpoint, on which torch.load may raise anything
                 raise ValueError("trainer.pt is not whole")
             saved = torch.load(path / "trainer.pt", weights_only=True, mmap=mapped)
             trainer_state = join_state(saved, path / FOLDER)
@@ -305,7 +306,7 @@ class Checkpoints:
             try:
                 sealed = manifest.read(path)
             except CheckpointError:
-                continue  # not whole, or not to be read now; newest_whole says which
+                continue  # incomplete, or not readable now; newest_whole distinguishes them
             if all((path / name).is_file() for name in sealed.files):
                 manifests[step] = sealed
 
@@ -336,14 +337,14 @@ class Checkpoints:
             write_atomic(self.folder / INDEX, index)
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder / INDEX} could not be written ({error}): make room there "
-                "and resume; the checkpoints are as they were"
+                f"{self.folder / INDEX} could not be written ({error}): make room there and "
+                f"resume; the checkpoints are unchanged"
             ) from error
 
 
 class _SharedCheckpoint:
-    """Surrounds the first process's writing: the other processes add their parts, and are released
-    where nothing is written. Without other processes it does nothing."""
+    """A context around the first process's writing: the other processes add their parts, and are
+    released if nothing is written. Without other processes it does nothing."""
 
     def __init__(self, contribution: Contribution | None) -> None:
         self._contribution = contribution
@@ -375,7 +376,7 @@ class _SharedCheckpoint:
 def _write_state(state: dict[str, Any], path: Path) -> None:
     """Writes a state with torch.save. Raises the OSError itself, which torch.save would replace by
     an error about positions in its archive."""
-    with path.open("wb") as file:  # given a path, it would not even know the reason
+    with path.open("wb") as file:  # with a path, torch would lose the reason of the error
         try:
             torch.save(state, file)
         except RuntimeError as error:

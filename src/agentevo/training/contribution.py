@@ -1,12 +1,12 @@
-"""What each of several processes adds to a checkpoint of a model whose parts they hold.
+"""The contribution of each of several processes to a checkpoint of a model whose parts they hold.
 
     first    tensors -> the model's files, one whole tensor after the other
              finish(folder) ----------+-> its own part of the trainer's state, hashed
     others   give(): tensors, then ---+-> theirs, and the hashes go to the first process
 
 The first process makes the folder, and tells the others in between whether there is one to write
-to: where it could not write its own files, no process writes. A process that fails reports it to
-the first process, whose error counts.
+to: if it could not write its own files, no process writes. A process that fails reports its error
+to the first process, which raises it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Contribution:
     """See the module."""
 
     weights: Mapping[str, WeightPart]
-    """The model's weights, as they are saved; empty where the first process has all of them."""
+    """The model's weights, as they are saved; empty if the first process has all of them."""
     state: Mapping[str, WeightPart]
     """Parts of the trainer's state (`split_state`)."""
     group: distributed.ProcessGroup | None = None
     """The group of all processes, for tensors on the CPU."""
 
     def copy(self) -> Contribution:
-        """As it is now, even if training continues in the meantime."""
+        """A copy of the present state, even if training continues."""
         return Contribution(
             {name: part.copy_to_cpu() for name, part in self.weights.items()},
             {name: part.copy_to_cpu() for name, part in self.state.items()},
@@ -49,7 +49,7 @@ class Contribution:
 
     def finish(self, folder: Path | None) -> dict[str, str]:
         """On the first process: name of a file in the folder -> its sha256, once all processes have
-        written theirs. None: nothing is written after all. Raises PartsError."""
+        written theirs. None: nothing is written. Raises PartsError."""
         payload: list[Any] = [None if folder is None else str(folder)]
         if distributed.is_initialized():
             distributed.broadcast_object_list(payload, group=self.group, group_src=0)

@@ -18,7 +18,7 @@ class PreparedBatch:
     """The training data of a step."""
 
     samples: Sequence[Any]
-    """What `step` takes: samples, or pairs of answers. It is empty where nothing can be learnt."""
+    """The input of `step`: samples, or pairs of answers. It is empty if nothing can be learnt."""
     metrics: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     """Trajectory id -> the reason why that trajectory is not trained on after all."""
@@ -44,7 +44,7 @@ class Learner(Protocol):
         change, if a number is not finite."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs besides the model's weights."""
+        """The state that a resumed run needs in addition to the model's weights."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`, for a model whose weights are already loaded."""
@@ -55,7 +55,7 @@ class RolloutTrainer(Learner, Protocol):
 
     @property
     def numbers(self) -> TokenNumbers | None:
-        """What was measured of each token of the last step; None where it is not kept."""
+        """The measurements of each token of the last step; None if they are not kept."""
 
     def prepare(
         self,

@@ -1,4 +1,4 @@
-"""The assignment of processes to parts of the work: the device meshes of a training.
+"""The device meshes of a training: they assign processes to parts of the work.
 
 All meshes contain the same processes in the same order, the innermost dimension first: tensor,
 context, pipeline, shard, replicas.
@@ -39,11 +39,11 @@ class Meshes:
     data: DeviceMesh
     """It has one dimension, `shard`, where there are no replicas."""
     experts: DeviceMesh | None
-    """None where experts are not spread."""
+    """None if experts are not spread."""
     both: DeviceMesh | None
     """With tensor parallelism: the experts' dimension and the tensor group, combined."""
     pipeline: Stage | None
-    """None where each process has all layers."""
+    """None if each process has all layers."""
 
     def coordinates(self) -> Iterator[tuple[str, int, int]]:
         """The name of each dimension, this process's coordinate in it, and its size."""
@@ -56,7 +56,7 @@ class Meshes:
 
 def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
     """The meshes over all processes; "dp" is in use from then on (`use_mesh`). Each process calls
-    it once. Raises ConfigError where the sizes don't divide their number."""
+    it once. Raises ConfigError if the sizes don't divide their number."""
     try:
         replicas = section.replicas(distributed.get_world_size())
     except ValueError as error:

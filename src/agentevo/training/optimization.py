@@ -129,7 +129,7 @@ class Optimization:
 
     @cached_property
     def masters(self) -> MasterWeights | None:
-        """The master weights; None where the optimizer steps the parameters themselves."""
+        """The master weights; None if the optimizer steps the parameters themselves."""
         offloads = self.memory.offload_optimizer
         return (
             MasterWeights(self.parameters, on_cpu=offloads)
@@ -257,7 +257,7 @@ class Optimization:
         CheckpointError for the state of another kind of optimizer."""
         kind = state.get(
             "kind", "adamw"
-        )  # checkpoints from before there was a choice name none, and hold no masters
+        )  # older checkpoints do not name the optimizer, and have no masters
         if kind != self.memory.optimizer:
             raise CheckpointError(
                 f"the checkpoint's optimizer is {kind}, not {self.memory.optimizer}: resume with "
@@ -285,7 +285,7 @@ class Optimization:
 
     def carry_on(self, state: dict[str, Any]) -> None:
         """Takes the moments of another run's `state_dict`; learning rate, decay and schedule are
-        this run's own, from the beginning. Raises CheckpointError where they are not of these
+        this run's own, from the beginning. Raises CheckpointError if they belong to other
         parameters."""
         group_settings = [
             {key: value for key, value in group.items() if key != "params"}
@@ -308,7 +308,8 @@ class Optimization:
         self.steps = steps
 
     def _stepped_parameters(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """What the optimizer steps, and the model's parameter that it represents."""
+        """The tensors that the optimizer steps, each with the model's parameter that it
+        represents."""
         masters = self.parameters if self.masters is None else self.masters.masters
         return list(zip(masters, self.parameters, strict=True))
 
@@ -322,8 +323,8 @@ class Optimization:
         )
 
     def _kept(self, value: Any, parameter: torch.nn.Parameter) -> Any:
-        """What a checkpoint keeps of a tensor that is divided like the parameter (`kept`); other
-        values as they are."""
+        """The part of a tensor, divided like the parameter, that a checkpoint keeps (`kept`); other
+        values are unchanged."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         return kept(value, parameter, self.layouts.get(parameter))

@@ -4,8 +4,8 @@
     {"prompt": [messages], "completion": answer, "label": true}
 
 A message is {"role": "user", "content": "..."}, an answer a text or a list of messages that begins
-and ends with the assistant's. Only what the assistant says in the answer is trained. Other keys of
-a line are ignored. Every error names file and line.
+and ends with the assistant's. Only the assistant's messages in the answer are trained. Other keys
+of a line are ignored. Every error names file and line.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
 
     if loss == "rft" and all(line.chosen is None for line in pair_lines):
         raise ConfigError(
-            f"{key}: {path} has no answer with label true, and rft learns from no other: give some"
+            f"{key}: {path} has no answer with label true, and rft learns only from those: add some"
         )
 
     return pair_lines
@@ -72,7 +72,7 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
 def _line(record: Any, where: str, loss: str) -> PairLine:
     if not isinstance(record, dict):
         raise ConfigError(
-            f"{where}: is no JSON object: write {{'prompt': [messages], 'chosen': ..., "
+            f"{where}: is not a JSON object: write {{'prompt': [messages], 'chosen': ..., "
             "'rejected': ...}}"
         )
 
@@ -85,8 +85,8 @@ def _line(record: Any, where: str, loss: str) -> PairLine:
     prompt = _messages(record, "prompt", where)
     if not prompt or prompt[-1].role == "assistant":
         raise ConfigError(
-            f"{where}: prompt must end with what the assistant answers to: put its last message "
-            "into the answers"
+            f"{where}: prompt must end with a message that the assistant answers: move its last "
+            f"message into the answers"
         )
 
     if "completion" in record:
@@ -111,7 +111,8 @@ def _line(record: Any, where: str, loss: str) -> PairLine:
     rejected = _answer(record, "rejected", where)
     if chosen == rejected:
         raise ConfigError(
-            f"{where}: chosen and rejected are the same answer, which says nothing: remove the line"
+            f"{where}: chosen and rejected are the same answer, so there is nothing to learn: "
+            f"remove the line"
         )
 
     margin = _margin(record, where) if loss == "bradley_terry" else None
@@ -124,7 +125,7 @@ def _margin(record: dict[str, Any], where: str) -> float | None:
     if margin is None or (is_number and 0 <= margin < math.inf):
         return None if margin is None else float(margin)
     raise ConfigError(
-        f"{where}: margin is {shown(margin)}: give a number from 0 on, or leave it out"
+        f"{where}: margin is {shown(margin)}: give a number of at least 0, or leave it out"
     )
 
 
@@ -147,7 +148,7 @@ def _answer(record: dict[str, Any], key: str, where: str) -> list[Message]:
         if trained is False and message["role"] == "assistant":
             raise ConfigError(
                 f"{where}: {key}: message {number} is marked as one that is not trained, and an "
-                "answer is compared as a whole: put it into the prompt, or leave the mark out"
+                "answer is compared as a whole: put it into the prompt, or remove the mark"
             )
 
     return messages
@@ -163,7 +164,7 @@ def _messages(record: dict[str, Any], key: str, where: str) -> list[Message]:
     if not isinstance(record[key], list):
         form = '[{"role": "user", "content": "..."}]'
         raise ConfigError(
-            f"{where}: {key} is no list of messages: give "
+            f"{where}: {key} is not a list of messages: give "
             f"{form}{'' if key == 'prompt' else ' or a text'}"
         )
 
@@ -230,8 +231,7 @@ def pairs_of_lines(
 def answer_sample(
     prompt: Sequence[Message], answer: Sequence[Message], chat: ChatFormat, group_id: str, name: str
 ) -> Sample:
-    """A sample that trains what the assistant says in the answer, but not what it says in the
-    prompt."""
+    """A sample that trains the assistant's messages in the answer, but not those in the prompt."""
     sample = conversation_sample([*prompt, *answer], chat, name)
     said_before = max(
         (place for place, message in enumerate(prompt) if message.role == "assistant"), default=-1

@@ -1,13 +1,11 @@
-"""Answers to compare, made from groups of trajectories.
-
-    loss         what a group gives
+"""Answers to compare, made from groups of trajectories. loss the answers of a group
     kto          every attempt alone, desirable if it succeeded: the binary signal of the paper
     rft          its best successful attempts, none twice
     others       pairs of attempts: best against worst, or every two whose rewards differ by more
                  than rounding (algorithms/equality.py); or, for each attempt, the solver's
                  conversation on the same task as the chosen answer
 
-An answer is everything that the policy said in an attempt: the trained tokens of its rows, several
+An answer consists of all the policy's tokens in an attempt: the trained tokens of its rows, several
 where the trajectory branches or starts again.
 """
 
@@ -31,7 +29,7 @@ from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Sample, Trajectory
 
 Demonstrations = Callable[[str], Sequence[Sample]]
-"""Task id -> the answer of the environment's solver to that task; empty where it has none."""
+"""Task id -> the answer of the environment's solver to that task; empty if it has none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +63,7 @@ class Pair:
     chosen: CandidateAnswer | None = None
     rejected: CandidateAnswer | None = None
     win_probs: tuple[float, float] = (1.0, 0.0)
-    """Chance of each to beat an answer that the policy draws."""
+    """Probability of each to beat an answer that the policy samples."""
 
     @property
     def answers(self) -> list[CandidateAnswer]:
@@ -74,8 +72,8 @@ class Pair:
 
 
 def answer_of(trajectory: Trajectory) -> CandidateAnswer:
-    """Everything that the policy said in a trajectory, to be judged under its own distribution:
-    neither the masks of a grammar nor penalties are applied, even if it was drawn under them."""
+    """All the policy's tokens in a trajectory, under its own distribution: neither the masks of a
+    grammar nor penalties are applied, even if the tokens were sampled under them."""
     rows = [row.sample for row in trajectory_rows(trajectory) if row.sample.num_trained]
     return CandidateAnswer(
         trajectory.id, tuple(msgspec.structs.replace(row, penalties=None) for row in rows)
@@ -119,9 +117,9 @@ def make_pairs(
 
 
 def win_probabilities(rewards: Sequence[float]) -> list[float]:
-    """Chance of each attempt to beat one that the policy draws, estimated on its group: the share
-    of the group's attempts, itself included, that earned less, an equal reward counting one half.
-    Source: arXiv 2405.00675, whose estimate is the mean over all K samples."""
+    """Probability of each attempt to beat one that the policy samples, estimated on its group: the
+    share of the group's attempts, itself included, that earned less, an equal reward counting one
+    half. Source: arXiv 2405.00675, whose estimate is the mean over all K samples."""
     level = levels(rewards)
     return [
         sum((reward > rival) + 0.5 * (reward == rival) for rival in level) / len(level)

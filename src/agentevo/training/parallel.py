@@ -8,18 +8,18 @@ without torch.distributed there is one rank and everything here does nothing.
 
 Each rank gets the same samples in the same order; `passes.micro_batches` selects its part. Losses
 are parts of the whole minibatch's, so what a single process adds up over micro-batches is added up
-over ranks: gradients here, tables and metrics where they are made. All ranks then take the same
-step. Processes of a context group (the mesh's dimension "cp") compute one rank's pass together and
-each find its loss: a part of it, `loss_share`, counts, and gradients are summed over them, too.
+over ranks: gradients here, tables and metrics in the code that makes them. All ranks then take the
+same step. Processes of a context group (the mesh's dimension "cp") compute one rank's pass together
+and each find its loss: a part of it, `loss_share`, counts, and gradients are summed over them, too.
 FSDP itself has summed the gradients that it has sharded over data-parallel ranks. The stages of a
 pipeline (the mesh's dimension "pp") are one rank, too, whose numbers are those of its last stage.
 
-Store and disk belong to one process, the first of all: `on_first` is around what writes there
+Only the first process of all uses store and disk: `on_first` runs the code that writes there
 (checkpoints in `checkpoint.py`). In a run the loop is one process, which sends the others their
 work (orchestration/ranks.py).
 
-A process that ends breaks its connections, on which the others fail; one that hangs leaves them
-waiting for as long as the process group's timeout allows.
+A process that ends breaks its connections, and the others then fail; if one hangs, the others wait
+until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _context: Ranks | None = None
 """The processes that compute this one's passes with it; None for no others. Set by `use_mesh`."""
 
 _pipeline: Ranks | None = None
-"""The stages of this process's rank; None where it has all layers. Set by `use_mesh` alone."""
+"""The stages of this process's rank; None if it has all layers. Set by `use_mesh` alone."""
 
 
 def use_mesh(mesh: DeviceMesh) -> None:
@@ -78,7 +78,7 @@ def use_mesh(mesh: DeviceMesh) -> None:
 
 
 def stages() -> Ranks | None:
-    """The stages of a pipeline; None where there is none."""
+    """The stages of a pipeline; None if there is none."""
     return _pipeline
 
 
@@ -167,7 +167,7 @@ def sum_gradients(
     layouts: Mapping[torch.nn.Parameter, ShardLayout] = MappingProxyType({}),
 ) -> None:
     """Replaces each gradient by its sum over all processes that have a share of it; called by all
-    of them. A parameter that none of them has used keeps none."""
+    of them. A parameter that none of them has used has no gradient."""
     parameters = list(parameters)
     if num_processes() == 1 or not parameters:
         return

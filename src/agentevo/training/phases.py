@@ -1,4 +1,4 @@
-"""Marks on the profile: which part of a step is being computed.
+"""Marks the current part of a step in a profile.
 
 A phase is a `torch.profiler.record_function` span. Without a profiler on this thread it costs one
 check and nothing else; with one on a GPU both ends wait for the device, so that the span holds the

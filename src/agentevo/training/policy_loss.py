@@ -62,7 +62,7 @@ class MinibatchLoss:
         nulls: Sequence[PackedBatch] = (),
     ) -> dict[str, float]:
         """The statistics of the whole minibatch that the policy loss needs beforehand. Nothing is
-        computed for the losses that need none, which most are, or where one micro-batch is the
+        computed for losses that need no statistics (most of them), or if one micro-batch is the
         whole minibatch. `nulls`: see `null_batches`."""
         if self.policy_loss.statistics_of is None or (len(batches) == 1 and num_ranks() == 1):
             return {}

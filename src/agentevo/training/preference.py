@@ -55,7 +55,7 @@ METRICS = {
 
 
 class PreferenceTrainer:
-    """Owns the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
+    """Has the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
     the reference policy."""
 
     def __init__(
@@ -213,7 +213,7 @@ class PreferenceTrainer:
         return rows, [number for number, answer in enumerate(answers) for _ in answer.rows]
 
     def _reference_sums(self, pairs: Sequence[Pair]) -> dict[str, float]:
-        """Answer name -> summed log-prob under the reference; empty where there is no reference."""
+        """Answer name -> summed log-prob under the reference; empty if there is no reference."""
         if self.reference is None:
             return {}
 

@@ -1,5 +1,5 @@
-"""From a step's trajectories to its samples: first the inputs of the maths for every trained token,
-then rewards, then advantages.
+"""From a step's trajectories to its samples: first the inputs of every trained token, then rewards,
+then advantages.
 
 All passes here are without gradient and use the weights from before the update, except those of
 PRIME's process reward, which first learns from the step's outcomes.
@@ -67,7 +67,7 @@ class Preparation:
         grammars: Grammars | None = None,
         replay: RoutingReplay,
     ) -> None:
-        """Raises TrainingError for a replay that no pass of these would record."""
+        """Raises TrainingError for a replay that no pass of this preparation would record."""
         self.grammars = grammars
         self.replay = replay
         self.section = section
@@ -139,7 +139,7 @@ class Preparation:
         return PreparedBatch(samples, metrics | bonus_metrics | masked)
 
     def _tables(self, rows: Sequence[SampleRow], roles: Roles) -> tuple[Tables, dict[str, float]]:
-        """Name -> table [S, T] float32, of all that the advantage and the update need."""
+        """Name -> table [S, T] float32, for all inputs of the advantage and the update."""
         samples = [row.sample for row in rows]
         device = device_of(roles.policy)
 
@@ -246,7 +246,7 @@ def _owners(rows: Sequence[SampleRow]) -> tuple[list[int], list[bool]]:
 
 
 def _mismatch(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, per token."""
+    """The difference between the engine's and the trainer's log-probs, per token."""
     gap = (trainer - rollout)[mask]
     return {
         "rollout/logprob_gap_mean": float(gap.mean()),

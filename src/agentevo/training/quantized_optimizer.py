@@ -28,7 +28,7 @@ def check_8bit() -> None:
 
 def step_8bit(optimizer: torch.optim.Optimizer) -> None:
     """Makes one optimizer step. torchao compiles its arithmetic once per shape of parameter; on a
-    CPU it runs as it is, which needs no compiler."""
+    CPU it runs uncompiled, which needs no compiler."""
     on_cpu = any(
         parameter.device.type == "cpu"
         for group in optimizer.param_groups

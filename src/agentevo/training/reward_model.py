@@ -4,7 +4,7 @@
 
 Its trunk begins as the policy's, its head at random. It reads a conversation as the reward
 `reward_model` does later (rewards/reward_model.py). The loss is a mean over the pairs of an
-optimizer step; micro-batches change nothing but memory.
+optimizer step; micro-batches affect only memory.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ def classifier_of(
         except ValueError as error:
             raise ModelError(
                 f"transformers has no sequence classifier of the architecture {config.model_type}: "
-                "choose a model of another one"
+                "choose a model of another architecture"
             ) from error
 
     trunk = policy.base_model.state_dict()
     missing, unexpected = model.base_model.load_state_dict(trunk, strict=False)
     if missing or unexpected:
         raise ModelError(
-            f"the classifier of the architecture {config.model_type} has another trunk than the "
-            f"model (first: {[*missing, *unexpected][0]}): choose a model of another one"
+            f"the classifier of the architecture {config.model_type} differs from the model in "
+            f"its trunk (first: {[*missing, *unexpected][0]}): choose a model of another "
+            f"architecture"
         )
 
     parameter = next(policy.parameters())
@@ -76,7 +77,8 @@ def classifier_of(
 def encode_pairs(
     lines: Sequence[PairLine], tokenizer: PreTrainedTokenizerBase, margin: float, max_tokens: int
 ) -> list[RewardPair]:
-    """Raises ConfigError for a line that can't be encoded, or whose answers read the same."""
+    """Raises ConfigError for a line that can't be encoded, or whose two answers are the same after
+    truncation."""
     pairs = []
     for line in lines:
         if line.chosen is None or line.rejected is None:
@@ -92,7 +94,7 @@ def encode_pairs(
 
         if chosen == rejected:
             raise ConfigError(
-                f"{line.where}: chosen and rejected read the same in the last {max_tokens} tokens: "
+                f"{line.where}: chosen and rejected are the same in the last {max_tokens} tokens: "
                 "raise rm.max_tokens, or remove the line"
             )
 
@@ -201,7 +203,7 @@ def train_reward_model(
     stop: Callable[[], bool] = lambda: False,
 ) -> bool:
     """`section.epochs` passes over the pairs, each in an order of its own. `progress(step, total,
-    metrics)` is called after each step. False where `stop()` ended it before the last one."""
+    metrics)` is called after each step. False if `stop()` ended it before the last one."""
     size = section.batch_pairs
     order = list(range(len(pairs)))
     rng = random.Random(seed)

@@ -49,7 +49,7 @@ class RoutingReplay:
 
     def begin(self, rows: Sequence[SampleRow]) -> list[SampleRow]:
         """The rows of a step; where nothing is replayed and some rows have no record, all rows come
-        without records. Raises TrainingError where a record is missing or not of the policy's
+        without records. Raises TrainingError if a record is missing or not of the policy's
         routers."""
         self._recorded = []
         samples = [row.sample for row in rows]
@@ -71,7 +71,7 @@ class RoutingReplay:
         return batch.with_routing(self._recording)
 
     def heard(self, indices: Sequence[int], batch: PackedBatch) -> None:
-        """Keeps the records of the pass of a batch of these samples."""
+        """Keeps the routing records of the pass of a batch of these samples."""
         if self._recording is not None:
             rows = self._recording.rows()
             self._recording = None
@@ -91,7 +91,7 @@ class RoutingReplay:
         ]
 
     def in_update(self, batch: PackedBatch) -> PackedBatch:
-        """The batch for a pass of the policy, in which what was recorded is replayed."""
+        """The batch for a pass of the policy that replays the recorded experts."""
         if batch.routed_experts is None:
             return batch
         return batch.with_routing(RouterReplay(batch.routed_experts, apply=self.mode != "none"))
@@ -106,7 +106,7 @@ class RoutingReplay:
 def mismatches(batch: PackedBatch) -> dict[str, float]:
     """Sums over the trained tokens of a pass that is over: the share of the layers whose router
     would have chosen other experts, at the token that predicts it, than were recorded; and 1 where
-    any would. Empty where nothing was recorded."""
+    any would. Empty if nothing was recorded."""
     routing = batch.plan.routing
     differs = routing.differs() if isinstance(routing, RouterReplay) else None
     if differs is None:

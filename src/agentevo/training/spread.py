@@ -46,7 +46,7 @@ def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
     """Has these processes compute the model together, in place; called by all of them with the same
     weights, before an optimizer is made. Each process moves its part of a model that was loaded on
     the CPU to its device. A model other than the policy may have no experts to spread. Raises
-    ModelError or TrainingError where the model can't be divided so."""
+    ModelError or TrainingError if the model can't be divided so."""
     section = meshes.section
     if not section.is_spread:
         return model

@@ -36,7 +36,7 @@ from agentevo.models.parts import Box, WeightPart
 
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
-)  # each process reads what it wants, alone
+)  # each process reads its own parts
 FOLDER = "trainer"
 METADATA = ".metadata"
 _KEY = "dcp"
@@ -51,7 +51,7 @@ _RECORDS = {
     "_MEM_FORMAT_ENCODING",
     "_StorageInfo",
 }
-"""Of torch's format: plain data, all of them."""
+"""Classes of torch's format, all of which are plain data."""
 
 
 def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, WeightPart]]:
@@ -196,7 +196,7 @@ class _StateLoading(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> NoReturn:
         raise UnusableCheckpointError(
-            "a checkpoint's parts hold something else than tensors, which is not read"
+            "a checkpoint's parts contain objects other than tensors, which are not read"
         )
 
 
@@ -209,7 +209,7 @@ class _StateReader(dcp.FileSystemReader):
             self.metadata: Metadata = _Restricted(file).load()
 
         if not isinstance(self.metadata, Metadata):
-            raise UnusableCheckpointError(f"{path}/{METADATA} is not what torch writes")
+            raise UnusableCheckpointError(f"{path}/{METADATA} is not in torch's format")
 
         outside = [
             info.relative_path
@@ -234,5 +234,5 @@ class _Restricted(pickle.Unpickler):
         is_layout = (module, name) == ("torch.serialization", "_get_layout")
         is_path = module.partition(".")[0] == "pathlib" and name == "PosixPath"  # of the writer
         if not (is_record or is_value or is_layout or is_path):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
         return super().find_class(module, name)

@@ -1,4 +1,4 @@
-"""Supervised training on conversations: the mean negative log-prob of what the assistant says. For
+"""Supervised training on conversations: the mean negative log-prob of the assistant's tokens. For
 `agentevo sft` and the cold start alike.
 
 A step's loss is the mean over all trained tokens of its batch, however it is cut into
@@ -145,7 +145,7 @@ class SupervisedTrainer:
         return held_out_metrics(self.model, samples, self.section.micro_batch_tokens, stop=stop)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the model's weights."""
+        """The state that a resumed run needs in addition to the model's weights."""
         return {"optimization": self.optimization.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

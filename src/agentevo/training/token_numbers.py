@@ -1,6 +1,6 @@
 """Measurements of an update for each token that it trained: how far its log-prob has moved since it
-was drawn, and the entropy of the distribution that it was drawn from. Both are from the last pass
-of the update.
+was sampled, and the entropy of the distribution that it was sampled from. Both are from the last
+pass of the update.
 
     RUN/token_numbers/step_000012.bin     of one committed step, two half-precision numbers a token
 
@@ -36,17 +36,17 @@ class SampleNumbers(msgspec.Struct, frozen=True, array_like=True):
     places: bytes
     """int32: the places of its trained tokens among its ids."""
     changes: bytes
-    """float16: log-prob in the last pass, less the one that was drawn with."""
+    """float16: log-prob in the last pass, minus the one at sampling."""
     entropies: bytes
     """float16, in nats."""
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """places, changes, entropies. Raises ValueError where they are not equally long."""
+        """places, changes, entropies. Raises ValueError if they are not equally long."""
         places = np.frombuffer(self.places, dtype="<i4")
         changes = np.frombuffer(self.changes, dtype="<f2").astype(np.float32)
         entropies = np.frombuffer(self.entropies, dtype="<f2").astype(np.float32)
         if not len(places) == len(changes) == len(entropies):
-            raise ValueError("the numbers of a sample are not equally many")
+            raise ValueError("the columns of a sample differ in length")
         return places, changes, entropies
 
 

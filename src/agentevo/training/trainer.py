@@ -49,7 +49,7 @@ from agentevo.types import Sample, Trajectory
 
 
 class Trainer:
-    """Owns the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
+    """Has the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
     the models of the other roles."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Trainer:
         memory: MemorySection | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`grammars`: those of the policy's tokens, needed for turns that were drawn under one.
+        """`grammars`: those of the policy's tokens, needed for turns that were sampled under one.
         Raises TrainingError for a policy that can't replay as `trainer.routing_replay` requires."""
         self.section = trainer
         self.algorithm = algorithm
@@ -92,7 +92,7 @@ class Trainer:
             self.kl = AdaptiveKL(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
 
         self.numbers: TokenNumbers | None = None
-        """The numbers of each token of the last step; None where they are not kept."""
+        """The numbers of each token of the last step; None if they are not kept."""
         self.mean_entropy: float | None = None
         """Mean entropy of the last optimizer step's tokens, in nats."""
 
@@ -131,8 +131,8 @@ class Trainer:
         turn_credits: TurnCredits = MappingProxyType({}),
     ) -> PreparedBatch:
         """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the
-        algorithm compares with it. `turn_credits`: the reward of each turn, where
-        `algorithm.credit` gives it.
+        algorithm compares with it. `turn_credits`: the reward of each turn, if `algorithm.credit`
+        is set.
 
         With `version`, the number of committed steps, tokens more than `bound` versions away from
         it are not trained on, and the metrics have the ages of all tokens (see `mask_stale`). A
@@ -294,7 +294,7 @@ class Trainer:
         return section.entropy_coef * max(0.0, 1.0 - self.mean_entropy / section.entropy_target)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the model's weights."""
+        """The state that a resumed run needs in addition to the model's weights."""
         return {
             "optimization": self.optimization.state_dict(),
             "steps": self.steps,

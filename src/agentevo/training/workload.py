@@ -76,7 +76,7 @@ def speed_metrics(
     trained: Mapping[str, float], seconds: float, peak_flops_per_s: float
 ) -> dict[str, float]:
     """Tokens per second and MFU of an update that took `seconds`, both as computed and as if each
-    sample were computed by itself. It is empty where nothing was trained. `peak` is that of each
+    sample were computed by itself. It is empty if nothing was trained. `peak` is that of each
     process's device; where it was measured on a busy machine, and an update is faster, that is the
     peak."""
     metrics: dict[str, float] = {}

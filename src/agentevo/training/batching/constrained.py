@@ -1,8 +1,7 @@
-"""The masks of turns that were drawn under a grammar, made again: the trainer's distribution is
-then exactly the one that the tokens were drawn from.
-
-Where they can't be made again identically (another version of llguidance), the turn is context and
-never trained, and `trainer/unmasked_tokens` counts its tokens.
+"""Recomputes the masks of turns that were sampled under a grammar: the trainer's distribution is
+then exactly the one that the tokens were sampled from. If they can't be recomputed identically
+(another version of llguidance), the turn is context and never trained, and
+`trainer/unmasked_tokens` counts its tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from agentevo.types import TokenMasks, Trajectory
 LOG = logging.getLogger(__name__)
 
 TurnMasks = Mapping[int, TokenMasks | None]
-"""Turn -> the masks of its completion; None where they can't be made again. Turns without a grammar
+"""Turn -> the masks of its completion; None if they can't be recomputed. Turns without a grammar
 are left out."""
 
 
@@ -27,7 +26,7 @@ def masks_of(
     trajectories: Sequence[Trajectory], grammars: Grammars | None
 ) -> tuple[dict[str, TurnMasks], dict[str, float]]:
     """Id of each trajectory that has such turns -> their masks, and metrics. Equal masks are one
-    array. Raises TrainingError where there are no grammars to make them with."""
+    array. Raises TrainingError if the trainer has no grammars."""
     pool: dict[bytes, np.ndarray] = {}
     masks: dict[str, TurnMasks] = {}
     num_unmasked = 0
@@ -40,8 +39,9 @@ def masks_of(
 
             if grammars is None:
                 raise TrainingError(
-                    f"turn {turn.index} of {trajectory.id} was drawn under a grammar, which this "
-                    "trainer can't apply: give Trainer(grammars=Grammars(tokenizer, vocabulary))"
+                    f"turn {turn.index} of {trajectory.id} was sampled under a grammar, which "
+                    f"this trainer can't apply: give Trainer(grammars=Grammars(tokenizer, "
+                    f"vocabulary))"
                 )
 
             try:
@@ -59,7 +59,7 @@ def masks_of(
 
     if num_unmasked:
         LOG.warning(
-            "%d tokens that were drawn under a grammar are not trained: %s", num_unmasked, problem
+            "%d tokens that were sampled under a grammar are not trained: %s", num_unmasked, problem
         )
 
     return masks, {"trainer/unmasked_tokens": float(num_unmasked)} if masks else {}

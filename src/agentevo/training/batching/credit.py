@@ -1,8 +1,7 @@
-"""The reward of each turn, as a function of the user gives it: requested for one group after the
-other, and as a table for the advantage.
-
-A group whose numbers the function can't give is left out, and the step continues with the others;
-MAX_IN_A_ROW such groups, in one step or several, end the run before its weights change.
+"""The reward of each turn from a function of the user, called for one group after the other, and as
+a table for the advantage. If the function fails for a group, the group is left out, and the step
+continues with the others; MAX_IN_A_ROW such groups, in one step or several, end the run before its
+weights change.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from agentevo.tracebacks import traceback_of
 from agentevo.types import Trajectory
 
 LONGEST_S = 600.0
-"""The most seconds that a function may take for one group."""
+"""The time limit of a function for one group, in seconds."""
 MAX_IN_A_ROW = 3
 """Consecutive groups in which a function may fail before the run ends."""
 CREDIT_FAILED = "credit-failed"
 """Drop reason of the attempts of such a group."""
 
 TurnCredits = Mapping[str, Sequence[float]]
-"""Trajectory id -> what each of its turns has earned."""
+"""Trajectory id -> the reward of each of its turns."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,8 @@ class CreditAsker:
         self._num_failures += 1
         if self._num_failures >= MAX_IN_A_ROW:
             raise TrainingError(
-                f"{shown}\n{self._num_failures} groups in a row have failed so: the weights were "
-                "not changed; mend the function, and --resume does this step again"
+                f"{shown}\n{self._num_failures} groups in a row have failed like this: the "
+                f"weights were not changed; fix the function, and --resume repeats this step"
             ) from error
 
         kind = type(error).__name__
@@ -121,7 +120,7 @@ class CreditAsker:
 def credit_table(
     owners: Sequence[Trajectory], turn_ids: torch.Tensor, turn_credits: TurnCredits
 ) -> torch.Tensor:
-    """[S, T] float64: what the turn of each trained token has earned. `owners`: the trajectory of
+    """[S, T] float64: the reward of the turn of each trained token. `owners`: the trajectory of
     each row; turn_ids [S, T], -1 where nothing is trained."""
     table = torch.zeros(turn_ids.shape, dtype=torch.float64)
     for row, trajectory in enumerate(owners):

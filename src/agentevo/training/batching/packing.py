@@ -53,12 +53,12 @@ class PackedBatch:
     """[S, T] bool: where the tables have a trained token."""
     temperature: float
     masks: torch.Tensor | None
-    """[R, W] int32: the tokens that each row may predict, a bit each, lowest bit first; None where
-    nothing is constrained."""
+    """[R, W] int32: the tokens that each row may predict, a bit each, lowest bit first; None if no
+    row is constrained."""
     penalties: PenaltyTable | None
-    """The changes at these rows; None where there are none."""
+    """The changes at these rows; None if there are none."""
     routed_experts: torch.Tensor | None
-    """[N, layers, top_k] int64: see `node_rows`; None where nothing was recorded."""
+    """[N, layers, top_k] int64: see `node_rows`; None if nothing was recorded."""
     num_logical: int
     """The number of tokens of all samples, counted even where they share a node."""
 
@@ -95,9 +95,9 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True) -> PackedBatch:
-    """Packs samples of one temperature. Without `merge` they are placed side by side, and what they
-    share is computed once for each. Either way no sample sees another's tokens, and the results are
-    the same."""
+    """Packs samples of one temperature. Without `merge` they are placed side by side, and shared
+    beginnings are computed once for each. Either way no sample sees another's tokens, and the
+    results are the same."""
     temperature = _one_temperature(samples)
     tree = build_tree(merge_keys(samples), merge=merge)
     for sample, path in zip(samples, tree.paths, strict=True):
@@ -149,8 +149,7 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
 
 
 def _changes(samples: Sequence[Sample]) -> dict[int, PenaltyChanges]:
-    """Number of a trained token, 0 to M - 1 -> the changes that penalties made where it was
-    drawn."""
+    """Number of a trained token, 0 to M - 1 -> the changes from penalties when it was sampled."""
     changes_by_token: dict[int, PenaltyChanges] = {}
     first = 0
     for sample in samples:
@@ -209,7 +208,7 @@ def _one_temperature(samples: Sequence[Sample]) -> float:
     if len(temperatures) != 1:
         raise ValueError(
             f"one pass has one temperature, not {sorted(temperatures)}: pack samples of "
-            "different temperatures apart"
+            f"different temperatures separately"
         )
     return temperatures.pop()
 

@@ -1,4 +1,4 @@
-"""The assignment of a step's samples to micro-batches, and of these to ranks.
+"""Assigns a step's samples to micro-batches, and these to ranks.
 
 Samples stand in sorted order, so a micro-batch, which is a stretch of them, merges all that its
 samples share. A cut before sample i makes the next micro-batch compute again what i shares with the
@@ -9,7 +9,7 @@ one before it; nothing else is computed twice:
 
 One rank: the cuts that recompute the fewest tokens under the budget; of these the fewest
 micro-batches; of these the most even ones. Several ranks: they wait for the slowest, so evenness
-comes first: the stretches whose costliest is cheapest, what is recomputed included.
+comes first: the stretches whose costliest one is cheapest, including recomputed tokens.
 """
 
 from __future__ import annotations

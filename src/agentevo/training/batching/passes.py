@@ -1,5 +1,4 @@
-"""Passes of a model over a whole step's samples, in micro-batches whose size affects only the
-memory.
+"""Passes of a model over a whole step's samples, in micro-batches, whose size affects only memory.
 
 With several ranks (training/parallel.py) each rank computes its own micro-batches, and all ranks
 get all results.
@@ -50,10 +49,10 @@ def micro_batches(
 def null_batches(
     samples: Sequence[Sample], num_passes: int, device: torch.device, *, merge: bool = True
 ) -> list[PackedBatch]:
-    """The batches that this rank, after `num_passes` passes over its micro-batches, still passes
-    through a model whose passes all ranks make together (it is sharded, or its experts are spread),
-    so that all ranks make equally many. Their results count 0 times. Called by all ranks, before
-    the first pass. Empty where each rank's passes are its own."""
+    """The extra batches of this rank after `num_passes` passes over its micro-batches, for a model
+    whose passes all ranks make together (it is sharded, or its experts are spread), so that all
+    ranks make equally many. Their results have weight 0. Called by all ranks, before the first
+    pass. Empty if ranks pass independently."""
     if num_ranks() == 1 or not (any_sharded() or any_joint()):
         return []
     missing = max(gather(num_passes)) - num_passes
@@ -66,8 +65,7 @@ def keep_pace(
     nulls: Sequence[PackedBatch],
     backward: Callable[[torch.Tensor], None],
 ) -> None:
-    """Makes passes with gradient that count 0 times, to keep pace with the micro-batches of other
-    ranks."""
+    """Makes passes with gradient of weight 0, to match the number of other ranks' micro-batches."""
     for batch in nulls:
         backward(0.0 * token_logprobs(model, batch)[0].sum())
 

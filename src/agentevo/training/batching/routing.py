@@ -21,7 +21,7 @@ from agentevo.types import Sample, Turn
 
 
 def path_rows(name: str, path: Sequence[Turn]) -> RoutedExperts | None:
-    """[T - 1] rows of the tokens of a path of trajectory `name`; None where none of its turns has
+    """[T - 1] rows of the tokens of a path of trajectory `name`; None if none of its turns has
     any. Raises TrainingError for rows that are missing, too many, or of other routers."""
     parts = [turn.routed_experts for turn in path]
     if all(part is None for part in parts):
@@ -49,7 +49,7 @@ def path_rows(name: str, path: Sequence[Turn]) -> RoutedExperts | None:
 
 
 def check_recorded(samples: Sequence[Sample], routers: Routers) -> None:
-    """Raises TrainingError where a sample has no row for every token but the last, or rows of other
+    """Raises TrainingError if a sample has no row for every token but the last, or rows of other
     routers than the policy's."""
     for sample in samples:
         rows = sample.routed_experts
@@ -118,7 +118,7 @@ def node_rows(
     samples: Sequence[Sample], paths: Sequence[np.ndarray], num_nodes: int, device: torch.device
 ) -> torch.Tensor | None:
     """[N, layers, top_k] int64 of a batch's nodes, given those of each sample's tokens; OWN for
-    last tokens, which predict nothing. None where nothing was recorded."""
+    last tokens, which predict nothing. None if nothing was recorded."""
     if all(sample.routed_experts is None for sample in samples):
         return None
     first = _rows_of(samples[0])

@@ -2,8 +2,8 @@
 exactly once, each with its advantage.
 
 An advantage that is one number per attempt is made from the attempt's reward. One that runs along
-tokens or turns gets each turn's reward at the turn's last token; what the attempt earned on top of
-its turns' rewards is paid at the end.
+tokens or turns gets each turn's reward at the turn's last token; the rest of the attempt's reward
+is added at the end.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def advantages_of(
 
     `tables`: name -> [S, T], the results of passes over the rows; bonus [S, T] is added to the
     environment's rewards; baselines: task id -> reward of its greedy attempt; weights of the reward
-    parts (1 where none is given). `turn_credits`: the reward of each turn. Raises TrainingError for
-    rewards that the advantage can't use.
+    parts (1 where none is given). `turn_credits`: the reward of each turn. Raises TrainingError if
+    the advantage can't use the rewards.
     """
     if not rows:
         return []
@@ -108,7 +108,7 @@ def _inputs_of(
     baselines: Mapping[str, float],
     weights: Mapping[str, float],
 ) -> dict[str, Any]:
-    """What an advantage needs in addition to rewards, groups and turns, by its name in
+    """Inputs of an advantage in addition to rewards, groups and turns, by their names in
     AdvantageTables."""
     inputs: dict[str, Any] = {name: table for name, table in tables.items() if name in needs}
     if "baseline_rewards" in needs:
@@ -171,13 +171,13 @@ def _parent_table(rows: Sequence[SampleRow], turn_ids: torch.Tensor) -> torch.Te
 
 
 def _reward_parts(rows: Sequence[SampleRow]) -> dict[str, torch.Tensor]:
-    """Name -> [S] float64. Raises TrainingError where a trajectory has no parts; a part that it
+    """Name -> [S] float64. Raises TrainingError if a trajectory has no parts; a part that it
     lacks among others counts 0."""
     silent = next((row.trajectory.id for row in rows if not row.trajectory.reward_parts), None)
     if silent is not None:
         raise TrainingError(
             f"trajectory {silent} has a reward without parts, and algorithm.advantage=gdpo "
-            "normalises each part: return them as "
+            f"normalises each part: return the parts as "
             "Outcome(reward_parts={...}), or choose grpo"
         )
 
@@ -198,15 +198,15 @@ def trajectory_rows(
     routed: bool = False,
 ) -> list[SampleRow]:
     """One row per root-to-leaf path. A turn on several paths is trained in the first one only; in
-    the others it is context. A turn that was drawn from another distribution than the recipe's, or
-    under a grammar whose masks are None, is context everywhere. A path on which nothing is trained
-    gives no row. `masks`: those of the turns under a grammar, where the loss uses the distribution
-    that they were drawn from.
+    the others it is context. A turn that was sampled from another distribution than the recipe's,
+    or under a grammar whose masks are None, is context everywhere. A path on which nothing is
+    trained gives no row. `masks`: those of the turns under a grammar, if the loss uses the
+    distribution that they were sampled from.
 
-    `train_observations`: what the policy read between two turns of a path belongs to the later one,
-    and is trained with it. It was not drawn: its log-probs are nan, for `with_observed_logprobs`.
-    `routed`: samples have the routed experts that were recorded; raises TrainingError where these
-    don't fit the turns."""
+    `train_observations`: the tokens that the policy read between two turns of a path belong to the
+    later one, and are trained with it. They were not sampled: their log-probs are nan, for
+    `with_observed_logprobs`. `routed`: samples have the routed experts that were recorded; raises
+    TrainingError where these don't fit the turns."""
     parents = {turn.parent for turn in trajectory.turns}
     trained = {turn.index for turn in trajectory.turns if turn.overrides is not None}
     trained |= {index for index, of_turn in masks.items() if of_turn is None}

@@ -1,5 +1,5 @@
-"""The choice of a step's trajectories to train on, with the reason for each of the others. Filters
-use the rewards as they were earned."""
+"""Chooses a step's trajectories to train on, with a reason for each of the others. Filters use the
+rewards as they were earned."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def select(
     their reasons.
 
     With `num_groups` it selects the first so many groups whose rewards differ (dynamic sampling).
-    Otherwise it selects the share `keep_groups` of the groups and, where the advantage compares
-    within groups, only those of them that have something to compare.
+    Otherwise it selects the share `keep_groups` of the groups and, if the advantage compares within
+    groups, only groups with different rewards.
     """
     before = before or {}
     remaining, dropped = usable([t for t in trajectories if t.id not in before], section)

@@ -1,7 +1,7 @@
 """The age of a step's tokens, and the rule that none older than the bound is trained on.
 
-    age of a token = |trainer_version - version of the weights that drew it|
-    a token is trained  <=>  its age <= bound
+    age of a token = |trainer_version - version of the weights that sampled it| a token is trained
+    <=>  its age <= bound
 
 A trainer at version v has committed v steps; its next step is trained at v. Advantages are computed
 before that, from all attempts and all their tokens: a token that is too old loses its gradient, not
@@ -141,7 +141,7 @@ def of_first_update(updates: Sequence[Mapping[str, float]]) -> list[Mapping[str,
 def _check(trainer_version: int, bound: int | None) -> None:
     if trainer_version < 0:
         raise ValueError(
-            f"trainer_version={trainer_version} is no number of committed steps: give 0 or more"
+            f"trainer_version={trainer_version} is not a number of committed steps: give 0 or more"
         )
     if bound is not None and bound < 0:
         raise ValueError(f"bound={bound} would leave no token: give rollout.staleness, 0 or more")
@@ -152,8 +152,8 @@ def _ages_of(
 ) -> _AgedTokens:
     if len(versions) and versions.min() < 0:
         raise TrainingError(
-            f"trajectory {name} has a token without a version, so nobody can say how old it is: "
-            "sample it anew"
+            f"trajectory {name} has a token without a version, so its age is unknown: sample it "
+            f"again"
         )
 
     if len(versions) and versions.max() > trainer_version:

@@ -1,7 +1,6 @@
 """The training data of a step, written into its record: enough to repeat the step, and to prove
-afterwards how it was made.
-
-    digest of a trajectory = sha256(all that it says, with its final reward; times are left out)
+later how it was made. digest of a trajectory = sha256(the whole trajectory with its final reward,
+without times)
     digest of a step       = sha256(those of its trajectories, in order)
 
 Two sequences of trajectories have the same digest only if a step computes the same from both and
@@ -96,8 +95,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, step: int, record: Mapping[str, Any]) -> Self:
-        """Reads the plan in a step's record. Raises TrainingError, which names what is missing or
-        wrong."""
+        """Reads the plan in a step's record. Raises TrainingError, which names the missing or wrong
+        part."""
         if KEY not in record:
             raise TrainingError(
                 f"the record of step {step} has no {KEY}: it was written before steps said what "

@@ -2,9 +2,9 @@
 merges several such parts.
 
 If a query's keys are cut into parts with outputs o_i and l_i = log sum exp(scores), then over all
-keys l = log sum e^(l_i) and o = sum e^(l_i - l) o_i. The backward pass of a part needs nothing of
-the other parts but o and l: its probabilities are e^(scores - l) (FlashAttention-2, arXiv
-2307.08691, section 3.1; ring attention, arXiv 2310.01889, uses the same).
+keys l = log sum e^(l_i) and o = sum e^(l_i - l) o_i. From the other parts, the backward pass of a
+part needs only o and l: its probabilities are e^(scores - l) (FlashAttention-2, arXiv 2307.08691,
+section 3.1; ring attention, arXiv 2310.01889, uses the same).
 
 Both kernels take q [B, H, Q, D], k and v [B, G, K, D] with H a multiple of G, any strides, and an
 additive mask [B or 1, 1, Q, K] in the queries' dtype, 0 or HIDDEN, or None. `forward` gives the

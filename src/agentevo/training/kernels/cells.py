@@ -40,7 +40,7 @@ class Cells:
     order: torch.Tensor
     """[M] targets, cell by cell."""
     bounds: list[int]
-    """Where in `order` each cell begins."""
+    """The index in `order` at which each cell begins."""
     places: tuple[torch.Tensor, torch.Tensor]
     """[M] row and column of each target."""
 

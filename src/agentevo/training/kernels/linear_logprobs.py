@@ -1,10 +1,10 @@
-"""Log-probs and entropies straight from hidden states: output layer, softmax and the results of it,
+"""Log-probs and entropies directly from hidden states: output layer, softmax and its results,
 without the logits [R, V].
 
 Rows and vocabulary are walked in cells of CELL_BYTES. The forward pass keeps per row a running
 maximum a, s = sum e^(z - a) and t = sum e^(z - a) (z - a), so that log Z = a + log s and the
 entropy is log s - t / s (the online softmax of arXiv 1805.02867, with a first moment). The three
-are kept apart: in log Z as one number, a large a would swallow the digits that express the model's
+are kept separate: in log Z as one number, a large a would lose the digits that express the model's
 certainty. The backward pass makes each cell's scores again and multiplies its gradient into those
 of the hidden states and of the weight; columns are the outer loop, so a column's weight gradient is
 complete, in float32, before the next begins.
@@ -107,7 +107,7 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
     num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_logprobs`, without gradient: log-probs [M], and for each row the sum over the
-    vocabulary of p^2 [R], the chance that two draws agree."""
+    vocabulary of p^2 [R], the probability that two samples agree."""
     tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
         vocabulary_slice
     )
@@ -156,7 +156,7 @@ class _FusedLogprobs(NamedTuple):
 
     def within_tokens(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The targets [M], with a token in place of ids that are no tokens, and the places of these
-        ids; None where every id is a token."""
+        ids; None if every id is a token."""
         if self.num_tokens is None:
             return targets, None
         outside = targets >= self.num_tokens
@@ -180,7 +180,7 @@ class _FusedLogprobs(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """Of the scores in the products, where no cap bends it."""
+        """The slope of the scores in the products, without the effect of a cap."""
         return self.logit_scale / self.temperature
 
     def bend(self, products: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ class _Sums:
     squares: torch.Tensor
     picked: torch.Tensor
     pull: torch.Tensor | None
-    """[R, H] sum of e^(z - a) dz/dhidden, but for the constant slope of the tail."""
+    """[R, H] sum of e^(z - a) dz/dhidden, without the constant slope of the tail."""
     kept_products: list[torch.Tensor]
     """Products of the first cells."""
 
@@ -520,7 +520,7 @@ class _Slopes(NamedTuple):
         picked: torch.Tensor,
         places: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """The gradient [R, H] in the hidden states, given that of log Z but for the constant slope
+        """The gradient [R, H] in the hidden states, given that of log Z without the constant slope
         of the tail."""
         rows, targets = places
         slope = self.of_logp
@@ -586,8 +586,8 @@ def _compute_slopes(
     of_row: torch.Tensor,
     of_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The gradient in the products [R, C] but for what the targets have of their own, given that
-    in a row's log-probs and entropy [R]; float32. See `_Slopes`."""
+    """The gradient in the products [R, C] without the targets' own contribution, given that in a
+    row's log-probs and entropy [R]; float32. See `_Slopes`."""
     below = products.float() * slope - top.unsqueeze(1)
     shares = below.exp() / total.unsqueeze(1)
     if of_entropy is None:

@@ -76,7 +76,7 @@ def selected_logprobs(
 @torch.no_grad()
 def sum_of_squares(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """logits [R, V] -> sum over the vocabulary of p^2, p = softmax(logits / temperature): the
-    chance that two draws agree. [R] float32"""
+    probability that two samples agree. [R] float32"""
     squares = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     for start in range(0, len(logits), BLOCK_ROWS):
         block = slice(start, start + BLOCK_ROWS)

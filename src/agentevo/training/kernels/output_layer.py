@@ -1,14 +1,14 @@
 """Log-probs that a model predicts, without its logits where that is possible.
 
-A pass is stopped short at the output layer: a hook takes the hidden states [R, H] that arrive there
-and hands the layer none. Everything before it is the model's own computation, so this holds for
-every architecture and inside of adapters. What the model does to logits afterwards (a scale, a cap,
-under any name in its config) is measured rather than looked up: the model receives known numbers,
-in float64, in place of the layer's output, and its result shows scale and cap. This is done once
-for each model, and again where its settings have changed since.
+A pass stops at the output layer: a hook takes the hidden states [R, H] that arrive there and passes
+none to the layer. Everything before it is the model's own computation, so this holds for every
+architecture and inside of adapters. What the model does to logits afterwards (a scale, a cap, under
+any name in its config) is measured rather than looked up: the model receives known numbers, in
+float64, in place of the layer's output, and its result shows scale and cap. This is done once for
+each model, and again where its settings have changed since.
 
 An output layer that is more than one product (adapters on it, quantised, sharded, with hooks of
-others), and a model that does something else to its logits, are left alone: then the logits are
+others), and a model that changes its logits in another way, are not handled: then the logits are
 computed.
 """
 
@@ -74,7 +74,7 @@ def token_logprobs_and_squares(
     model: PreTrainedModel, batch: PackedBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [M] as `token_logprobs`, and for each node that predicts the sum over the
-    vocabulary of p^2 [R], the chance that two draws agree; no gradient."""
+    vocabulary of p^2 [R], the probability that two samples agree; no gradient."""
     if (stage := sends_on(model)) is not None:
         return passed_on(model, stage, batch)
 
@@ -135,7 +135,7 @@ class OutputTail(NamedTuple):
 
 
 class LinearOutput(NamedTuple):
-    """What logits are one product of."""
+    """The factors whose product is the logits."""
 
     hidden: torch.Tensor
     """[R, H]"""
@@ -144,8 +144,8 @@ class LinearOutput(NamedTuple):
 
 
 class OutputListener:
-    """While it is open, keeps what goes into the model's output layer: the last hidden states [R,
-    H] of the newest pass."""
+    """While it is open, keeps the input of the model's output layer: the last hidden states [R, H]
+    of the newest pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layer: Any = causal_model(model).get_output_embeddings()
@@ -191,7 +191,7 @@ class _Interceptor(OutputListener):
 
 
 def linear_output(model: PreTrainedModel, batch: PackedBatch) -> LinearOutput | None:
-    """The model's pass up to its output layer, differentiable; None where logits are more than that
+    """The model's pass up to its output layer, differentiable; None if logits are more than that
     layer's products, scaled and capped."""
     layer = causal_model(model).get_output_embeddings()
     is_known, tail = _known_tail(model)

@@ -1,9 +1,9 @@
-"""The passes of a model that is one stage of a pipeline: what it receives and sends on, and the
-placeholders of the log-probs that the last stage makes.
+"""The passes of a model that is one stage of a pipeline: its receives and sends, and the
+placeholders for the log-probs of the last stage.
 
 All stages make the same calls with the same micro-batches. Where the others have no log-probs, they
 have zeros as placeholders, and a loss of those, whose value is not used: its backward pass waits
-for the gradient of what this stage has sent on.
+for the gradient of the hidden states that this stage has sent.
 
 A micro-batch's hidden states [1, N, H], for any N, and their gradient travel between neighbours
 only. A stage waits for a send, and releases its tensor, only when so many later sends have followed

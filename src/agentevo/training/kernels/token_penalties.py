@@ -25,7 +25,7 @@ class PenaltyTable(NamedTuple):
 
     @classmethod
     def of(cls, changes: Mapping[int, PenaltyChanges], device: torch.device) -> PenaltyTable | None:
-        """The table of a batch by its rows; None where nothing changes."""
+        """The table of a batch by its rows; None if nothing changes."""
         if not changes:
             return None
 

@@ -1,8 +1,8 @@
-"""The critic estimates the return that is expected when each token is about to be chosen.
+"""The critic estimates the expected return before each token is chosen.
 
 Its own model (a copy of the policy with a head of one output) or a head on the policy's last hidden
-states. The head starts at 0, so a critic that has learnt nothing expects nothing. With a policy
-that has adapters, its own model is another set of adapters on the same base.
+states. The head starts at 0, so an untrained critic predicts 0. With a policy that has adapters,
+its own model is another set of adapters on the same base.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reference policy, which the policy is kept close to."""
+"""The reference policy, to which the policy stays close."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Reference:
         if missing:
             raise ModelError(
                 f"algorithm.reference_model: {folder} has no {missing[0]} of the policy's shape: "
-                "give a model of the policy's own architecture"
+                f"give a model of the policy's architecture and size"
             )
 
         initial_weights = {name: base_parameters[name].detach() for name in self.weights}

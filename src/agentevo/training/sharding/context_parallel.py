@@ -31,7 +31,7 @@ from agentevo.training.collectives import (
 
 def context_parallel(model: PreTrainedModel, ranks: Ranks) -> None:
     """Has the model's decoder compute this process's stretch of every pass, in place. Raises
-    TrainingError where its heads can't be divided."""
+    TrainingError if its heads can't be divided."""
     check_context(model, ranks.size)
     hook = _ContextStretch(ranks)
     decoder: nn.Module = model.base_model
@@ -40,7 +40,7 @@ def context_parallel(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def check_context(model: PreTrainedModel, size: int, tensor: int = 1) -> None:
-    """Raises TrainingError where so many processes can't divide the model's passes, or where
+    """Raises TrainingError if so many processes can't divide the model's passes, or if
     `tensor` further processes can't divide the heads of each."""
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads

@@ -63,19 +63,19 @@ def expert_parallel(
 
 
 def check_experts(model: PreTrainedModel, size: int, tensor: int = 1) -> dict[str, nn.Module]:
-    """The model's stacks by name. Raises TrainingError where there are none, or where so many
+    """The model's stacks by name. Raises TrainingError if there are none, or if so many
     processes can't share them, each with `tensor` processes that divide its part again."""
     if hasattr(model, "peft_config"):
         raise TrainingError(
-            "trainer.parallel.expert is not possible with adapters (model.lora): set it to 1, and "
-            "share the base by trainer.parallel.shard"
+            "trainer.parallel.expert is not possible with adapters (model.lora): set it to 1, "
+            "and shard the base with trainer.parallel.shard"
         )
 
     stacks = {name: module for name, module in model.named_modules() if is_stack(module)}
     if not stacks:
         raise TrainingError(
-            f"trainer.parallel.expert={size}: {type(model).__name__} has no experts that lie "
-            "stacked in one parameter: set it to 1"
+            f"trainer.parallel.expert={size}: {type(model).__name__} has no experts that are "
+            f"stacked in one parameter: set it to 1"
         )
 
     for stack in stacks.values():

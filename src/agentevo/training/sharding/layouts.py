@@ -28,7 +28,7 @@ the module that FSDP makes from it."""
 
 @dataclass(frozen=True, eq=False)
 class ShardLayout:
-    """How the processes of one group divide a parameter."""
+    """The division of a parameter among the processes of one group."""
 
     ranks: Ranks
     dim: int | None
@@ -157,8 +157,8 @@ def whole_of(
     part: torch.Tensor, parameter: torch.Tensor, layout: ShardLayout | None
 ) -> torch.Tensor:
     """This process's part of a tensor that is divided like the parameter (its weights, a moment) ->
-    the whole tensor on every process, detached; all of them call this. `part` may be what FSDP has
-    left here, or represent that."""
+    the whole tensor on every process, detached; all of them call this. `part` may be FSDP's part of
+    it, or an object that represents that."""
     part = part.detach()
     if isinstance(parameter, DTensor):
         if not isinstance(part, DTensor):
@@ -186,8 +186,8 @@ def whole_shape(parameter: torch.Tensor, layout: ShardLayout | None) -> torch.Si
 def kept(
     tensor: torch.Tensor, parameter: torch.Tensor, layout: ShardLayout | None
 ) -> torch.Tensor | WeightPart:
-    """What a checkpoint keeps of a tensor that is divided like the parameter: this process's part,
-    or all of it where every process has all. `tensor` may be what FSDP has left here."""
+    """The part of a tensor, divided like the parameter, that a checkpoint keeps: this process's
+    part, or all of it if every process has all. `tensor` may be FSDP's part of it."""
     cut = None if layout is None else layout.cut
     if cut is None and not isinstance(parameter, DTensor):
         return tensor.detach()

@@ -9,9 +9,9 @@ All modules stay on every stage, under their names. A module of another stage pa
 through and has no weights: they are slices of length 0 (layouts.py), so optimizers number
 parameters alike everywhere, and saved and gathered tensors are cut like any other slice.
 
-For a stage's passes see kernels/stages.py. An optimization keeps losses back until as many
-micro-batches are under way as stages come after this one: one forward and one backward pass in
-turn, 1F1B (PipeDream-Flush, arXiv 2006.09503), so a stage keeps the activations of at most as many
+For a stage's passes see kernels/stages.py. An optimization delays backward passes until as many
+micro-batches are in progress as stages follow this one: one forward and one backward pass in turn,
+1F1B (PipeDream-Flush, arXiv 2006.09503), so a stage keeps the activations of at most as many
 micro-batches as there are stages. Values that count are those of the last stage
 (`parallel.gathered`).
 """
@@ -64,14 +64,14 @@ class NoEmbeddings:
 
 
 def check_pipeline(model: PreTrainedModel, size: int) -> None:
-    """Raises TrainingError where a model can't be cut into so many stages."""
+    """Raises TrainingError if a model can't be cut into so many stages."""
     if hasattr(model, "peft_config"):
         raise _refusal("adapters (model.lora) are not cut into stages", "set it to 1")
 
     if model.config.get_text_config().tie_word_embeddings:
         raise _refusal(
-            "the model's embeddings are its output layer, too (tie_word_embeddings), so first and "
-            "last stage would both have them",
+            "the model's embeddings are also its output layer (tie_word_embeddings), so the "
+            "first and the last stage would both have them",
             "set it to 1, and use trainer.parallel.shard",
         )
 
@@ -83,8 +83,8 @@ def check_pipeline(model: PreTrainedModel, size: int) -> None:
     if set(plan) != PLAN or unsupported or model.get_output_embeddings() is None:
         what = f" ({unsupported[0]} is something else)" if unsupported else ""
         raise _refusal(
-            f"{type(model).__name__} is not known to be embeddings, layers that take hidden states "
-            f"alone, a norm and an output layer{what}",
+            f"{type(model).__name__} is not known to consist of embeddings, layers that take "
+            f"hidden states alone, a norm and an output layer{what}",
             "set it to 1, and use trainer.parallel.shard",
         )
 

@@ -5,8 +5,8 @@ Which matrices are cut by their outputs and which by their inputs is the archite
 `base_model_tp_plan` in transformers. Every process computes alike the modules that the plan does
 not name (norms, routers). Experts that are stacked in one parameter are cut between experts.
 
-A model is rejected, before anything is changed, where that would not be exact: adapters, a plan
-with steps that are not known here, heads or widths that the number of processes doesn't divide.
+A model is rejected, before anything is changed, if that would not be exact: adapters, a plan with
+steps that are not known here, heads or widths that the number of processes doesn't divide.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _check(model: PreTrainedModel, parts: dict[str, str], ranks: Ranks) -> None:
             style in (COLUMN, ROW) and type(module).__name__.endswith("Linear")
         )
         if not is_supported or (style == HEAD_NORM and not hasattr(module, "weight")):
-            raise _refusal(f"{kind}, whose {name} is cut by the rule {style!r}", "use shard")
+            raise _refusal(f"{kind}, whose {name} needs the unknown rule {style!r}", "use shard")
 
         parent = model.get_submodule(name.rpartition(".")[0])
         for parameter_name, _ in parent.named_parameters():
