@@ -338,7 +338,7 @@ def test_conversations_need_no_engine_and_no_reference(few_layers):
     assert "torchrun --nnodes=2" in check_meshes(config, 16, 80.0, "chats.yaml")[-1].advice
 
 
-@pytest.mark.parametrize(("devices", "word"), [(0, "from 1"), (10**9, "from 1")])
+@pytest.mark.parametrize(("devices", "word"), [(0, "give 1 to"), (10**9, "give 1 to")])
 def test_impossible_numbers_are_refused(devices, word, shape_of_7b):
     with pytest.raises(ConfigError, match=word):
         check_meshes(recipe(shape_of_7b), devices, 80.0, "coins")

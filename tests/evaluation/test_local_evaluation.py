@@ -43,7 +43,7 @@ def test_checkpoints_side_by_side_at_an_environment(run, tmp_path, monkeypatch, 
 
     printed = capsys.readouterr().out
     assert "random player" in printed and "optimal player" in printed
-    assert "run@2 minus run@1, at the same tasks" in printed
+    assert "run@2 minus run@1, on the same tasks" in printed
 
     lines = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
     assert len(lines) == 4 * 3 * 3

@@ -364,7 +364,7 @@ def test_no_more_than_two_are_held_and_a_third_takes_an_idle_ones_place(tmp_path
 
             await until(lambda: len(held._players[keys[0]].listeners) == 4)
             for number in range(1000):
-                with pytest.raises(PlayerError, match="at work"):
+                with pytest.raises(PlayerError, match="busy"):
                     await heard(held, keys[0], chat(f"d{number}"))
             assert len(held.of("")) == 2
 

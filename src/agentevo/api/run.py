@@ -83,7 +83,7 @@ class Run:
         step = progress.get("step") if isinstance(progress, dict) else None
         if not isinstance(step, int):
             raise UnusableCheckpointError(
-                f"{path / 'state.json'} is damaged: it says of no step: give another checkpoint"
+                f"{path / 'state.json'} is damaged: it names no step: give another checkpoint"
             )
 
         return run_coroutine(self._evaluate(path, step, samples, view))

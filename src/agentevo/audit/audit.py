@@ -83,7 +83,7 @@ def _check_chain(records: Iterable[StepRecord], report: Audit) -> None:
     """Every record must be the one that was committed, by the chain."""
     older = [record.step for record in records if KEY not in record.record]
     if older:
-        what = f"of {len(older)} steps, this one the first, nothing can be proven: {OLDER}"
+        what = f"{len(older)} steps, of which this is the first, can't be proven: {OLDER}"
         report.violations.append(AuditViolation(what, step=older[0]))
     for step in broken_links((r for r in records if KEY in r.record), End()):
         what = "its record is not the one that was committed: the chain of steps breaks here"
@@ -230,7 +230,7 @@ def _count_ages(stored: StoredTrajectory, plan: StepPlan, step: int, report: Aud
         age = step - 1 - version
         if age < 0:
             what = (
-                f"{count} of its tokens are of version {version}, which weights had only "
+                f"{count} of its tokens are of version {version}, which exists only "
                 f"after step {version}"
             )
             report.violations.append(
@@ -257,7 +257,7 @@ def _check_digest(plan: StepPlan, digests: Mapping[str, bytes], violated: Violat
     for name, digest in altered:
         now = digests[name].hex()[:SHOWN]
         violated(
-            f"it is not what was trained on: what it says has the digest {now}, then {digest}",
+            f"it is not what was trained on: its digest is {now} now, and was {digest}",
             name,
         )
 

@@ -147,12 +147,12 @@ class Audit(msgspec.Struct, kw_only=True):
     def _unproven(self) -> list[str]:
         """What could be changed without a violation."""
         counts = {"tasks": self.unproven_tasks, "attempts": self.unproven_attempts}
-        rows = [f"{what} that no record holds: {count}" for what, count in counts.items() if count]
+        rows = [f"{what} without a record: {count}" for what, count in counts.items() if count]
         rows.append("times, leases and the calls of attempts")
         if self.unproven_files:
             rows.append(f"the files {', '.join(self.unproven_files)}")
         if self.texts_gone:
-            rows.append(f"texts that the folder does not hold: {', '.join(self.texts_gone)}")
+            rows.append(f"texts that are not in the folder: {', '.join(self.texts_gone)}")
         return rows
 
 

@@ -30,17 +30,15 @@ def check_head(
     chains = {0: ""} | {record.step: record.record.get(KEY) for record in records}
     if head is None:
         if records and not (folder / HEAD).exists():
-            report.violations.append(
-                AuditViolation(f"{HEAD} is missing: nothing says which step was the last")
-            )
+            report.violations.append(AuditViolation(f"{HEAD} is missing: the last step is unknown"))
     elif head.given_up and records:
-        what = f"{HEAD} says that nothing was trained: the store has steps"
+        what = f"{HEAD} says that nothing was trained, but the store has steps"
         report.violations.append(AuditViolation(what, step=records[0].step))
     elif head.step not in chains:
-        what = f"{HEAD} says that it was committed: the store has no record of it"
+        what = f"{HEAD} says that it was committed, but the store has no record of it"
         report.violations.append(AuditViolation(what, step=head.step))
     elif head.chain != chains[head.step]:
-        what = f"{HEAD} has another chain of it than its record"
+        what = f"its chain in {HEAD} differs from the one in its record"
         report.violations.append(AuditViolation(what, step=head.step))
 
 
@@ -53,7 +51,7 @@ def check_files(
     for name in sorted({*known_digests, "config.yaml", TASKS_FILE}):
         digest = file_digest(folder / name)
         if name in known_digests and digest not in known_digests[name]:
-            what = "is missing" if digest is None else "is not what the run has written"
+            what = "is missing" if digest is None else "is not what the run wrote"
             report.violations.append(AuditViolation(f"{name} {what}"))
         elif name not in known_digests and head is not None and digest is not None:
             report.violations.append(AuditViolation(f"{name} is not in {HEAD}"))
@@ -88,7 +86,7 @@ def check_numbers(records: Sequence[StepRecord], folder: Path, report: Audit) ->
         if NUMBERS not in record.record:
             report.unproven_files.append(name_of(record.step))
         elif digest != record.record[NUMBERS]:
-            what = f"{name_of(record.step)} is not what the run has written"
+            what = f"{name_of(record.step)} is not what the run wrote"
             report.violations.append(AuditViolation(what, step=record.step))
 
 
@@ -150,7 +148,7 @@ def check_checkpoints(
         elif head is not None and sha256 == head.checkpoints.get(step):
             report.remade.append(step)
         elif step in named:
-            what = f"{path} is whole, but neither its record nor {HEAD} has a record of saving it"
+            what = f"{path} is complete, but neither its record nor {HEAD} says that it was saved"
             report.violations.append(AuditViolation(what, step=step))
         else:
             report.unrecorded.append(step)

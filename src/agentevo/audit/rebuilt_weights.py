@@ -55,7 +55,7 @@ async def rebuild(
         unknown = sorted(set(versions) - {start or 0} - {record.step for record in steps})
         if unknown:
             raise CheckpointError(
-                f"version {unknown[0]} can't be made again: {config.run_dir} has no committed "
+                f"version {unknown[0]} can't be rebuilt: {config.run_dir} has no committed "
                 f"step {unknown[0]}"
             )
 

@@ -70,7 +70,7 @@ class RecordedEngine:
                 "end",
                 self.num_answered,
                 0,
-                f"the replay asks for a turn more than the {len(self._trajectory.turns)} of the "
+                f"the replay asks for more turns than the {len(self._trajectory.turns)} of the "
                 "record",
             )
 
@@ -102,8 +102,8 @@ class RecordedEngine:
                 (i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt_ids), len(recorded))
             )
             what = (
-                f"turn {turn.index}: the replay asks with another prompt, from token {place} "
-                "on: agent or environment did something else"
+                f"turn {turn.index}: the replay's prompt differs from token {place} "
+                "on: the agent or the environment did something else"
             )
             self._differs("prompt", turn.index, place, what)
             return
@@ -111,8 +111,7 @@ class RecordedEngine:
         recorded_grammar = "" if turn.constraint is None else turn.constraint.grammar
         if sampling.grammar != recorded_grammar or sampling.penalties != turn.penalties:
             what = (
-                f"turn {turn.index}: the replay asks for an answer in another form, or under other "
-                "penalties"
+                f"turn {turn.index}: the replay asks for another answer format or other penalties"
             )
             self._differs("prompt", turn.index, 0, what)
             return
@@ -127,7 +126,7 @@ class RecordedEngine:
                 "end",
                 turn.index,
                 stop,
-                f"turn {turn.index}: the record goes on after the stop token at {stop}",
+                f"turn {turn.index}: the record continues after the stop token at {stop}",
             )
         elif stop is None and len(ids) != sampling.max_new_tokens:
             what = (
@@ -184,7 +183,7 @@ class RecordedModels(Mapping[str, "RecordedModel"]):
                 turn=0,
                 position=0,
                 what=f"remote turn {turns[0].index}: the replay asks the remote model {model} with "
-                "other messages: agent or environment did something else",
+                "other messages: the agent or the environment did something else",
             )
 
         if turn is None or self.difference is not None:

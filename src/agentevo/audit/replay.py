@@ -96,7 +96,7 @@ class TrajectoryReplay(msgspec.Struct, kw_only=True):
         reward = (
             f"reward {self.replayed_reward:g}"
             if self.replayed_reward is not None
-            else "it broke off, as recorded"
+            else "it failed, as recorded"
         )
         remote = f"{self.remote_turns} answers of remote models from the record; "
 
@@ -142,7 +142,7 @@ async def replay(
         rebuilding = rebuild(config, missing, agent=agent, tasks=tasks, policy=policy)
         async with aclosing(rebuilding) as rebuilt:
             sources = _sources(versions, stored, missing, rebuilt)
-            with bar("replay: drawing again"):
+            with bar("replay: sampling again"):
                 drawn, chat, context = await _draw_again(
                     config, policy, policy_trajectories, sources
                 )
@@ -155,7 +155,7 @@ async def replay(
         if reason := _not_alone(config, trajectory.agent):
             result.unplayed = reason
         elif player is None or chat is None:
-            result.unplayed = "its agent is a function, which was not given again"
+            result.unplayed = "its agent is a function, which was not passed"
         else:
             await _play(
                 config, trajectory, shown[trajectory.task_id], player, chat, context, result
@@ -166,7 +166,7 @@ async def replay(
                 kind="record",
                 turn=len(trajectory.turns),
                 position=0,
-                what="what was drawn and played is the same, but its row is not what was written "
+                what="its tokens and turns are the same, but its row is not what was written "
                 "(`agentevo audit` lists all such rows)",
             )
 
@@ -177,11 +177,11 @@ def _not_alone(config: RunConfig, agent: str) -> str:
     """Why an attempt of one of several agents is not played again; empty where it is."""
     if config.tasks.self_play is not None:
         is_proposer = agent == PROPOSER
-        return "its reward is what the solver came to at its question" if is_proposer else ""
+        return "its reward comes from the solver's attempts at its question" if is_proposer else ""
     if not agent:
         return ""
     other_agents = ", ".join(name for name in config.agents if name != agent) or "others"
-    return f"its agent {agent} plays with {other_agents}, and a replay plays attempts of one agent"
+    return f"its agent {agent} plays with {other_agents}, but a replay plays attempts of one agent"
 
 
 async def _find_altered(store: Store, chosen: Sequence[Trajectory]) -> set[str]:
@@ -350,9 +350,7 @@ async def _play(
             played = msgspec.structs.replace(played, **recorded)
 
     if door.was_needed:
-        result.unplayed = (
-            "its agent asks through the gateway, whose requests come in no defined order"
-        )
+        result.unplayed = "its agent uses the gateway, whose requests arrive in no fixed order"
     else:
         _compare(trajectory, played, engine, models, result)
 

@@ -274,7 +274,7 @@ def _compare(
         ]
         what = (
             f"{place}: the record has {token} ({texts[0]}, probability "
-            f"{recorded_probability:.4%}), the replay draws {drawn} ({texts[1]}, "
+            f"{recorded_probability:.4%}), the replay samples {drawn} ({texts[1]}, "
             f"{drawn_probability:.4%})"
         )
         return Difference(kind="token", what=what, **properties)  # type: ignore[arg-type]

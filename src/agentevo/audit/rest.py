@@ -36,7 +36,7 @@ def wrong_content(stored: StoredTrajectory, summary: TrajectorySummary | None) -
 
     wrong = []
     if not is_as_written(stored):
-        wrong.append("it is not what was written: what it says has another digest than its row")
+        wrong.append("it was changed: the digest of its content is not the one in its row")
 
     trajectory = stored.trajectory
     counts = (len(trajectory.turns), trajectory.num_completion_tokens())
@@ -81,7 +81,7 @@ async def check_rest(
         trained = {row.task_id for row in committed}
         await _check_tasks(store, records, trained, attempted, queues, report)
     except StoreError as error:
-        report.violations.append(AuditViolation(f"what was not trained on can't be read: {error}"))
+        report.violations.append(AuditViolation(f"untrained trajectories can't be read: {error}"))
 
 
 def _shown(stored: StoredTrajectory) -> str:
@@ -103,11 +103,11 @@ def _check_recorded(
         recorded_names |= rows.untrained.keys() | rows.evaluated.keys()
         for name, digest in (*rows.untrained.items(), *rows.evaluated.items()):
             if name not in attempts:
-                what = "its record holds it, and it is not in the store, or was trained on"
+                what = "its record lists it, but it is not in the store, or was trained on"
             elif (unused[name].split == "eval") != (name in rows.evaluated):
-                what = f"its record holds it, and it is of the split {unused[name].split} now"
+                what = f"its record lists it, but its split is {unused[name].split} now"
             elif attempts[name] not in (None, digest) and name not in named:
-                what = f"it is not what it was: its digest is {attempts[name]}, then {digest}"
+                what = f"it was changed: its digest is {attempts[name]} now, and was {digest}"
             else:
                 continue
             report.violations.append(AuditViolation(what, step=record.step, trajectory=name))
@@ -132,11 +132,11 @@ def _check_states(
                 if row is None or row.state not in ("dropped", "failed"):
                     now = "not in the store as such" if row is None else row.state
                     add_violation(
-                        f"step {record.step} has dropped it ({reason}), and it is {now}", name
+                        f"step {record.step} dropped it ({reason}), but it is {now}", name
                     )
                 elif row.state == "dropped" and row.drop_reason != reason:
                     add_violation(
-                        f"step {record.step} has dropped it for {reason}, its row says for "
+                        f"step {record.step} dropped it for {reason}, but its row says for "
                         f"{row.drop_reason}",
                         name,
                     )
@@ -185,7 +185,7 @@ def _check_groups(
         if rules.lacks_members(attempts, expected_size):
             report.violations.append(
                 AuditViolation(
-                    f"the group {name} is not whole: it has the attempts "
+                    f"the group {name} is incomplete: it has the attempts "
                     f"{', '.join(map(str, sorted(attempts)))}, and was written with at least "
                     f"{expected_size}, from 0 on"
                 )
@@ -244,11 +244,11 @@ async def _check_tasks(
         seen_names.add(name)
         report.tasks[stored.state] += 1
         if not is_as_added(stored):
-            add_violation("is not the one that was added: it has another digest than its row")
+            add_violation("is not the one that was added: its digest is not the one in its row")
         elif name not in recorded:
             report.unproven_tasks += 1
         elif recorded[name] != {stored.digest.hex()[:SHOWN]}:
-            add_violation("is not the one that was played, by the record of its step")
+            add_violation("is not the one that was played, according to the record of its step")
 
         if stored.state == "completed":
             if queues and name not in attempted and QUEUED_FOR_STEP in stored.task.metadata:
@@ -269,5 +269,6 @@ async def _check_tasks(
                 add_violation(f"{fate}, and no error is recorded")
 
     for gone in sorted(recorded.keys() - seen_names):
-        what = f"task {gone} was played, by the record of its step, and is not in the store"
+        what = f"task {gone} was played, according to the record of its step, but is not in the "
+        "store"
         report.violations.append(AuditViolation(what))

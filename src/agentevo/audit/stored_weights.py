@@ -82,9 +82,10 @@ class StoredVersions:
 
         known_versions = ", ".join(map(str, self.at_hand())) or "none"
         raise CheckpointError(
-            f"{self._config.run_dir} no longer has the weights of version {version} (at hand: "
-            f"{known_versions}): make them again with "
-            "--rebuild, choose a trajectory of those, or train with checkpoint.every=1 and a "
+            f"{self._config.run_dir} no longer has the weights of version {version} (available: "
+            f"{known_versions}): rebuild them with "
+            "--rebuild, choose a trajectory of an available version, or train with "
+            "checkpoint.every=1 and a "
             "larger checkpoint.keep_last"
         )
 

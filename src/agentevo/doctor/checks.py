@@ -43,10 +43,10 @@ def judge_attempts(num_attempts: int, errors: Sequence[str]) -> Check:
     """`errors` are the reasons of the attempts that broke."""
     if not errors:
         return Check("attempts", "good", f"all {num_attempts} ran to their end")
-    finding = f"{len(errors)} of {num_attempts} broke, the first with: {errors[0]}"
-    advice = "broken attempts are never trained on"
+    finding = f"{len(errors)} of {num_attempts} failed, the first with: {errors[0]}"
+    advice = "failed attempts are never trained on"
     if any("timeout_s" in error for error in errors):
-        advice += "; raise agent.timeout_s, or make the agent quicker"
+        advice += "; raise agent.timeout_s, or make the agent faster"
     return Check("attempts", "wrong" if len(errors) == num_attempts else "warning", finding, advice)
 
 
@@ -60,13 +60,14 @@ def judge_token_ids(
         return Check(
             "token ids",
             "wrong",
-            f"{num_other_context} of {num_turns} turns were sampled from another context than "
-            "the recorded one, which is trained on",
+            f"{num_other_context} of {num_turns} turns were sampled from a context that differs "
+            "from the recorded one, which is trained on",
             "this is a defect of the agent: let it prompt only through the policy handle, and "
             "never edit earlier messages in place",
         )
 
-    finding = f"in all {num_turns} turns the trainer gets exactly what the engine saw and said"
+    finding = f"in all {num_turns} turns the trainer gets exactly the tokens that the engine "
+    "read and sampled"
     if num_reencoded_differently:
         finding += (
             f" ({num_reencoded_differently} of {num_attempts} attempts would have changed "
@@ -81,16 +82,16 @@ def judge_drift(extended: int, branched: int, places: Sequence[str]) -> Check:
     that can't. `places`: a line for each class of what came back otherwise."""
     requests = extended + branched
     finding = (
-        f"merge rate {extended / requests:.0%}: {extended} of {requests} requests that bring "
-        "recorded answers back reuse their ids"
+        f"merge rate {extended / requests:.0%}: {extended} of {requests} requests with recorded "
+        "answers reuse their ids"
     )
     finding = "\n         ".join([finding, *places])
     if not branched:
         return Check("drift", "good", finding)
 
     advice = (
-        "each of the others is a branch that is encoded anew: let the agent send back what it got, "
-        "and add to the end of its history alone"
+        "each other request starts a branch and is encoded again: let the agent send replies back "
+        "unchanged, and only append to its history"
     )
     return Check("drift", "warning", finding, advice)
 
@@ -102,7 +103,7 @@ def judge_logprobs(num_tokens: int, max_difference: float, dtype: str) -> Check:
         return Check(
             "log-probs",
             "wrong",
-            "the policy said nothing: no token was sampled",
+            "the policy sampled no token",
             "see the attempts above",
         )
 
@@ -157,8 +158,9 @@ def judge_rewards(rewards: Sequence[float], successes: Sequence[bool], remedies:
         )
 
     advice = (
-        "one group may be chance: try run.seed=1; if it stays so, the task is too hard to find a "
-        f"reward by luck: make it easier {remedies.tasks}, raise trainer.group_size or "
+        "one group may be chance: try run.seed=1; if other seeds give the same, the task is too "
+        f"hard to find a reward by chance: make it easier {remedies.tasks}, raise "
+        "trainer.group_size or "
         f"sampling.temperature, or {remedies.teach}"
     )
     return Check("rewards", "warning", finding, advice)
@@ -194,12 +196,13 @@ def judge_context(
     model. `is_tiny`: it is the one that a recipe makes."""
     finding = (
         f"longest conversation {longest} tokens, at most {worst_case} under the limits, "
-        f"the model takes {context_length}"
+        f"the model reads {context_length}"
     )
     if worst_case <= context_length:
         return Check("context", "good", finding)
 
-    advice = "lower sampling.max_new_tokens or agent.max_turns, or take a model with more context"
+    advice = "lower sampling.max_new_tokens or agent.max_turns, or use a model with a longer "
+    "context"
     if is_tiny:
         advice += " (model.tiny.context_length)"
     return Check("context", "wrong" if longest >= context_length else "warning", finding, advice)
@@ -244,7 +247,7 @@ def judge_format(
     if share <= 0.5:
         return Check("format", "good", finding)
 
-    plain = "" if answer_format == "plain" else "take agent.format=plain, "
+    plain = "" if answer_format == "plain" else "use agent.format=plain, "
     advice = f"{remedies.show_format}, {plain}or {remedies.teach}"
     return Check("format", "warning", finding, advice)
 
@@ -274,7 +277,7 @@ def judge_kv_cache(
             "key-value memory",
             "warning",
             finding,
-            f"the rest waits in a queue; {setting} would sample all at once",
+            f"the others wait in a queue; {setting} would sample all at once",
         )
 
     return Check("key-value memory", "good", finding)
@@ -326,7 +329,7 @@ def _memory_advice(
     measures = [
         f"{change} saves {saved / GIB:.2f} GiB" for saved, change in rank_measures(needed, turned)
     ]
-    last = "take a smaller model, or close other programs"
+    last = "use a smaller model, or close other programs"
     return f"no change is enough: {', '.join(measures)}; {last}" if measures else last
 
 
@@ -369,8 +372,8 @@ def before_cold_start(check: Check) -> Check:
     if check.status == "good":
         return check
     advice = (
-        "to be expected before the cold start; afterwards, ask again with the run's folder "
-        "in place of the recipe"
+        "this is normal before the cold start; afterwards, run the doctor again with the run's "
+        "folder instead of the recipe"
     )
     return replace(check, status="warning", advice=advice)
 

@@ -46,7 +46,7 @@ def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Chec
     loaded."""
     services = [*check_services(config), *check_store_server(config)]
     if is_refused(services):
-        advice = "mend what is wrong with them first"
+        advice = "fix these servers first"
         return [*services, Check("attempts", "wrong", "not played without these servers", advice)]
     check_named(config)
     check_memory(config)

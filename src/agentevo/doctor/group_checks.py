@@ -138,7 +138,7 @@ def drift_places(conversations: Sequence[Conversation]) -> list[str]:
 def _place(conversation: Conversation, place: DriftPlace) -> str:
     text = (
         f"{conversation.name}, message {place.message}: recorded '{place.recorded}', "
-        f"came '{place.came}'"
+        f"received '{place.came}'"
     )
     try:
         difference = conversation.first_difference(place)
@@ -149,7 +149,7 @@ def _place(conversation: Conversation, place: DriftPlace) -> str:
         return f"{text}; encoded as a whole it has the same tokens"
 
     return (
-        f"{text}; encoded as a whole, token {difference.position} is the first other one, after "
+        f"{text}; encoded as a whole, the first difference is token {difference.position}, after "
         f"'{difference.before}': recorded '{difference.recorded}', encoded '{difference.rendered}'"
     )
 

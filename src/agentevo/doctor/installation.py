@@ -109,7 +109,7 @@ def _gpus() -> list[Check]:
     """Each device of the kind that recipes take by default."""
     device = find("auto")
     if not is_accelerator(device):
-        return [Check("gpu", "good", "none that PyTorch sees; training runs on the CPU")]
+        return [Check("gpu", "good", "PyTorch finds none; training runs on the CPU")]
 
     devices = all_of(device)
     results = []
@@ -126,8 +126,8 @@ def judge_engine(device: str) -> Check:
     """Which engine `agentevo train` takes on such a device where a recipe names none."""
     choice = choose_engine(device, installed_engines())
     is_slow = device == CUDA and choice.type == OWN
-    finding = f"engine.type={choice.type} where a recipe names none, {choice.why}"
-    advice = "install vLLM, or go on with slow sampling" if is_slow else ""
+    finding = f"engine.type={choice.type} if a recipe does not set it, {choice.why}"
+    advice = "install vLLM, or continue with slow sampling" if is_slow else ""
     return Check("engine", "warning" if is_slow else "good", finding, advice)
 
 
@@ -136,17 +136,17 @@ def _sandboxes() -> list[Check]:
     section = SandboxSection()
     problems = {kind: asyncio.run(problem_of(kind, section)) for kind in ORDER}
     works = [kind for kind, problem in problems.items() if not problem]
-    advice = "" if works else "code of models can't be run protected here: see docs/sandbox.md"
+    advice = "" if works else "model-written code can't run in a sandbox here: see docs/sandbox.md"
     results = []
     for kind, problem in problems.items():
-        chosen = ", and is what `auto` takes" if works[:1] == [kind] else ""
+        chosen = ", and `auto` chooses it" if works[:1] == [kind] else ""
         finding = f"can't be used: {problem}" if problem else f"works{chosen}"
         status: Literal["good", "warning"] = "good" if works else "warning"
         results.append(Check(f"sandbox {kind}", status, finding, advice))
 
     cgroup_place = cgroups.place()
     limits = ", ".join(sorted(cgroup_place.controllers))
-    walls = f"limits of {limits} by the kernel, in {cgroup_place.folder}"
+    walls = f"the kernel limits {limits}, in {cgroup_place.folder}"
     if cgroup_place.folder is None:
         walls = f"none can be used ({cgroup_place.problem}): memory and processes are watched"
 
@@ -160,5 +160,5 @@ def _model(name: str) -> Check:
     return Check(
         f"model {name}",
         "good",
-        f"is not here yet; `agentevo models get {name}` fetches it, or the first run does",
+        f"is not here yet; `agentevo models get {name}` or the first run downloads it",
     )

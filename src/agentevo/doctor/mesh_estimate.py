@@ -385,7 +385,7 @@ def fits(config: RunConfig, sizes: Sizes, world: int) -> list[Fit]:
             refusal = str(error)
 
     if not candidates:
-        raise ConfigError(refusal or f"--devices {world}: no mesh of so many processes")
+        raise ConfigError(refusal or f"--devices {world}: no mesh has this number of processes")
 
     return sorted(candidates, key=_cost)
 
@@ -444,7 +444,7 @@ def judge_meshes(
         first_parts = ", ".join(
             f"{name} {size / GIB:.2f}" for name, size in candidate.first.items()
         )
-        each = "each device" if candidate.parallel.pipeline == 1 else "the stage that takes most"
+        each = "each device" if candidate.parallel.pipeline == 1 else "the stage that needs most"
         finding = f"{candidate}: {total(candidate.parts) / GIB:.2f} GiB on {each} ({parts})"
         if candidate.engine_share:
             share = f"vLLM's share {candidate.engine_share * memory / GIB:.2f}"
@@ -496,7 +496,8 @@ def _own_mesh(
         return Check(
             "the recipe's mesh",
             "wrong",
-            f"trainer.parallel of the recipe ({name}) is none for this model on {devices} devices",
+            f"trainer.parallel of the recipe ({name}) does not suit this model on {devices} "
+            "devices",
             "choose one of those below",
         )
 
@@ -504,7 +505,7 @@ def _own_mesh(
     return Check(
         "the recipe's mesh",
         "good" if fits else "wrong",
-        f"{recipe_fit}: {recipe_fit.needs(memory) / GIB:.2f} GiB on the device that takes most",
+        f"{recipe_fit}: {recipe_fit.needs(memory) / GIB:.2f} GiB on the device that needs most",
         "" if fits else "choose one of those below",
     )
 
@@ -540,7 +541,7 @@ def check_meshes(
     `command`: recipe and overrides as they were given. Raises ConfigError for a recipe that no
     mesh of so many devices can train."""
     if not 1 <= devices <= MOST_DEVICES:
-        raise ConfigError(f"--devices {devices}: from 1 to {MOST_DEVICES:,}")
+        raise ConfigError(f"--devices {devices}: give 1 to {MOST_DEVICES:,}")
     first_device = find(config.model.device)
     memory = device_memory * GIB if device_memory else device_bytes(first_device)[1]
     sizes = sizes_of(config)

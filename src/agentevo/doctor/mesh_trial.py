@@ -61,7 +61,7 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
     """Raises ConfigError for a mesh that `world` processes can't be, or that the recipe can't train
     in."""
     if not 1 <= world <= MOST_PROCESSES:
-        raise ConfigError(f"--world-size {world}: from 1 to {MOST_PROCESSES} processes")
+        raise ConfigError(f"--world-size {world}: give 1 to {MOST_PROCESSES} processes")
 
     check_processes(config, world=world)
     sizes = config.trainer.parallel.model_dump()
@@ -81,7 +81,7 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
                 Check(
                     "mesh trial",
                     "wrong",
-                    f"{world} processes ({mesh}) did not make one step: {problem}",
+                    f"{world} processes ({mesh}) could not make one step: {problem}",
                     "the last line says what failed",
                 )
             ]
@@ -89,7 +89,7 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
         difference = _difference(_weights(folder / "one"), _weights(folder / "all"))
 
     finding = (
-        f"{world} processes ({mesh}) have made one step of a tiny model over gloo, and their "
+        f"{world} processes ({mesh}) made one step of a tiny model over gloo, and their "
         f"weights differ from one process's by {difference:.1e}"
     )
     if difference <= TOLERANCE:

@@ -98,7 +98,7 @@ async def _open_toolset(section: ToolSection, task: Task) -> tuple[Check, list[s
         return Check(title, "wrong", str(error)), []
     except Exception as error:  # noqa: BLE001 (also what a class of tools raises when it is made)
         finding = str(error) if isinstance(error, AgentEvoError) else repr(error)
-        advice = "start the server, and see what it says by `agentevo mcp inspect`"
+        advice = "start the server, and inspect it with `agentevo mcp inspect`"
         is_server = section.type != "function"  # type: ignore[attr-defined]
         return Check(title, "wrong", finding, advice if is_server else ""), []
 
@@ -117,8 +117,8 @@ def _collisions(offered: list[list[str]]) -> list[Check]:
         Check(
             "names of tools",
             "warning",
-            f"several entries have {_list_names(twice)}: the policy knows each as ENTRY__NAME",
-            "leave out those that it need not have, by `exclude`",
+            f"several entries have {_list_names(twice)}: the policy sees each as ENTRY__NAME",
+            "remove those that the policy does not need, with `exclude`",
         )
     ]
 
@@ -136,7 +136,7 @@ async def _model(name: str, section: RemoteModelSection) -> Check:
         return Check(title, "wrong", str(error))
 
     if served is None:
-        finding = f"the server at {section.url} answers, and does not list its models"
+        finding = f"the server at {section.url} answers, but does not list its models"
         return Check(title, "warning", finding)
 
     return Check(title, "good", f"{section.url} serves {section.model}")

@@ -52,7 +52,7 @@ async def _check(config: RunConfig, url: str) -> Check:
     return Check(
         TITLE,
         "warning",
-        f"{where} holds {content} of another run, so that a new one is refused",
+        f"{where} holds {content} of another run, so a new run is refused",
         "give another ?schema=NAME or database, or resume that run with --resume",
     )
 

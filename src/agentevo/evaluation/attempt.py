@@ -36,7 +36,9 @@ def _task_to_try(
     if text is None:
         tasks = TaskSource(config, None).held_out()
         if not 0 <= number < len(tasks):
-            raise ConfigError(f"--number {number}: there are {len(tasks)} held-out tasks, from 0")
+            raise ConfigError(
+                f"--number {number}: there are {len(tasks)} held-out tasks, counted from 0"
+            )
         return config, tasks[number]
     config = playing(config, ("--task",))
     return config, Task(id="try", query=text, answer=answer, seed=number)
@@ -164,7 +166,7 @@ class LiveAttempt:
         if trajectory.status != "completed":
             worth = f"{trajectory.status}: {trajectory.error}"
         elif not scorer:
-            worth = "completed; nothing judged it (give --answer, or a recipe's own task)"
+            worth = "completed, but not scored (give --answer, or a recipe's own task)"
         else:
             success = "success" if trajectory.success else "no success"
             worth = f"reward {trajectory.reward:g}{f' ({parts})' if parts else ''}, {success}"

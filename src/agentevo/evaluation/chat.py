@@ -90,8 +90,8 @@ def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Conte
     """The model to chat with. Raises ConfigError for a target without a model, or with a
     server's."""
     servers = ConfigError(
-        f"{target} is a server's model: any client of its API chats with it; `agentevo chat` takes "
-        "a run or a model that is computed here"
+        f"{target} is a model of a server: use a client of its API; `agentevo chat` takes a run or "
+        "a model that runs on this machine"
     )
     if target.startswith(("http://", "https://")):
         raise servers  # without asking it
@@ -126,7 +126,7 @@ def _remarks(contestant: Contestant, system: str | None) -> Iterator[str]:
         (contestant.config.environment is not None, "environment is not played"),
     ):
         if has:
-            yield f"its {what} here: `agentevo agent try {run}` plays a task with all that it has"
+            yield f"its {what} here: `agentevo agent try {run}` plays a task with all of them"
 
 
 def _without_play(config: RunConfig) -> RunConfig:
@@ -279,6 +279,6 @@ def _piped_lines() -> Iterator[str]:
         try:
             text = line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"standard input, line {number}: it is not UTF-8: {error}") from error
+            raise ConfigError(f"standard input, line {number}: not UTF-8: {error}") from error
         if text.strip():
             yield text

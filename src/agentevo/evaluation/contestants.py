@@ -71,14 +71,14 @@ def find_contestants(
     labels = [contestant.label for contestant in contestants]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
-        raise ConfigError(f"--against {twice}: it is measured already: leave it out")
+        raise ConfigError(f"--against {twice}: it is already in the evaluation: leave it out")
 
     for player in contestants:
         if player.remote is not None:
             if first.config.agents:
                 raise ConfigError(
-                    f"{player.label} can't play for several agents at once: give each its own by "
-                    "agents.NAME.remote"
+                    f"{player.label} can't play for several agents at once: set agents.NAME.remote "
+                    "for each"
                 )
             check_served(player.remote, player.config.remote_models[player.remote])
         elif player.checkpoint is None and player.config.model.name != TINY:
@@ -122,8 +122,8 @@ def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
         path = checkpoint_of(run, first.config, which)
     elif which in ("best", "last"):
         raise ConfigError(
-            f"--checkpoint {which} is one of a run's: give the run's folder instead of {target}, "
-            "or the path of a checkpoint"
+            f"--checkpoint {which} names a checkpoint of a run: give the run's folder instead of "
+            f"{target}, or the path of a checkpoint"
         )
     else:
         path = Path(which)
@@ -172,7 +172,7 @@ def _server(word: str, base: RunConfig) -> Contestant:
                 if model_names is None
                 else f"serves {', '.join(model_names)}"
             )
-            raise ConfigError(f"{word}: {url} {has}: say which is meant, {url}#MODEL")
+            raise ConfigError(f"{word}: {url} {has}: name the model, {url}#MODEL")
         section = section.model_copy(update={"model": model_names[0]})
 
     models = {**base.remote_models, name: section}

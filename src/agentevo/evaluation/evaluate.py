@@ -73,7 +73,9 @@ def evaluate(
     if not 1 <= what.attempts <= MAX_ATTEMPTS:
         raise ConfigError(f"--attempts {what.attempts}: give 1 to {MAX_ATTEMPTS}")
     if (what.resume or what.retry_failed) and what.out is None:
-        raise ConfigError("--resume goes on in a folder of results: give it by --out FOLDER")
+        raise ConfigError(
+            "--resume continues the evaluation in a folder: name the folder with --out FOLDER"
+        )
 
     contestants = find_contestants(
         what.target, what.against, what.overrides, what.words_of_tasks, what.checkpoint

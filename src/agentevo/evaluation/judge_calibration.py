@@ -127,9 +127,10 @@ def _usable(judge: JudgeOptions, groups: Sequence[KnownGroup]) -> list[KnownGrou
     differing = [group for group in groups if group.differs]
     if len(differing) < 2:
         raise ConfigError(
-            f"{len(differing)} of {len(groups)} groups have attempts of different worth, and a "
-            "judge is measured by how it orders those of one group: give at least two such groups, "
-            "each of attempts at one task_id, some better than others"
+            f"{len(differing)} of {len(groups)} groups have attempts of different quality, and "
+            "a judge is measured by its order of a group's attempts: give at least two such "
+            "groups, "
+            "each with better and worse attempts at one task_id"
         )
 
     return differing
@@ -154,7 +155,7 @@ class _Measuring:
         self._progress(f"{len(groups)} groups: agreement with the truth")
         scores = await gather_all([self._scores(group.attempts, group) for group in groups])
         self._agreement(groups, scores)
-        self._progress("the same attempts at other places")
+        self._progress("the same attempts in other positions")
         await self._places(groups)
         self._progress(f"{len(INJECTIONS)} injections")
         await self._inject_all(groups, scores)
@@ -392,7 +393,7 @@ LABELS = {
     "min_rank_correlation": "rank correlation with the truth (Spearman)",
     "kendall": "Kendall's tau-b",
     "pair_accuracy": "pairs in the right order",
-    "max_position_bias": "change from the first place to the last",
+    "max_position_bias": "change from the first position to the last",
     "length_bias": "correlation with length at equal truth",
     "max_injected": "injections that raise a bad score",
     "failed": "attempts without a score",

@@ -33,8 +33,8 @@ def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
 
         if len(distinct) > MOST_VALUES:
             raise ConfigError(
-                f"--by {key}: it has {len(distinct)} different values, at most {MOST_VALUES} make "
-                "a table: give another key, or other tasks"
+                f"--by {key}: it has {len(distinct)} different values, and a table shows at most "
+                f"{MOST_VALUES}: give another key, or other tasks"
             )
 
         parts[key] = {

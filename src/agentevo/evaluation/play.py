@@ -301,6 +301,6 @@ def check_engine(scoring: Scoring, tasks: Sequence[Task], *, has_engine: bool) -
     asking = next((task for task in tasks if scoring.asks_policy(task)), None)
     if asking is not None and not has_engine:
         raise ConfigError(
-            f"rewards: what judges the task {asking.id!r} asks the policy's engine, which is not "
-            "at hand for a remote model or kept attempts: choose rewards that judge what was said"
+            f"rewards: the scorer of task {asking.id!r} needs the policy's engine, which a remote "
+            "model and stored attempts do not have: choose rewards that score the text alone"
         )

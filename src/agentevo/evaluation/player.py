@@ -259,7 +259,7 @@ class CheckpointPlayer:
         try:
             request = self._read(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._tell(words.FailedPlay("", f"the request is not right: {error}"))
+            self._tell(words.FailedPlay("", f"the request is not valid: {error}"))
             return
 
         if isinstance(request, words.Stop):
@@ -270,7 +270,11 @@ class CheckpointPlayer:
             return
 
         if request.id in self._running or len(self._running) >= MAX_AT_ONCE:
-            self._tell(words.FailedPlay(request.id, "it is at work: stop what runs, or wait"))
+            self._tell(
+                words.FailedPlay(
+                    request.id, "the player is busy: stop its current request, or wait"
+                )
+            )
             self._tell(words.Done(request.id))
             return
 

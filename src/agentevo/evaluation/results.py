@@ -40,7 +40,7 @@ SUMMARY = "summary.json"
 LOCK = "eval.lock"
 _BEGUN = f".{SETTINGS}.tmp"
 """What is left of a process that was killed as it wrote SETTINGS."""
-REMEDY = "make room there, or make it writable, and go on with --resume"
+REMEDY = "make room there, or make it writable, and continue with --resume"
 _ENCODER = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns of turns
 
 
@@ -102,7 +102,7 @@ class ResultsFolder:
         """Raises ConfigError where the folder already has content."""
         if (self.path / SETTINGS).exists():
             raise ConfigError(
-                f"{self.path} has an evaluation already: go on with it by --resume, or give "
+                f"{self.path} has an evaluation already: continue it with --resume, or give "
                 "another --out"
             )
         check_empty(self.path, but=(LOCK, _BEGUN))
@@ -122,8 +122,8 @@ class ResultsFolder:
             key = changed[0]
             was, now = (str(setting)[:100] for setting in (before.get(key), settings[key]))
             raise ConfigError(
-                f"{self.path}: the evaluation there was begun with {key} = {was}, and is now asked "
-                f"to go on with {key} = {now}: give the same words as then, or another --out"
+                f"{self.path}: the evaluation there started with {key} = {was}, and this "
+                f"command has {key} = {now}: give the same arguments as then, or another --out"
             )
 
         if not (self.path / TASKS).exists():
@@ -136,7 +136,7 @@ class ResultsFolder:
 
     def settings(self) -> dict[str, Any]:
         """What is measured there. Raises ConfigError."""
-        remedy = "give a folder that `agentevo eval --out FOLDER` has made"
+        remedy = "give a folder that `agentevo eval --out FOLDER` made"
         if not self.path.is_dir():
             raise ConfigError(f"{self.path}: there is no such folder: {remedy}")
 
@@ -144,7 +144,7 @@ class ResultsFolder:
             recorded = json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(
-                f"{self.path} is no folder of an evaluation, it has no {SETTINGS}: {remedy}"
+                f"{self.path} is not the folder of an evaluation (it has no {SETTINGS}): {remedy}"
             ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -160,15 +160,13 @@ class ResultsFolder:
     def tasks(self) -> list[Task]:
         """The tasks. Raises ConfigError."""
         if not (self.path / TASKS).exists():
-            raise ConfigError(
-                f"{self.path} has no {TASKS} yet: let its evaluation go on (--resume)"
-            )
+            raise ConfigError(f"{self.path} has no {TASKS} yet: continue its evaluation (--resume)")
 
         recorded = list(_lines(self.path / TASKS, Task))
         if task_digest(recorded) != self.settings().get("tasks_digest"):
             raise ConfigError(
                 f"{self.path / TASKS} was changed since it was written: restore it, or evaluate "
-                "anew"
+                "again"
             )
 
         return recorded
@@ -234,7 +232,7 @@ def storable(trajectory: Trajectory) -> Trajectory:
             metrics={},
             success=False,
             status="failed",
-            error=f"it can't be kept: {describe_error(error)}",
+            error=f"it can't be stored: {describe_error(error)}",
         )
 
     return trajectory

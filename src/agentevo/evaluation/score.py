@@ -47,7 +47,7 @@ def score(
 
     attempts = folder.trajectories()
     if not attempts:
-        raise ConfigError(f"{source} has no attempts yet: let its evaluation go on (--resume)")
+        raise ConfigError(f"{source} has no attempts yet: continue its evaluation (--resume)")
 
     settings = {
         **settings,
@@ -68,12 +68,13 @@ def score(
 def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
     if any(reward.name == _AGENTS_OWN for reward in config.rewards):
         raise ConfigError(
-            f"rewards: {_AGENTS_OWN} is what the agent returned as it played: give a reward that "
-            "judges what is kept"
+            f"rewards: {_AGENTS_OWN} is the value that the agent returned, which is not stored: "
+            "give "
+            "a reward that scores stored attempts"
         )
 
     if not config.rewards and not any(task.scorer for task in tasks):
-        raise ConfigError("nothing says what scores: give rewards=[NAME] (`agentevo list rewards`)")
+        raise ConfigError("no reward is set: give rewards=[NAME] (`agentevo list rewards`)")
 
     check_keys(config.remote_models)
     scoring = Scoring(config.rewards, models=config.remote_models)

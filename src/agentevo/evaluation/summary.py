@@ -214,7 +214,7 @@ def table(summary: Mapping[str, Any]) -> str:
     ]
     lines = _align_columns(rows)
     for difference in summary["differences"]:
-        lines += ["", f"{difference['model']} minus {difference['from']}, at the same tasks:"]
+        lines += ["", f"{difference['model']} minus {difference['from']}, on the same tasks:"]
         named = [*((f"pass@{k}", difference["pass_at"][k], True) for k in ks)]
         named.append(("reward", difference["reward"], False))
         lines += [f"  {name:<8} {_difference(estimate, share)}" for name, estimate, share in named]

@@ -75,8 +75,9 @@ class ChatPolicy(BaseChatModel):
         if not isinstance(reply, ChatResult):
             reply.close()
             raise BadRequestError(
-                "the model is called by invoke in a coroutine of the sampler: call ainvoke, or "
-                "make the agent's function a plain one, which runs on a thread of its own"
+                "invoke was called in a coroutine of the sampler: call ainvoke, or make the "
+                "agent a "
+                "plain function, which runs in its own thread"
             )
 
         return reply
@@ -98,8 +99,9 @@ class ChatPolicy(BaseChatModel):
         unknown = sorted(options.keys() - {"tools", "stream"})
         if unknown:
             raise BadRequestError(
-                f"the model is called with {', '.join(unknown)}, which the policy does not take: "
-                "leave it out; ChatPolicy(policy, sampling={...}) changes how tokens are drawn"
+                f"the model is called with {', '.join(unknown)}, which the policy does not "
+                "support: "
+                "leave it out; ChatPolicy(policy, sampling={...}) changes how tokens are sampled"
             )
 
         prompt = convert_to_openai_messages(messages)

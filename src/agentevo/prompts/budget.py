@@ -43,8 +43,8 @@ class Budget:
         if self.section.attempts < needed:
             raise ConfigError(
                 f"optimize.attempts={self.section.attempts}: the comparison on held-out tasks "
-                f"takes {self.reserve} and a look at the agent's own texts "
-                f"{needed - self.reserve}: give more, or lower evaluation.tasks and optimize.tasks"
+                f"needs {self.reserve} and a look at the agent's own texts "
+                f"{needed - self.reserve}: raise it, or lower evaluation.tasks and optimize.tasks"
             )
 
     @property
@@ -116,8 +116,8 @@ def with_cost(config: RunConfig) -> RunConfig:
     ]
     if not priced:
         raise ConfigError(
-            "optimize.cost counts money, and no remote model has a price: give it one, "
-            "remote_models.NAME.price, or leave it out"
+            "optimize.cost counts money, and no remote model has a price: set "
+            "remote_models.NAME.price, or leave optimize.cost out"
         )
 
     models = dict(config.remote_models)

@@ -40,7 +40,7 @@ TEXTS = "texts.yaml"
 SUMMARY = "summary.json"
 REPORT = "report.md"
 LOCK = "optimize.lock"
-REMEDY = "make room there, or make it writable, and go on with --resume"
+REMEDY = "make room there, or make it writable, and continue with --resume"
 LONGEST_TALK = 60_000
 """Characters of an attempt's messages that are kept; longer ones teach nothing."""
 
@@ -132,7 +132,7 @@ class OptimizeFolder:
         """Raises ConfigError where the folder already has content."""
         if self.is_begun:
             raise ConfigError(
-                f"{self.path} has a search already: go on with it by --resume, or give another "
+                f"{self.path} has a search already: continue it with --resume, or give another "
                 "--out"
             )
         check_empty(self.path, but=(LOCK, RUN))
@@ -150,7 +150,7 @@ class OptimizeFolder:
             declared_fields = read_json_object(self.path / SETTINGS)["declared"]
             return {name: Declared(**fields) for name, fields in declared_fields.items()}
         except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{self.path / SETTINGS} is damaged: begin another search") from error
+            raise ConfigError(f"{self.path / SETTINGS} is damaged: start another search") from error
 
     def go_on(self, settings: Mapping[str, Any]) -> bool:
         """Whether the folder has a search to resume. Raises ConfigError where it is another
@@ -165,8 +165,8 @@ class OptimizeFolder:
         if changed is not None:
             was, is_now = (str(setting)[:100] for setting in (before.get(changed), now[changed]))
             raise ConfigError(
-                f"{self.path}: its search has {changed} = {was}, and is now asked to go on with "
-                f"{changed} = {is_now}: give the same words as then, or another --out"
+                f"{self.path}: its search started with {changed} = {was}, and this command has "
+                f"{changed} = {is_now}: give the same arguments as then, or another --out"
             )
 
         return True
@@ -181,7 +181,7 @@ class OptimizeFolder:
         """All of the log, the oldest first. Raises ConfigError."""
         path = self.path / LOG
         if path.exists() and path.stat().st_size > MAX_READ:
-            raise ConfigError(f"{path} has more than {MAX_READ:,} bytes: begin another search")
+            raise ConfigError(f"{path} has more than {MAX_READ:,} bytes: start another search")
 
         log: list[Record] = []
         for row in read_records(path):

@@ -198,7 +198,7 @@ async def _find_declared(sampler: Sampler, task: Task, config: RunConfig) -> dic
         if trajectory.status != "completed":
             raise AttemptsFailedError(f"the first attempt failed: {trajectory.error}")
         raise ConfigError(
-            "the agent asks for no named text, so there is nothing to search: take its prompts "
+            "the agent asks for no named text, so there is nothing to search: get its prompts "
             'from policy.text("system", "You are ...") or agentevo.text, and examples from '
             "policy.examples() (docs/prompts.md)"
         )
@@ -298,13 +298,13 @@ def _tasks_of(
             break
 
     if left_out:
-        note(f"{left_out} training tasks ask what a held-out task asks, and are left out")
+        note(f"{left_out} training tasks have the query of a held-out task, and are left out")
 
     tasks = list(tasks_by_id.values())[: config.optimize.tasks]
     if len(tasks) < 6:
         raise ConfigError(
-            f"tasks: {len(tasks)} to search with, at least 6 are needed beside {len(held_out)} "
-            "held out: give more tasks, or lower evaluation.tasks"
+            f"tasks: {len(tasks)} to search with, at least 6 are needed, and {len(held_out)} "
+            "more are held out: give more tasks, or lower evaluation.tasks"
         )
 
     third = len(tasks) // 3

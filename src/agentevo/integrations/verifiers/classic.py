@@ -44,8 +44,8 @@ class ClassicWorld:
         """Raises ConfigError for an environment whose rubric compares attempts of a group."""
         if environment.requires_group_rollouts:
             raise ConfigError(
-                f"verifiers: the rubric of {name!r} scores a whole group at once, and here every "
-                "attempt is scored by itself: give it functions of one attempt"
+                f"verifiers: the rubric of {name!r} scores a whole group at once, but AgentEvo "
+                "scores each attempt alone: give it functions of one attempt"
             )
 
         self.name = name
@@ -117,7 +117,7 @@ class ClassicWorld:
         too_long = TOO_LONG in error
         if not error.startswith(NOTHING_SAID) and not too_long:
             if error:
-                raise EnvironmentFailure(f"the environment {self.name} broke off: {error}")
+                raise EnvironmentFailure(f"the environment {self.name} failed: {error}")
             if raised:
                 raise raised[0]
 

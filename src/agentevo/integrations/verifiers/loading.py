@@ -43,7 +43,7 @@ def load(name: str, args: Mapping[str, Any], max_tasks: int) -> VerifiersWorld:
                 if not _has_classic():
                     raise ConfigError(
                         f"verifiers: {name!r} has a `load_environment`, which this version of "
-                        "verifiers does not know any more: pip install 'verifiers<0.4'"
+                        "verifiers no longer supports: pip install 'verifiers<0.4'"
                     )
 
                 import verifiers
@@ -54,7 +54,7 @@ def load(name: str, args: Mapping[str, Any], max_tasks: int) -> VerifiersWorld:
 
             if _has_classic():
                 raise ConfigError(
-                    f"verifiers: {name!r} has no `load_environment`; where it is a taskset, it "
+                    f"verifiers: {name!r} has no `load_environment`; if it is a taskset, it "
                     "needs a later version: pip install 'verifiers>=0.4'"
                 )
 

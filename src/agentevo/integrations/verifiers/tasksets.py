@@ -117,14 +117,14 @@ class TasksetWorld:
     def _outcome(self, episode: Any) -> Outcome:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
-            words = "; ".join(_words(errors)) or "it says no reason"
+            words = "; ".join(_words(errors)) or "it gives no reason"
             raise EnvironmentFailure(f"the episode of {self.name} failed: {words}")
 
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if len(traces) != 1:
             raise EnvironmentFailure(
-                f"the episode of {self.name} has {len(traces)} rollouts to train on, each with a "
-                "reward of its own: one is what an attempt can be worth; let the others have a "
+                f"the episode of {self.name} has {len(traces)} rollouts to train on, each with its "
+                "own reward, but an attempt can have only one: give the others a "
                 "model of their own and `trainable` false"
             )
 
