@@ -154,15 +154,15 @@ WRONG: tuple[tuple[str, dict[str, str], str], ...] = (
     ("chat", {"messages": '[{"role": "user", "content": " "}]'}, "nothing to answer"),
     ("chat", {"messages": r'[{"role": "user", "content": "\ud83d"}]'}, "no messages"),
     ("chat", {"messages": json.dumps([{"role": "user", "content": "x" * 100_001}])}, "100,001"),
-    ("chat", {"messages": json.dumps(65 * json.loads(MESSAGE))}, "can't be asked"),
+    ("chat", {"messages": json.dumps(65 * json.loads(MESSAGE))}, "this request is not valid"),
     ("chat", {"which": "99"}, "no checkpoint"),
     ("chat", {"which": "../../lake"}, "no checkpoint"),
     ("chat", {"device": "cuda:7"}, "no checkpoint"),
-    ("chat", {"temperature": "nan"}, "can't be asked"),
-    ("chat", {"temperature": "-1"}, "can't be asked"),
-    ("chat", {"max_new_tokens": "1000000"}, "can't be asked"),
-    ("chat", {"conversation": "<script>"}, "can't be asked"),
-    ("play", {"kind": "held", "number": "-1"}, "can't be asked"),
+    ("chat", {"temperature": "nan"}, "this request is not valid"),
+    ("chat", {"temperature": "-1"}, "this request is not valid"),
+    ("chat", {"max_new_tokens": "1000000"}, "this request is not valid"),
+    ("chat", {"conversation": "<script>"}, "this request is not valid"),
+    ("play", {"kind": "held", "number": "-1"}, "this request is not valid"),
     ("play", {"kind": "task", "task": "<b>none</b>"}, "has no task"),
     ("play", {"kind": "own", "query": " "}, "nothing to play"),
 )
@@ -355,7 +355,7 @@ def test_no_more_than_two_are_held_and_a_third_takes_an_idle_ones_place(tmp_path
                 waiting.append(task)
                 await until(lambda key=key: key in held._players and held._players[key].is_busy)
 
-            with pytest.raises(PlayerError, match="2 checkpoints are at work"):
+            with pytest.raises(PlayerError, match="2 checkpoints are busy"):
                 await heard(held, keys[2], chat("b"))
 
             # Of one, too, only so many requests; a thousand more cost nothing.

@@ -116,7 +116,7 @@ def block_of(
 
     note = ""
     if turn.parent != before:
-        note = "begins anew" if turn.parent is None else f"goes on from turn {turn.parent}"
+        note = "new context" if turn.parent is None else f"continues turn {turn.parent}"
 
     prompt = "" if first else _text(list(turn.prompt_ids[: 4 * PROMPT]), decode)
     return TokenBlock(

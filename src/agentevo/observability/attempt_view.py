@@ -145,7 +145,7 @@ def turn_view(
 
     note = ""
     if turn.parent != before:
-        note = "begins anew" if turn.parent is None else f"goes on from turn {turn.parent}"
+        note = "new context" if turn.parent is None else f"continues turn {turn.parent}"
 
     place = 0
     messages = []
@@ -160,7 +160,7 @@ def turn_view(
 
     how = ["greedy" if turn.temperature == 0 else ""]
     how += (
-        [f"with {', '.join(turn.overrides.given())} of its own: never trained"]
+        [f"with {', '.join(turn.overrides.given())} of its own: never trained on"]
         if turn.overrides
         else []
     )

@@ -38,11 +38,11 @@ TITLES = {
     "sft/loss": "Loss",
     "actor/entropy": "Entropy, nats a token",
     "actor/grad_norm": "Gradient norm",
-    "actor/ppo_kl": "KL to the policy that drew",
+    "actor/ppo_kl": "KL to the sampling policy",
     "response_length/mean": "Tokens of a completion",
     "group/zero_std_ratio": "Groups whose rewards are all equal",
     "perf/throughput": "Tokens a second",
-    "staleness/mean": "Staleness: versions of the weights between drawing and training",
+    "staleness/mean": "Staleness: versions of the weights between sampling and training",
 }
 """The title of a metric's chart; a metric that is not listed has its name as title."""
 _HELD_OUT = re.compile(r"val-core/(?P<task>.+)/(?P<what>[^/]+)/(?P<decoding>greedy|sampled)")

@@ -303,7 +303,7 @@ class CollapseMonitor:
         return (
             f"The gradient norm jumped to {value:.3g}, {value / usual:.0f} times its running "
             f"mean of {usual:.3g}. If it happens again the "
-            "policy is likely to collapse and not to come back: lower trainer.learning_rate or "
+            "policy is likely to collapse and not recover: lower trainer.learning_rate or "
             "trainer.max_grad_norm, or resume from an "
             "earlier checkpoint."
         )

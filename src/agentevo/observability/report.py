@@ -35,7 +35,7 @@ DEADLINE_S = 300.0
 """The deadline of the report at the end of a run."""
 MOST_OF_A_STEP = 1_000
 NO_CALLS: Mapping[str, Sequence[StoredCall]] = MappingProxyType({})
-AGAIN = "make room there, or make it writable, and make it again with `agentevo report`"
+AGAIN = "make room there, or make it writable, and write it again with `agentevo report`"
 
 
 def write_report(
@@ -118,8 +118,8 @@ async def report_at_end(run_dir: Path, decode: Decode, view: LiveView) -> None:
             path = await in_thread(report_from_run, run_dir, decode)
     except TimeoutError:
         view.warn(
-            f"report.html is not made within {DEADLINE_S:g} s: `agentevo report {short(run_dir)}` "
-            "makes it"
+            f"report.html is not ready within {DEADLINE_S:g} s: `agentevo report {short(run_dir)}` "
+            "writes it"
         )
     else:
         view.note(f"report: {short(path)}")

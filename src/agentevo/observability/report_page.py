@@ -174,7 +174,7 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> ReportResu
 
     caveats = [not_comparable([first], [last])]
     if random is not None and low <= random:
-        caveats.append("The result can't be told from random play.")
+        caveats.append("The result can't be distinguished from random play.")
 
     return ReportResult(
         before, after, random, optimal, "; ".join(words), list(filter(None, caveats))

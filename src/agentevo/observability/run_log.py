@@ -95,4 +95,4 @@ class _File(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """A full disk costs the log, which nothing depends on."""
         self._is_lost = True
-        to_stderr(f"{self.baseFilename} is not written any more")
+        to_stderr(f"{self.baseFilename} is no longer written")

@@ -67,7 +67,7 @@ def check_folder(out: Path, *, overwrite: bool) -> None:
     ]
     if strange and not overwrite:
         raise ConfigError(
-            f"--out {out}: has other things in it, such as {strange[0].name[:100]}: give another "
+            f"--out {out}: contains other files, such as {strange[0].name[:100]}: give another "
             "folder, or --overwrite to write among them"
         )
 

@@ -136,7 +136,7 @@ def remote_heading(turn: RemoteTurn) -> str:
 def remote_facts(turn: RemoteTurn) -> str:
     """`34 tokens (24 of the prompt, 12 of them known, and 10 of the answer), cost 0.002, finished
     by stop`."""
-    cached_note = f", {turn.cached_tokens} of them known" if turn.cached_tokens else ""
+    cached_note = f", {turn.cached_tokens} of them cached" if turn.cached_tokens else ""
     return (
         f"{turn.prompt_tokens + turn.completion_tokens} tokens ({turn.prompt_tokens} of the prompt"
         f"{cached_note}, and {turn.completion_tokens} of the answer), cost {turn.cost:.4g}, "

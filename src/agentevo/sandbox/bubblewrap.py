@@ -60,7 +60,7 @@ class Bubblewrap(LocalKind):
         return (
             ""
             if working_way(program)
-            else f"`bwrap` makes no namespaces here: {_complaint(program)}"
+            else f"`bwrap` can't create namespaces here: {_complaint(program)}"
         )
 
     def launch(self, section: SandboxSection) -> SandboxLaunch:
@@ -125,7 +125,7 @@ def working_way(program: str) -> str:
 
 def _complaint(program: str) -> str:
     error_text = _try_way(program, "user").stderr.decode("utf-8", "replace").strip()
-    return (error_text.splitlines() or ["it says nothing"])[-1][:300]
+    return (error_text.splitlines() or ["it gives no reason"])[-1][:300]
 
 
 @cache

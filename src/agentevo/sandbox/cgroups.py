@@ -127,7 +127,7 @@ def new_group(section: CgroupLimits) -> ControlGroup | None:
     section needs one, and OSError."""
     parent_group = place()
     if section.cpus is not None and "cpu" not in parent_group.controllers:
-        why = parent_group.problem or "the cpu controller is not handed down"
+        why = parent_group.problem or "the cpu controller is not delegated"
         raise SandboxError(f"sandbox.cpus needs cgroups of version 2 ({why}): leave it out")
 
     if parent_group.folder is None:
@@ -163,7 +163,7 @@ def _found() -> CgroupPlace:
     if not folders:
         return CgroupPlace(None, problem="the system has no cgroups of version 2")
 
-    problem = f"neither memory nor pids is handed down to groups in {folders[-1]}"
+    problem = f"neither memory nor pids is delegated to groups in {folders[-1]}"
     for folder in folders:
         try:
             handed_down = set((folder / "cgroup.subtree_control").read_text().split())

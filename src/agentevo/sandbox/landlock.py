@@ -58,7 +58,7 @@ class Landlock(LocalKind):
 
     def obstacle(self) -> str:
         if sys.platform != "linux":
-            return "it is part of Linux"
+            return "it exists on Linux only"
         if not is_supported():
             return "there is no list of system calls for this processor"
         if landlock_version() == 0:
@@ -166,7 +166,7 @@ def _try_way(way: str) -> str:
         shutil.rmtree(folder, ignore_errors=True)
 
     error_lines = tried.stderr.decode("utf-8", "replace").strip().splitlines()
-    return "" if tried.returncode == 0 else (error_lines or ["it says nothing"])[-1][:300]
+    return "" if tried.returncode == 0 else (error_lines or ["it gives no reason"])[-1][:300]
 
 
 def _trial(folder: Path) -> str:

@@ -87,8 +87,8 @@ def python_folders() -> list[str]:
     for folder in folders:
         if folder != "/usr" and (folder in TOO_WIDE or home == folder):
             raise SandboxError(
-                f"this Python is installed in {folder}, which a sandbox can't be shown: use one "
-                "that has a folder of its own, as those of uv, pyenv, conda and the system do"
+                f"this Python is installed in {folder}, which can't be shown in a sandbox: use one "
+                "in its own folder, such as one of uv, pyenv, conda or the system"
             )
 
     if any(folder.startswith("/nix/") for folder in folders):

@@ -287,7 +287,7 @@ class LocalSandbox:
         """See Sandbox.execute. Raises SandboxError."""
         limit = self._deadline(deadline_s)
         if not argv or any("\0" in word or not is_unicode(word) for word in argv):
-            raise SandboxError("execute takes the words of a command, as texts without NUL")
+            raise SandboxError("execute takes a command as a list of strings without NUL")
         if len(stdin) > self._section.file_mib * 2**20:
             raise SandboxError(f"stdin has more than file_mib, {self._section.file_mib} MiB")
 
@@ -325,7 +325,7 @@ class LocalSandbox:
         try:
             return base64.b64decode(text, validate=True)
         except binascii.Error as error:
-            raise SandboxError(f"{path}: the sandbox gave what is no file") from error
+            raise SandboxError(f"{path}: the sandbox's reply is not a file") from error
 
     async def write_file(self, path: str, content: bytes) -> None:
         """See Sandbox.write_file. Raises SandboxError."""
@@ -376,7 +376,7 @@ class LocalSandbox:
     async def _file_request(self, do: str, key: str, kind: type[_T], **fields: Any) -> _T:
         if not is_unicode(fields.get("path", "")):
             raise SandboxError(
-                f"the path {fields['path'][:200]!r} is no Unicode: give another name"
+                f"the path {fields['path'][:200]!r} is not valid Unicode: give another name"
             )
 
         async with self._lock:
@@ -451,7 +451,7 @@ class LocalSandbox:
         self._num_calls += 1
         if self._num_calls > self._section.max_tool_calls:
             limit = self._section.max_tool_calls
-            raise SandboxError(f"no more than max_tool_calls, {limit}, calls of tools in one run")
+            raise SandboxError(f"more than max_tool_calls={limit} tool calls in one run")
 
         return await tool.call(arguments)
 
@@ -470,10 +470,10 @@ class LocalSandbox:
         except (asyncio.IncompleteReadError, OSError) as error:
             raise SandboxEnded(self._failure or self._how_it_died()) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise violation("what is no JSON") from error
+            raise violation("text that is not JSON") from error
 
         if not isinstance(message, dict):
-            raise violation("what is no JSON object")
+            raise violation("JSON that is not an object")
 
         return message
 

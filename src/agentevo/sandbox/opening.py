@@ -72,7 +72,7 @@ class Sandboxes:
         except TimeoutError as error:
             limit = self._section.max_sandboxes
             raise SandboxError(
-                f"{limit} sandboxes are open, and none was closed within {wait_s:g} s: raise "
+                f"{limit} sandboxes are open, and none closed within {wait_s:g} s: raise "
                 "max_sandboxes, or close them"
             ) from error
 

@@ -75,7 +75,7 @@ class Walls:
         self._pid = pid
 
         def end(kind: str, reason: str) -> None:
-            notify(f"its sandbox has ended it: {reason}")
+            notify(f"its sandbox ended it: {reason}")
             for process in (*descendants(pid), pid):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
@@ -126,7 +126,7 @@ def sandbox_command(
 
     way = working_way(bwrap)
     if way == "user" and os.geteuid() == 0:
-        raise SandboxError("bubblewrap: root may make no namespaces here: start it as a user")
+        raise SandboxError("bubblewrap: root can't create namespaces here: run as a normal user")
 
     limits = {
         "RLIMIT_DATA": section.memory_mib * 2**20,
@@ -238,5 +238,5 @@ def _existing_path(path: Path) -> str:
     """The absolute path. Raises SandboxError where it does not exist."""
     absolute = os.path.abspath(path.expanduser())
     if not os.path.exists(absolute):
-        raise SandboxError(f"there is no {absolute}, which the sandbox is to show")
+        raise SandboxError(f"there is no {absolute} to show in the sandbox")
     return absolute

@@ -67,7 +67,7 @@ class Remote:
         finally:
             await sandbox.close()
 
-        return "" if tried.value == "42" else f"a trial at {section.url} has failed: {tried.error}"
+        return "" if tried.value == "42" else f"a trial at {section.url} failed: {tried.error}"
 
     async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox:
         """Raises SandboxError."""
@@ -115,7 +115,7 @@ class RemoteSandbox:
             return
 
         self._end()
-        why = answer.message if isinstance(answer, wire.Refused) else "it speaks another language"
+        why = answer.message if isinstance(answer, wire.Refused) else "it speaks another protocol"
         raise SandboxError(f"{section.url}: {storable(why)}")
 
     async def run(self, code: str, deadline_s: float | None = None) -> Execution:
@@ -180,7 +180,7 @@ class RemoteSandbox:
         try:
             return base64.b64decode(text, validate=True)
         except binascii.Error as error:
-            raise SandboxError(f"{path}: the server gave what is no file") from error
+            raise SandboxError(f"{path}: the server's reply is not a file") from error
 
     async def write_file(self, path: str, content: bytes) -> None:
         """See Sandbox.write_file. Raises SandboxError."""
@@ -330,7 +330,7 @@ class RemoteSandbox:
             raise self._connection_lost(error) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._end()
-            raise violation("what is no answer") from error
+            raise violation("a message that is no reply") from error
 
     def _connection_lost(self, error: Exception) -> SandboxEnded:
         self._end()
@@ -372,8 +372,9 @@ async def _connect(section: SandboxSection) -> ClientConnection:
         status = error.response.status_code
         if status == _FORBIDDEN:
             raise SandboxError(
-                f"{url}: the key is wrong or missing: api_key: ${{env:NAME}} names a variable that "
-                "holds what is in the file `secret` of the server's folder"
+                f"{url}: the key is wrong or missing: api_key: ${{env:NAME}} names a variable; "
+                "set it "
+                "to the content of the file `secret` in the server's folder"
             ) from None
         raise SandboxError(f"{url}: no server of sandboxes answers (HTTP {status})") from None
     except (OSError, WebSocketException, ValueError) as error:
@@ -394,6 +395,8 @@ def authorization(section: SandboxSection) -> dict[str, str]:
         raise SandboxError(f"sandbox.api_key: {error}") from error
 
     if not key.isascii() or not key.isprintable():
-        raise SandboxError("sandbox.api_key: the key has characters that no header may have")
+        raise SandboxError(
+            "sandbox.api_key: the key has characters that are not allowed in a header"
+        )
 
     return {"Authorization": f"Bearer {key}"}

@@ -110,7 +110,9 @@ class SandboxWatch:
                 except OSError:  # it is just ending
                     continue
                 except Exception as error:  # noqa: BLE001 (others are watched on)
-                    sandbox.end("SandboxDied", f"what can't be watched ({describe_error(error)})")
+                    sandbox.end(
+                        "SandboxDied", f"a state that can't be read ({describe_error(error)})"
+                    )
 
 
 watch = SandboxWatch()

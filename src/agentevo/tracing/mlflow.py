@@ -109,7 +109,7 @@ def _experiment_id(uri: str, experiment: str, headers: dict[str, str]) -> str:
         experiment_reply = answer("GET", "get-by-name", params=name)
 
     if experiment_reply is None:
-        raise MLflowError(f"{where} makes no experiment {experiment!r}")
+        raise MLflowError(f"{where} can't create the experiment {experiment!r}")
     return str(experiment_reply["experiment"]["experiment_id"])
 
 

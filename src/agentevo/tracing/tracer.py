@@ -218,11 +218,12 @@ class Tracer:
         ending = threading.Thread(target=self._end, name="agentevo-tracing-end", daemon=True)
         ending.start()
         ending.join(self._flush_s)
-        why = self._warning.problem or "more came than the exporter took in (tracing.max_queue)"
+        why = self._warning.problem or "spans came faster than the exporter sent them "
+        "(tracing.max_queue)"
         if ending.is_alive():
             self._exporter.is_given_up = True
             self._warning.mute()
-            why = self._warning.problem or f"the exporter did not end within {self._flush_s:g} s"
+            why = self._warning.problem or f"the exporter did not finish within {self._flush_s:g} s"
 
         exported = self.num_exported
         if num_lost := self.num_lost:

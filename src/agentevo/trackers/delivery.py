@@ -112,7 +112,7 @@ class TrackerDelivery:
             self._wake.notify()
 
         if self._left_out:
-            self._warn(f"it is {MAX_WAITING} steps behind, and the oldest of them are left out")
+            self._warn(f"it is {MAX_WAITING} steps behind, and the oldest of these are left out")
 
         self.look()
 
@@ -120,7 +120,7 @@ class TrackerDelivery:
         """Warns of a call that does not come back. For the run's thread."""
         busy = self._busy
         if busy is not None and time.monotonic() - busy[0] > HANG_S:
-            self._warn(f"{busy[1]} has not come back for {HANG_S:g} s")
+            self._warn(f"{busy[1]} has not returned for {HANG_S:g} s")
 
     def finish(self, last: list[Callable[[Tracker], None]]) -> None:
         """Ends the rows: `last` runs after the rows that wait, and then the thread ends."""
@@ -137,8 +137,8 @@ class TrackerDelivery:
                 self._given_up = True
                 self._wake.notify()
             self._warn(
-                f"it did not take everything before the deadline (tracking.flush_s); "
-                f"{missing} steps were still to come"
+                f"it did not receive everything before the deadline (tracking.flush_s); "
+                f"{missing} steps are missing"
             )
         elif missing:
             self._say(f"{self.name}: {missing} steps are not in it; metrics.jsonl has them", False)
@@ -150,8 +150,9 @@ class TrackerDelivery:
 
         self._warned = True
         self._say(
-            f"tracker {self.name}: {what}. Training goes on; metrics.jsonl in the run's folder has "
-            "every number, and a resumed run goes on with this tracker",
+            f"tracker {self.name}: {what}. Training continues; metrics.jsonl in the run's "
+            "folder has "
+            "every number, and a resumed run continues with this tracker",
             True,
         )
 

@@ -71,7 +71,7 @@ HEADERS = {
 CLOSED_PAGE = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>AgentEvo</title><h1>AgentEvo</h1>'
     "<p>This dashboard needs its token: open the URL that <code>agentevo ui</code> printed.</p>"
-    '<p>If you have just done that, <a href="">go on</a>.</p></html>'
+    '<p>If you have just done that, <a href="">continue</a>.</p></html>'
 )
 
 
@@ -195,7 +195,7 @@ class AccessGuard:
             answer = PlainTextResponse(text, refused.status, {"connection": "close"})
             await answer(scope, receive, sending)
         except TimeoutError:  # the deadline above: the application answers its own
-            to_stderr(f"ui: {scope['path']}: no whole answer within {LONGEST_S:g} s")
+            to_stderr(f"ui: {scope['path']}: no complete answer within {LONGEST_S:g} s")
         except Exception:  # noqa: BLE001 (app.py has reported and answered it)
             pass
         finally:
@@ -205,11 +205,11 @@ class AccessGuard:
     async def _form(self, receive: Receive, headers: Headers, visitor: Visitor) -> dict[str, str]:
         """The form of a request that may change something. Raises FormRefusedError otherwise."""
         if not visitor.may_change:
-            raise FormRefusedError(403, "that takes the other URL that `agentevo ui` has printed")
+            raise FormRefusedError(403, "this needs the other URL that `agentevo ui` printed")
         check_from_here(headers, secure=self._access.secure)
         form = await read_form(receive, headers)
         if not self._access.is_form_token(form.get(FORM_TOKEN, "")):
-            raise FormRefusedError(403, "the form is an old one: load its page again")
+            raise FormRefusedError(403, "the form is out of date: load its page again")
         return form
 
     def _refusal(self, scope: Scope, headers: Headers, cookies: str) -> Response | None:
@@ -217,12 +217,12 @@ class AccessGuard:
         access = self._access
         method = scope["method"]
         if not access.is_our_host(headers.get("host", "")):
-            text = "this server does not go by that name: open the URL that was printed\n"
+            text = "this server does not have that name: open the URL that was printed\n"
             return PlainTextResponse(text, 421)
 
         methods = (*METHODS, "POST") if access.control else METHODS
         if method not in methods:
-            text = "only GET: this dashboard changes nothing\n"
+            text = "only GET is allowed: this dashboard is read-only\n"
             return PlainTextResponse(text, 405, {"allow": ", ".join(methods)})
 
         closed = HTMLResponse(CLOSED_PAGE, 401, {"cache-control": "no-store"})

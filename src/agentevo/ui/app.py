@@ -125,14 +125,14 @@ async def _wrong_words(request: Request, error: Exception) -> Response:
         for problem in error.errors()[:5]
         if problem.get("loc")
     )
-    return _problem(request, 422, "This address is not right", wrong)
+    return _problem(request, 422, "This address is not valid", wrong)
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         heading = "Not answered"
-        text = "This address is for forms, or takes none."
+        text = "This address does not accept this method."
     else:
         heading = "Not found"
         text = "There is no such page."
@@ -144,5 +144,5 @@ async def _http(request: Request, error: Exception) -> Response:
 
 async def _broken(request: Request, error: Exception) -> Response:
     to_stderr(f"ui: {request.url.path}: {describe_error(error)}")
-    text = "This page has failed; the reason is where `agentevo ui` was started."
+    text = "This page failed. The terminal of `agentevo ui` shows the reason."
     return _problem(request, 500, "Something is wrong here", text)

@@ -170,7 +170,7 @@ async def _tokens(
 def _shades(tokens: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(name, title, why it can't be chosen) of each way to shade tokens."""
     blocks = tokens["turn_tokens"].blocks
-    greedy = "every turn was greedy: nothing was drawn"
+    greedy = "every turn was greedy: nothing was sampled"
     has_logprobs = any(block.numbers["lp"] is not None for block in blocks)
     has_advantages = tokens["training"].advantages is not None
     why_not = "" if tokens["training"].entropies else _not_kept(tokens["training"])
@@ -190,7 +190,7 @@ def _not_kept(training: Training) -> str:
     if training.step is None:
         return "only tokens that were trained have one"
     return (
-        "the run has kept none of this step: tracking.token_numbers was off, or its folder is not "
+        "the run stored none for this step: tracking.token_numbers was off, or its folder is not "
         "here; actor/entropy and actor/ppo_kl have the step's means"
     )
 

@@ -120,7 +120,7 @@ async def _advantages(
 
     if not rule.advantage.is_recursion:
         advantage = None if row is None else row.advantage
-        why = "" if advantage is not None else "the advantages of its step are not made again yet"
+        why = "" if advantage is not None else "the advantages of its step are not recomputed yet"
         return Training(step, bound, advantage), why
 
     try:
@@ -147,7 +147,7 @@ async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[s
     if key not in _steps:
         records = await store.steps(after=step - 1, limit=1)
         if not records or records[0].step != step or records[0].num_trajectories > MAX_ATTEMPTS:
-            raise AgentEvoError("its step is too large to make its advantages again for a page")
+            raise AgentEvoError("its step is too large to recompute its advantages for a page")
 
         read = [without_words(s.trajectory) async for s in store.trajectories(trained_step=step)]
         samples: dict[str, list[Sample]] = {}

@@ -28,7 +28,7 @@ from agentevo.ui.task_facts import read_task_facts
 
 router = APIRouter()
 
-HISTOGRAMS = (("reward", "Reward"), ("tokens", "Tokens drawn"), ("age", "Age in versions"))
+HISTOGRAMS = (("reward", "Reward"), ("tokens", "Sampled tokens"), ("age", "Age in versions"))
 TITLES = {
     "split": "Split",
     "state": "Ledger",
@@ -44,10 +44,10 @@ TITLES = {
 NOT_OF_ALL = ("error", "reason")
 """Filters for which most attempts have no word: a single word is already a choice."""
 WHY_NOT = {
-    "advantage": "no attempt here was trained on, or its advantages can't be made again",
-    "moved": "no attempt here was trained on, or its run has kept none (tracking.token_numbers)",
-    "unlikely": "no drawn token here, or the log-probs are not read yet",
-    "judge": "the recipe has no judge beside a rule, or neither has said anything here",
+    "advantage": "no attempt here was trained on, or its advantages can't be recomputed",
+    "moved": "no attempt here was trained on, or its run stored none (tracking.token_numbers)",
+    "unlikely": "no sampled token here, or the log-probs are not read yet",
+    "judge": "the recipe does not have both a judge and a rule, or neither scored an attempt here",
     "oldest-tokens": "no attempt here was trained on, or the versions are not read yet",
 }
 

@@ -142,7 +142,7 @@ class Players:
         A caller that stops listening breaks the request off. Raises PlayerError."""
         player = await self._player(key, run)
         if len(player.listeners) >= MAX_REQUESTS or request.id in player.listeners:
-            raise PlayerError("this checkpoint is at work for others: wait, or stop what runs")
+            raise PlayerError("this checkpoint is busy with other requests: wait, or stop them")
 
         queue: asyncio.Queue[words.Event | None] = asyncio.Queue(MAX_WAITING)
         player.listeners[request.id] = queue
@@ -157,7 +157,7 @@ class Players:
             while not is_done:
                 event = await self._next(player, queue)
                 if event is None and time.monotonic() > ends:
-                    raise PlayerError(f"broken off: it has taken more than {longest:g} s")
+                    raise PlayerError(f"stopped: it took more than {longest:g} s")
 
                 is_done = isinstance(event, words.Done)
                 if event is not None and not is_done:
@@ -228,10 +228,10 @@ class Players:
                 idle = [candidate for candidate in self._players.values() if not candidate.is_busy]
                 if not idle:
                     raise PlayerError(
-                        f"{MAX_PLAYERS} checkpoints are at work: stop one, or wait until it is done"
+                        f"{MAX_PLAYERS} checkpoints are busy: stop one, or wait until it is done"
                     )
                 oldest = min(idle, key=lambda candidate: candidate.used_at)
-                await self.end(oldest, "another checkpoint has taken its place")
+                await self.end(oldest, "another checkpoint replaced it")
 
             player = await self._begin(key, run)
             self._players[key] = player
@@ -276,7 +276,7 @@ class Players:
                 player.heard_at = time.monotonic()
                 self._handle_event(player, self._read(line))
         except (ValueError, msgspec.DecodeError) as error:
-            player.problem = f"the player has said what nobody understands ({error}): ask again"
+            player.problem = f"the player sent a message that can't be read ({error}): ask again"
 
         await self._end(player)
 
@@ -311,7 +311,7 @@ class Players:
             last = stderr_text.rpartition("\n")[2][-300:]
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             room = ": it may have needed more memory than there is" if code == -9 else ""
-            player.problem = f"the player has ended by itself ({how}{room}). {last}".strip()
+            player.problem = f"the player's process ended ({how}{room}). {last}".strip()
 
         player.state = "ended"
         for queue in player.listeners.values():
@@ -329,9 +329,9 @@ class Players:
                     if now - player.used_at > IDLE_S:
                         await self._forget(player)
                 elif now - player.heard_at > SILENT_S:
-                    await self.end(player, f"it has said nothing for {SILENT_S:g} s", at_once=True)
+                    await self.end(player, f"it sent nothing for {SILENT_S:g} s", at_once=True)
                 elif not player.is_busy and now - player.used_at > IDLE_S:
-                    await self.end(player, "nobody asked it any more")
+                    await self.end(player, "it was no longer used")
 
     async def end(self, player: PlayerProcess, why: str, *, at_once: bool = False) -> None:
         """Ends it; all requests that wait for it get the reason."""

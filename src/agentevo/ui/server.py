@@ -44,7 +44,7 @@ def serve_dashboard(
     sources = Sources(words)
     sources.check(later=True)
     for folder_to_come in sources.missing:
-        note(f"{folder_to_come}: there is no such folder yet: its runs show up when it is made")
+        note(f"{folder_to_come}: the folder does not exist yet: its runs appear once it does")
 
     if nice:
         os.nice(nice)  # a thread that begins later inherits it, and so does a process
@@ -87,10 +87,13 @@ async def _serve(
     async with serving(app, door.listener, close=close, tls=context, limits=limits, **settings):
         notify(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
         if control:
-            notify("and whoever opens this may try checkpoints and ask runs to stop:")
+            notify("and anyone who opens this can try checkpoints and ask runs to stop:")
             notify(f"  {access.control_url(base)}")
         if context is not None:
-            note("the certificate is this process's own: a browser asks once whether to trust it")
+            note(
+                "the certificate is self-signed by this process: a browser asks once whether "
+                "to trust it"
+            )
         while not stop():
             await asyncio.sleep(LOOK_S)
 

@@ -201,7 +201,7 @@ class Sources:
             return url
 
         raise ConfigError(
-            f"the store of this run lies outside of the folders that are shown: start "
+            f"the store of this run is outside of the folders that are shown: start "
             f"`agentevo ui` with {without_password(url)} as well"
         )
 

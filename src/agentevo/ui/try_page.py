@@ -89,7 +89,7 @@ async def end(request: Request, run: str) -> Response:
     player_pool = dashboard(request).players
     for player in player_pool.of(view.key):
         if str(player.process.pid) == form_of(request).get("pid", ""):
-            await player_pool.end(player, "somebody has ended it")
+            await player_pool.end(player, "a user stopped it")
     return RedirectResponse(run_url(view.key, "try"), status_code=303)
 
 
@@ -110,12 +110,12 @@ async def chat(request: Request, run: str) -> Response:
         for message in messages:
             message.text.encode()  # half of a pair of surrogates is no text
     except (ValueError, TypeError, KeyError, RecursionError):
-        return _refusal("these are no messages")
+        return _refusal("these are not messages")
 
     if length > words.MAX_CHARACTERS:
         return _refusal(
             f"the conversation has {length:,} characters, at most {words.MAX_CHARACTERS:,} are "
-            "taken: say less, or begin a new one"
+            "accepted: write less, or start a new one"
         )
 
     if not messages or messages[-1].role != "user" or not messages[-1].text.strip():
@@ -179,7 +179,7 @@ async def _stream(
         header = {"type": kind.__struct_config__.tag, "id": secrets.token_hex(8)}
         query = msgspec.convert(header | msgspec.to_builtins(fields), kind, strict=False)
     except msgspec.ValidationError as error:
-        return _refusal(f"this can't be asked: {error}")
+        return _refusal(f"this request is not valid: {error}")
 
     folder = view.source.folder
     async with asyncio.timeout(WITHIN_S):
@@ -256,7 +256,7 @@ class TryEventStream(Response):
             raise
         except Exception as error:  # noqa: BLE001 (reported where the dashboard was started)
             to_stderr(f"ui: try {self._view.key}: {describe_error(error)}")
-            text = "This has failed; the reason is where `agentevo ui` was started."
+            text = "This failed. The terminal of `agentevo ui` shows the reason."
             await _send_event(send, "failed", {"text": text})
 
         await _send_event(send, "done", {})

@@ -272,7 +272,7 @@ class SandboxSupervisor:
                 if child.status is not None:
                     return self._how_it_died(child)
 
-        return _failure("Timeout", f"it has run for {deadline_s:g} s and was killed")
+        return _failure("Timeout", f"it ran for {deadline_s:g} s and was killed")
 
     def _read_message(self, child: SandboxedChild, request_id: int) -> dict[str, Any] | None:
         """Reads a message of the interpreter: its result, which ends the call, or a tool's call."""

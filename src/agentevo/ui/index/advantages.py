@@ -46,7 +46,7 @@ def rule_of(config: dict[str, Any]) -> Rule | str:
     from agentevo.config import AlgorithmSection
 
     if config.get("agents"):
-        return "each of several agents has an algorithm of its own"
+        return "each of several agents has its own algorithm"
 
     try:
         section = AlgorithmSection.model_validate(config.get("algorithm") or {})
@@ -94,7 +94,7 @@ def step_samples(
     final = [plan.final(by_id[name]) for name in plan.ids if name in by_id]
     rows = [row for trajectory in final for row in trajectory_rows(trajectory)]
     if len(rows) * max((len(row.turns) for row in rows), default=0) > MAX_CELLS:
-        raise TrainingError(f"step {step} is too large to make its advantages again here")
+        raise TrainingError(f"step {step} is too large to recompute its advantages here")
 
     return advantages_of(
         rows,

@@ -88,7 +88,7 @@ class Indexer:
         if isinstance(error, sqlite3.OperationalError):  # locked, or the disk is full
             self._stop.wait(AGAIN_S)
         else:
-            self.trouble += ": it is made again"
+            self.trouble += ": it is rebuilt"
             with suppress(AgentEvoError, Timeout), FileLock(self._lock_file(), timeout=AGAIN_S):
                 make(self.path)
 
@@ -102,7 +102,7 @@ class Indexer:
             if not is_usable(self.path):
                 make(self.path)
                 if was_there:
-                    self.trouble = "the index could not be read: it is made again"
+                    self.trouble = "the index could not be read: it is rebuilt"
             asyncio.run(self._keep())
 
     async def _keep(self) -> None:
@@ -176,7 +176,7 @@ class _Rules:
     async def get(self) -> Rule | str:
         """The rule, or why there are no advantages."""
         if self._rule is None:
-            self._rule = "the run's folder is not here, and says how they were made"
+            self._rule = "the run's folder, which says how they are computed, is not here"
             if self._config:
                 self._rule = await in_thread(rule_of, self._config)
             why = self._rule if isinstance(self._rule, str) else ""

@@ -438,7 +438,7 @@ class IndexReader:
 
     def _away(self, error: BaseException) -> IndexAway:
         self._local.connection = None
-        return IndexAway(f"the index is not there yet, or is being made again ({error})")
+        return IndexAway(f"the index is not there yet, or is being rebuilt ({error})")
 
     def _connection(self) -> sqlite3.Connection:
         """The connection of this thread; a new one when the file was made again. Raises
