@@ -327,7 +327,9 @@ def test_the_command_prints_what_it_found_and_fails_on_a_violation(run, capsys):
     assert main(["audit", str(run)]) == 0
 
     out = capsys.readouterr().out
-    assert "3 committed, from 12 trajectories" in out and "everything agrees with the records" in out
+    assert (
+        "3 committed, from 12 trajectories" in out and "everything agrees with the records" in out
+    )
     assert main(["audit", str(run), "--dropped"]) == 0
     assert "lame/train@4#1" in capsys.readouterr().out
 

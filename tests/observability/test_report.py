@@ -247,7 +247,7 @@ def test_without_a_tokenizer_ids_are_shown_and_said_to_be(tmp_path: Path) -> Non
         write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9))]).read_text(encoding="utf-8")
     )
     assert "11 3 10" in page.text
-    assert "no tokenizer was at hand" in page.text
+    assert "no tokenizer was available" in page.text
 
 
 def test_a_very_long_attempt_is_cut_and_says_so(

@@ -253,7 +253,7 @@ def test_chat_and_play_of_two_checkpoints_leave_the_run_as_it_was(runs_folder):
             assert f"Task {task.id}," in json.dumps([data for _, data in by_id])
 
             own = await ask("play", "start", kind="own", query="What is 1 + 1?")
-            assert "nothing judges it" in json.dumps([data for _, data in own])
+            assert "it is not scored" in json.dumps([data for _, data in own])
 
             page = (await client.get("/runs/lake/try")).text
             assert page.count(" MB</td>") == 2

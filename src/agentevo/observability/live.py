@@ -78,7 +78,7 @@ def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
         ("clipped", "actor/pg_clipfrac", "{:.1%}"),
         ("length", "response_length/mean", "{:.0f}"),
         ("merged", "agent/merge_rate", "{:.0%}"),
-        ("critic foresees", "critic/vf_explained_var", "{:.0%}"),
+        ("critic predicts", "critic/vf_explained_var", "{:.0%}"),
         ("process reward right", "process_reward/accuracy", "{:.0%}"),
         ("pairs right", "preference/rewards/accuracies", "{:.0%}"),
         ("proposed", "selfplay/proposed", "{:.0f}"),
@@ -363,7 +363,7 @@ class LiveView:
             for label in (
                 "grad",
                 "entropy",
-                "critic foresees",
+                "critic predicts",
                 "process reward right",
                 "pairs right",
             )
