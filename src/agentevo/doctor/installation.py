@@ -1,4 +1,4 @@
-"""`agentevo doctor` without a recipe: is this machine and what is installed on it fit to train?"""
+"""`agentevo doctor` without a recipe: can this machine, as installed, train?"""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from agentevo.sandbox.opening import ORDER, problem_of
 
 
 def check_installation() -> list[Check]:
-    """Versions, processor, its kernels (which this builds), threads, memory, disk, GPU, models;
-    nothing is downloaded."""
+    """Checks versions, processor, CPU kernels (which this builds), threads, memory, disk, GPU and
+    models. It downloads nothing."""
     version = platform.python_version()
     advice = "" if sys.version_info >= (3, 11) else "AgentEvo needs Python 3.11 or newer"
     results = [
@@ -77,8 +77,8 @@ def num_cores() -> int:
 
 
 def _required_versions() -> dict[str, str]:
-    """Package -> version that AgentEvo asks for where it trains, from its own metadata; the
-    essential ones where it is not installed as a package."""
+    """Package -> version that training needs, from AgentEvo's metadata; the essential packages if
+    AgentEvo is not installed as a package."""
     try:
         requirements = metadata.requires("agentevo") or []
     except metadata.PackageNotFoundError:
@@ -106,7 +106,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def _gpus() -> list[Check]:
-    """Each device of the kind that recipes take by default."""
+    """Each device of the kind that recipes use by default."""
     device = find("auto")
     if not is_accelerator(device):
         return [Check("gpu", "good", "PyTorch finds none; training runs on the CPU")]
@@ -123,7 +123,7 @@ def _gpus() -> list[Check]:
 
 
 def judge_engine(device: str) -> Check:
-    """Which engine `agentevo train` takes on such a device where a recipe names none."""
+    """The default engine of `agentevo train` on such a device."""
     choice = choose_engine(device, installed_engines())
     is_slow = device == CUDA and choice.type == OWN
     finding = f"engine.type={choice.type} if a recipe does not set it, {choice.why}"
@@ -132,7 +132,7 @@ def judge_engine(device: str) -> Check:
 
 
 def _sandboxes() -> list[Check]:
-    """Each kind that protects, tried."""
+    """A trial of each sandbox kind that protects."""
     section = SandboxSection()
     problems = {kind: asyncio.run(problem_of(kind, section)) for kind in ORDER}
     works = [kind for kind, problem in problems.items() if not problem]

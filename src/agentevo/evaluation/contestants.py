@@ -1,4 +1,4 @@
-"""The measured models: words of the command line to models that play.
+"""Turns words of the command line into the models that are evaluated.
 
     RECIPE              a recipe's unchanged model
     RUN, RUN@STEP       a run's best checkpoint, or that of a step (`RUN@last`)
@@ -31,7 +31,7 @@ from agentevo.remote_models.served import check_served, served_models
 from agentevo.runs.folder import UNSCORED, is_run_folder, run_config
 
 MAX_NEW_TOKENS = 512
-"""Longest reply of a model that is given without a recipe, where nothing says otherwise."""
+"""The default limit of a reply, in tokens, of a model without a recipe."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Contestant:
     label: str
     config: RunConfig
     checkpoint: Path | None = None
-    """In the place of the configuration's model."""
+    """Replaces the configuration's model."""
     remote: str | None = None
     """The remote model that plays, by its name in the configuration."""
 
     @property
     def origin(self) -> str:
-        """What is played, which distinguishes equal words for different weights."""
+        """Identifies the weights, since equal words can name different ones."""
         if self.remote is not None:
             section = self.config.remote_models[self.remote]
             return f"{section.url}#{section.model}"
@@ -132,7 +132,7 @@ def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
 
 
 def _other(word: str, base: RunConfig) -> Contestant:
-    """A model that plays what `base` says."""
+    """A model that plays the tasks of `base`."""
     if word in base.remote_models:
         return Contestant(word, base, remote=word)
     if _is_url(word):
@@ -216,7 +216,7 @@ def _is_url(word: str) -> bool:
 
 
 def is_model(word: str) -> bool:
-    """Whether a word names a model by itself: a folder, a known name, one of the hub."""
+    """Whether a word names a model: a folder, a known name, one of the hub."""
     from agentevo.models.known import known_models
 
     folder = Path(word).expanduser()
@@ -233,7 +233,7 @@ def _is_run_or_model(path: Path) -> bool:
 
 
 def check_word(word: str) -> None:
-    """Raises ConfigError for a word that is no recipe either."""
+    """Raises ConfigError for a word that is not a recipe."""
     from agentevo.models.known import known_models
 
     try:
