@@ -1,4 +1,4 @@
-"""The files of a run's folder other than its store: whether they are what the run has written."""
+"""Checks that the files of a run's folder, other than its store, are as the run wrote them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentevo.training.token_numbers import FOLDER as NUMBERS_FOLDER
 from agentevo.training.token_numbers import name_of
 
 PROVEN_FILES = {HEAD, LOCK, "metrics.jsonl", "checkpoints", TEXTS_FOLDER, NUMBERS_FOLDER}
-"""What the audit looks at in a run's folder in addition to the files of head.json and the store;
-the lock says nothing."""
+"""Files that the audit checks in addition to those of head.json and the store; the lock needs no
+check."""
 
 
 def check_head(
@@ -93,7 +93,7 @@ def check_numbers(records: Sequence[StepRecord], folder: Path, report: Audit) ->
 def list_unproven(
     head: Head | None, records: Sequence[StepRecord], folder: Path, report: Audit
 ) -> None:
-    """What else the folder holds, and the folders that are looked at in part."""
+    """The folder's other content, and the folders that are checked only in part."""
     proven = PROVEN_FILES | ({} if head is None else head.files).keys()
     for path in sorted(folder.iterdir()):
         if path.name not in proven and not path.name.startswith("store.sqlite"):
@@ -120,7 +120,7 @@ def list_unproven(
 def check_checkpoints(
     head: Head | None, records: Sequence[StepRecord], folder: Path, report: Audit
 ) -> None:
-    """Those that are there must be whole, and the ones that their record or head.json names."""
+    """Existing checkpoints must be complete, and listed in their record or head.json."""
     named: dict[int, dict[str, Any]] = {
         record.step: record.record["checkpoint"]
         for record in records

@@ -1,6 +1,6 @@
-"""The rows of a store that no step was trained on: tasks, and trajectories that wait, were dropped,
-have failed, or were made to evaluate. They must be what was written, and in the state that the
-steps' records say. Where samplers queue tasks, the group of a completed one must be whole."""
+"""The rows of a store that no step trained on: tasks, and trajectories that wait, were dropped,
+failed, or belong to evaluations. They must be unchanged, and in the state of the steps' records.
+If samplers queue tasks, the group of a completed task must be complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNUSED: tuple[TrajectoryState, ...] = ("dropped", "failed", "ready", "reserved"
 
 
 def wrong_content(stored: StoredTrajectory, summary: TrajectorySummary | None) -> list[str]:
-    """What of a row is not as it was written."""
+    """The changes of a row since it was written."""
     if stored.tokens_deleted:  # by `gc`, which takes those of dropped ones; audit.py says the rest
         must_have_tokens = stored.state in ("failed", "ready", "reserved")
         return ["its tokens were deleted"] if must_have_tokens else []
@@ -52,8 +52,8 @@ def wrong_content(stored: StoredTrajectory, summary: TrajectorySummary | None) -
 async def check_rest(
     store: Store, records: Sequence[StepRecord], report: Audit, group_size: int | None
 ) -> None:
-    """Adds to the report whatever the steps leave over. `group_size`: how many members the group of
-    a queued task has at least; None where no tasks are queued."""
+    """Adds the rows outside of all steps to the report. `group_size`: the least members of a queued
+    task's group; None if no tasks are queued."""
     unused: dict[str, TrajectorySummary] = {}
     attempts: dict[str, str | None] = {}
     try:
@@ -94,8 +94,7 @@ def _check_recorded(
     attempts: Mapping[str, str | None],
     report: Audit,
 ) -> None:
-    """What the steps' records hold of `attempts` (id -> digest, None where the tokens were
-    deleted) must still be so."""
+    """The `attempts` (id -> digest, None for deleted tokens) must agree with the steps' records."""
     recorded_names: set[str] = set()
     named = {violation.trajectory for violation in report.violations}
     for record in records:
@@ -118,7 +117,7 @@ def _check_recorded(
 def _check_states(
     records: Sequence[StepRecord], unused: Mapping[str, TrajectorySummary], report: Audit
 ) -> None:
-    """What a step has dropped must still be dropped, and what is not trained on has a reason."""
+    """Dropped trajectories must still be dropped, and untrained ones must have a reason."""
 
     def add_violation(what: str, name: str) -> None:
         report.violations.append(AuditViolation(what, trajectory=name))
@@ -171,8 +170,8 @@ def _check_groups(
     size: int,
     report: Audit,
 ) -> None:
-    """A group that waits must have all of its members: what is missing of the others is named by
-    the plan of their step."""
+    """A waiting group must have all its members. Members missing from other groups are in the plan
+    of their step."""
     used = {row.group_id for row in committed}
     used |= {row.group_id for row in unused if row.state == "dropped"}
     groups: dict[str, list[int]] = {}
@@ -205,7 +204,7 @@ async def _check_committed(
     committed: Sequence[TrajectorySummary],
     report: Audit,
 ) -> None:
-    """Nothing may be committed to a step that has no record."""
+    """No row may be committed to a step without a record."""
     since = await store.steps(
         after=max((record.step for record in records), default=0)
     )  # of a run that continues during the audit

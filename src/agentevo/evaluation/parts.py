@@ -12,11 +12,11 @@ from agentevo.types import Task
 MOST_VALUES = 50
 STAGE = "stage"
 Parts = Mapping[str, Mapping[str, frozenset[str]]]
-"""By what -> its value -> the ids of the tasks that have it."""
+"""Key -> value -> the ids of the tasks that have it."""
 
 
 def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
-    """The groups of tasks that an evaluation's settings ask for (`stages`, `by`). Raises
+    """The groups of tasks that an evaluation's settings request (`stages`, `by`). Raises
     ConfigError for a key that no task has, or that has too many values."""
     parts: dict[str, dict[str, frozenset[str]]] = {}
     if stages := settings.get("stages"):

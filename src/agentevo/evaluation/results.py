@@ -39,7 +39,7 @@ TRAJECTORIES = "trajectories.jsonl"
 SUMMARY = "summary.json"
 LOCK = "eval.lock"
 _BEGUN = f".{SETTINGS}.tmp"
-"""What is left of a process that was killed as it wrote SETTINGS."""
+"""The remainder of a process that was killed while it wrote SETTINGS."""
 REMEDY = "make room there, or make it writable, and continue with --resume"
 _ENCODER = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns of turns
 
@@ -52,25 +52,25 @@ class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     status: Status
     reward: float | None
-    """None where it failed: what could not be judged is no 0."""
+    """None for a failed attempt: a missing score is not 0."""
     parts: dict[str, float] = {}
     success: bool = False
     scorer: str = ""
-    """What judged it: the task's own scorer, else the recipe's rewards."""
+    """The scorer: the task's own, else the recipe's rewards."""
     source: str = ""
-    """Where the task is from."""
+    """The source of the task."""
     answer: str = ""
-    """The stated answer (where the task says, else `auto`), shortened."""
+    """The stated answer (in the task's form, else `auto`), shortened."""
     tokens: int = 0
-    """That the model generated."""
+    """The tokens that the model generated."""
     turns: int = 0
     seconds: float = 0.0
     cost: float = 0.0
-    """Of remote models, by the recipe's prices."""
+    """The cost of remote models, by the recipe's prices."""
     truncated: bool = False
     error: str | None = None
     play: str = ""
-    """What the lines have in common that were written at once."""
+    """The shared name of the lines that were written together."""
 
 
 class KeptTrajectory(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class KeptTrajectory(msgspec.Struct, frozen=True):
 
 
 def task_digest(tasks: Sequence[Task]) -> str:
-    """Of all tasks in order."""
+    """The digest of all tasks in order."""
     return hashlib.sha256(msgspec.json.encode(list(tasks))).hexdigest()
 
 
@@ -94,12 +94,12 @@ class ResultsFolder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Raises ConfigError where another process evaluates into the folder, or the folder can't
-        be locked."""
+        """Raises ConfigError if another process evaluates into the folder, or the folder can't be
+        locked."""
         return locked_output(self.path, LOCK, "evaluates")
 
     def check_new(self) -> None:
-        """Raises ConfigError where the folder already has content."""
+        """Raises ConfigError if the folder already has content."""
         if (self.path / SETTINGS).exists():
             raise ConfigError(
                 f"{self.path} has an evaluation already: continue it with --resume, or give "
@@ -114,8 +114,8 @@ class ResultsFolder:
             self._write_tasks(tasks)
 
     def go_on(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
-        """Writes what a process that was killed at its beginning has not. Raises ConfigError where
-        the folder's evaluation is another one."""
+        """Writes the files that a process killed at its start did not write. Raises ConfigError if
+        the folder has another evaluation."""
         before = self.settings()
         changed = [key for key in settings if settings[key] != before.get(key)]
         if changed:
@@ -135,7 +135,7 @@ class ResultsFolder:
         write_atomic(self.path / TASKS, lines, durable=True)
 
     def settings(self) -> dict[str, Any]:
-        """What is measured there. Raises ConfigError."""
+        """The evaluation's settings. Raises ConfigError."""
         remedy = "give a folder that `agentevo eval --out FOLDER` made"
         if not self.path.is_dir():
             raise ConfigError(f"{self.path}: there is no such folder: {remedy}")
@@ -188,7 +188,7 @@ class ResultsFolder:
         }
 
     def trajectories(self) -> dict[tuple[str, str, int], Trajectory]:
-        """Those of the same plays."""
+        """The trajectories of the same plays."""
         counted_plays = {key: line.play for key, line in self.attempts().items()}
         by_attempt = {}
         for kept_line in _lines(self.path / TRAJECTORIES, KeptTrajectory):
@@ -217,8 +217,7 @@ class ResultsFolder:
 
 
 def storable(trajectory: Trajectory) -> Trajectory:
-    """The trajectory; a failed one without turns where JSON can't hold what an agent has put into
-    it."""
+    """The trajectory; a failed one without turns if JSON can't hold the agent's data."""
     try:
         _ENCODER.encode(trajectory)
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
@@ -246,8 +245,7 @@ def _append(path: Path, records: Iterable[Any]) -> None:
 
 
 def _end_line(file: IO[bytes]) -> None:
-    """Ends a line that a killed process has left half written, so that it does not spoil the next
-    one."""
+    """Ends a half-written line of a killed process, so that it does not damage the next one."""
     if file.seek(0, 2):
         file.seek(-1, 2)
         if file.read(1) != b"\n":

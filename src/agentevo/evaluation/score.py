@@ -1,7 +1,7 @@
-"""Attempts that were kept are scored again, by other rewards, without playing.
+"""Scores stored attempts again, by other rewards, without playing.
 
-An attempt that failed in playing stays failed. One that failed because it could not be judged, such
-as while a judge was away, is judged now.
+An attempt whose play failed stays failed. An attempt that failed because it could not be scored,
+such as while a judge was unreachable, is scored now.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentevo.types import Task, Trajectory
 
 PRICE_LOGS = "remote_models"
 _AGENTS_OWN = "returned"
-"""The reward that the agent returned itself; it is not stored separately from the final reward."""
+"""The reward that the agent returned; it is not stored separately from the final reward."""
 
 
 def score(
@@ -127,7 +127,7 @@ def _score_attempts(
 
 
 def _without_scores(trajectory: Trajectory) -> Trajectory:
-    """As it was before it was judged."""
+    """The attempt before its scoring."""
     kind = failure_kind(trajectory.error) if trajectory.status == "failed" else ""
     is_played = (
         trajectory.status == "completed" or kind.startswith("scorer_") or kind == "no_reward"

@@ -1,5 +1,5 @@
-"""The summary of an evaluation's lines: one account for each model, paired differences from the
-first, and a table of both.
+"""The summary of an evaluation's lines: the results of each model, paired differences from the
+first model, and a table of both.
 
 Failed attempts are counted separately: they are in no mean. A mean is over tasks, of the results of
 each task's completed attempts, so that a task counts once however many of its attempts failed; a
