@@ -84,7 +84,9 @@ def test_a_task_that_was_played_again_until_a_kill_counts_as_before(tmp_path, lo
 def test_another_evaluation_is_not_gone_on_with(tmp_path):
     folder = made(tmp_path)
     folder.go_on(settings(), TASKS)
-    with pytest.raises(ConfigError, match=r"begun with attempts = 2, .* go on with attempts = 4"):
+    with pytest.raises(
+        ConfigError, match=r"started with attempts = 2, .* command has attempts = 4"
+    ):
         folder.go_on(settings(attempts=4), TASKS)
     with pytest.raises(ConfigError, match="has an evaluation already"):
         folder.check_new()

@@ -268,6 +268,7 @@ async def _check_tasks(
                 add_violation(f"{fate}, and no error is recorded")
 
     for gone in sorted(recorded.keys() - seen_names):
-        what = f"task {gone} was played, according to the record of its step, but is not in the "
-        "store"
+        what = (
+            f"task {gone} was played, according to the record of its step, but is not in the store"
+        )
         report.violations.append(AuditViolation(what))

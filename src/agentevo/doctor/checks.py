@@ -66,8 +66,10 @@ def judge_token_ids(
             "never edit earlier messages in place",
         )
 
-    finding = f"in all {num_turns} turns the trainer gets exactly the tokens that the engine "
-    "read and sampled"
+    finding = (
+        f"in all {num_turns} turns the trainer gets exactly the tokens that the engine read and "
+        "sampled"
+    )
     if num_reencoded_differently:
         finding += (
             f" ({num_reencoded_differently} of {num_attempts} attempts would have changed "
@@ -201,8 +203,9 @@ def judge_context(
     if worst_case <= context_length:
         return Check("context", "good", finding)
 
-    advice = "lower sampling.max_new_tokens or agent.max_turns, or use a model with a longer "
-    "context"
+    advice = (
+        "lower sampling.max_new_tokens or agent.max_turns, or use a model with a longer context"
+    )
     if is_tiny:
         advice += " (model.tiny.context_length)"
     return Check("context", "wrong" if longest >= context_length else "warning", finding, advice)

@@ -218,8 +218,10 @@ class Tracer:
         ending = threading.Thread(target=self._end, name="agentevo-tracing-end", daemon=True)
         ending.start()
         ending.join(self._flush_s)
-        why = self._warning.problem or "spans came faster than the exporter sent them "
-        "(tracing.max_queue)"
+        why = (
+            self._warning.problem
+            or "spans came faster than the exporter sent them (tracing.max_queue)"
+        )
         if ending.is_alive():
             self._exporter.is_given_up = True
             self._warning.mute()
