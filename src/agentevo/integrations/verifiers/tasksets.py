@@ -82,8 +82,8 @@ class TasksetWorld:
         return self._outcome(await self._loop.run(episode))
 
     async def _serve_shared(self) -> None:
-        """Starts what all episodes share, once for each loop: a task of its own keeps it open,
-        since the task that opened it has to close it."""
+        """Starts the shared resources of all episodes, once for each loop. A separate task keeps
+        them open, since the task that opened them has to close them."""
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
             up = self._serving[loop] = loop.create_future()
@@ -105,8 +105,8 @@ class TasksetWorld:
         await asyncio.shield(self._serving[loop])
 
     async def _forget(self, client: EvalClientConfig) -> None:
-        """Closes the attempt's client: verifiers keeps one for each key that it has seen, and every
-        attempt has its own."""
+        """Closes the attempt's client: verifiers keeps one for each key, and every attempt has its
+        own key."""
         interception = self._environment._interception
         for server in getattr(interception, "servers", [interception]):
             opened = getattr(server, "clients", {}).pop(client.model_dump_json(), None)
