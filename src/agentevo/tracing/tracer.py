@@ -59,8 +59,8 @@ class WaitingCall(ReadableSpan):
 
 
 class CallExporter(SpanExporter):
-    """Makes the spans of the waiting calls, and gives them to an exporter, which can be slow and raise
-    anything. One thread uses it."""
+    """Makes the spans of the waiting calls, and gives them to an exporter, which can be slow and
+    raise anything. One thread uses it."""
 
     def __init__(self, exporter: SpanExporter, spans: Spans, warning: FirstWarning) -> None:
         self.num_exported = 0

@@ -25,8 +25,8 @@ RECORD = "tracking.json"
 
 
 class Tracking:
-    """Starts immediately, in the trackers' threads. Not thread-safe: `note` and `warn` are called by
-    the thread that calls its methods."""
+    """Starts immediately, in the trackers' threads. Not thread-safe: `note` and `warn` are called
+    by the thread that calls its methods."""
 
     def __init__(
         self,
