@@ -1,6 +1,6 @@
 """A sandbox in processes of this machine: the host's side of the connection to its supervisor.
 
-The host trusts nothing that comes from inside: it accepts frames of bounded length, JSON of known
+The host trusts nothing from inside: it accepts frames of bounded length, JSON of known
 types, texts of bounded length. Anything else ends the sandbox, and is reported as a failure of the
 code. A call waits for its deadline and a margin, and then ends the sandbox. A cancelled call ends
 the sandbox at once.
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
 
 MARGIN_S = 6.0
-"""How long after its deadline the supervisor may take to end a call."""
+"""Seconds after its deadline in which the supervisor must end a call."""
 FILE_S = 30.0
-"""How long reading, writing or listing files may take."""
+"""The time limit in seconds for reading, writing or listing files."""
 _HEADER = struct.Struct(">I")
 _TRIAL = """
 import socket
@@ -75,12 +75,12 @@ class LocalKind(ABC):
 
     @abstractmethod
     def obstacle(self) -> str:
-        """Why the kind can't be used here, and what to do; empty where it should work. May
+        """Why the kind can't be used here, and what to do; empty if it should work. Can
         block."""
 
     @abstractmethod
     def launch(self, section: SandboxSection) -> SandboxLaunch:
-        """May block. Raises SandboxError and OSError."""
+        """Can block. Raises SandboxError and OSError."""
 
     async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox:
         """Raises SandboxError."""
@@ -215,7 +215,7 @@ class LocalSandbox:
         watch.add(watched)
 
     async def _abandon(self, spawning: asyncio.Future[Any]) -> None:
-        """Ends the sandbox that was being started, even where its thread still runs."""
+        """Ends the sandbox that was starting, even if its thread still runs."""
 
         def end(done: asyncio.Future[Any]) -> None:
             if not done.cancelled() and done.exception() is None:
@@ -357,7 +357,7 @@ class LocalSandbox:
         return storable(text, 2 * self._section.output_kib * 1024 + 200)
 
     async def _ensure(self) -> bool:
-        """Starts another sandbox where the last one has ended. Returns whether it did."""
+        """Starts another sandbox if the last one has ended. Returns whether it did."""
         if self._is_closed:
             raise SandboxError("the sandbox is closed")
         if self._process is not None and self._process.poll() is not None:
@@ -509,8 +509,7 @@ class LocalSandbox:
 
 
 def _move(pid: int, group: ControlGroup) -> None:
-    """Moves the processes into the group; all that run so far are AgentEvo's. Raises
-    SandboxError."""
+    """Moves the processes into the group; so far only AgentEvo's run. Raises SandboxError."""
     try:
         group.add([pid, *descendants(pid)])
     except OSError as error:

@@ -1,10 +1,9 @@
 """A sandbox on another machine: the client of `agentevo sandbox serve`.
 
-The connection is the sandbox: the sandbox ends with the connection, and with this process. A server
-that is gone, hangs or sends something else is reported as a failure of the call (`SandboxDied`,
-`Timeout`), with the files lost, and the next call opens another sandbox; where none can be opened
-it raises a SandboxError. Functions of this machine that the code calls are called here, over the
-same connection.
+The sandbox ends with its connection, and with this process. A server that is gone, hangs or sends
+invalid data is reported as a failure of the call (`SandboxDied`, `Timeout`). The files are then
+lost, and the next call opens another sandbox, or raises a SandboxError if it can't. The code's
+calls of functions of this machine run here, over the same connection.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
 
 MARGIN_S = 15.0
-"""How long after its deadline the server may take to end a call, which takes six seconds itself."""
+"""Seconds after its deadline in which the server must end a call; it needs up to six itself."""
 FILE_S = 60.0
 CLOSE_S = 1.0
 _FORBIDDEN = 403
@@ -217,7 +216,7 @@ class RemoteSandbox:
             raise SandboxError(f"{what}: more than file_mib, {self._section.file_mib} MiB")
 
     async def _ensure(self) -> bool:
-        """Opens another sandbox where the last one has ended. Returns whether it did."""
+        """Opens another sandbox if the last one has ended. Returns whether it did."""
         if self._is_closed:
             raise SandboxError("the sandbox is closed")
         if self._connection is not None:
@@ -338,7 +337,7 @@ class RemoteSandbox:
         return SandboxEnded(Failure("SandboxDied", storable(message, 500)))
 
     def _end(self) -> None:
-        """At once, without a word to the other side."""
+        """Closes immediately, without a message to the other side."""
         connection = self._connection
         self._connection = None
         if connection is not None:
@@ -385,7 +384,7 @@ async def _connect(section: SandboxSection) -> ClientConnection:
 
 
 def authorization(section: SandboxSection) -> dict[str, str]:
-    """The header with the key, where there is one. Raises SandboxError."""
+    """The header with the key, if there is one. Raises SandboxError."""
     if section.api_key is None:
         return {}
 
