@@ -145,19 +145,19 @@ def _tasks(pid: int) -> list[str]:
 
 
 def _resident(pid: int) -> int:
-    """Resident bytes of a process, including shared memory."""
+    """Resident bytes of a process: anonymous and shared memory, without files."""
     return _sum_of(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:"))
 
 
 def _proportional(pid: int) -> int:
-    """The same, with each shared page divided among those who share it."""
+    """The same, with each shared page divided among its processes."""
     path = f"/proc/{pid}/smaps_rollup"
     return _sum_of(path, (b"Pss_Anon:", b"Pss_Shmem:")) or _resident(pid)
 
 
 def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
-    """The sum, in bytes, of the lines with these names, which are in KiB. The code names its
-    processes, with any bytes but a new line's."""
+    """The sum, in bytes, of the lines with these names, which are in KiB. The code chooses the
+    names of its processes, which can have any bytes except a line break."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError:

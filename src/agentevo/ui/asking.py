@@ -11,8 +11,8 @@ from agentevo.ui.sources import RunSource
 
 
 def session_of(folder: Path, state: str | None = None) -> tuple[ControlSession | None, str]:
-    """The session of the process that trains in the folder now; None with the reason. `state`: the
-    run's, where it is known. Reads files."""
+    """The session of the process that trains in the folder now, or None and the reason. `state`:
+    the run's, if known. Reads files."""
     if state is None:
         reader = RunReader(RunSource(folder.name, folder.name, folder))
         reader.read()

@@ -1,8 +1,9 @@
 """`/runs/{run}/control`: the changes of a run with their authors, and buttons that ask it to stop,
 save, pause or resume, for visitors with control.
 
-A button leads to a page that says what will happen; only its form asks the run, once, however often
-it is sent (confirmations.py). access.py and forms.py check a request before it gets here.
+A button leads to a page that says what will happen. Only its form sends a request to the run, and
+only once, even if the form is sent again (confirmations.py). access.py and forms.py check a request
+before it arrives here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ router = APIRouter()
 WRITE_S = 10.0
 """The deadline of an access to the disk."""
 MAX_RECORDS = 200
-"""Changes that the page shows."""
+"""The most changes on the page."""
 ABOUT = ("at", "who", "address", "id", "what")
 """The keys of every record; its other keys hold details."""
 BUTTONS: dict[Action, tuple[str, str]] = {
@@ -150,7 +151,7 @@ async def ask_run(request: Request, run: str) -> Response:
 
 
 def _record_and_ask(folder: Path, action: Action, id: str, session: str, by: Visitor) -> None:
-    """Raises ConfigError, and sends no request, where the folder can't be written."""
+    """Raises ConfigError, and sends no request, if the folder can't be written."""
     record = {"at": time.time(), "who": by.who, "address": by.address, "id": id}
     add_record(folder / CHANGES, {**record, "what": f"{action}: asked"})
     ask(folder, action, id=id, session=session, who=by.who)

@@ -1,6 +1,6 @@
 """The folder of an `agentevo eval`: `/results/{key}`. Models side by side, with what changed
-between two of them, and each task's attempts. Only its own regular files are read; links are
-not."""
+between two of them, and each task's attempts. Only its own regular files are read, no
+links."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Results(NamedTuple):
     by_task: dict[str, dict[str, list[AttemptLine]]]
     """Task -> model -> its attempts."""
     problem: str = ""
-    """Why there are no results one by one; empty where there are."""
+    """Why there are no single results; empty if there are."""
     is_whole: bool = True
     """Whether the evaluation has ended."""
 
@@ -62,7 +62,7 @@ class TaskLine(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """Two models compared at the tasks that both have completed."""
+    """Two models compared on the tasks that both have completed."""
 
     difference: Estimate | None
     num_tasks: int

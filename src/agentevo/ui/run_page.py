@@ -1,4 +1,4 @@
-"""One run: `/runs/{run}` (what happens now) and `/config` below it."""
+"""One run: `/runs/{run}` (its current activity) and `/config` below it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentevo ui`: listens, prints the URL with the token, and serves until it is asked to stop."""
+"""`agentevo ui`: listens, prints the URL with the token, and serves until it is stopped."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def serve_dashboard(
     notify: Callable[[str], None] = print,
     note: Callable[[str], None] = to_stderr,
 ) -> None:
-    """Shows runs and stores until it is asked to stop; blocks. `words`: folders and URLs of stores.
-    `tls`: whether it encrypts; None does so where it is reached from other machines. `control`:
-    whether checkpoints may be tried and runs asked to stop, by a URL of its own. `nice`: by how
-    much the process lowers its priority. `notify` gets the URLs with their tokens, which
-    appear nowhere else. Raises ConfigError before it listens."""
+    """Shows runs and stores until it is stopped; blocks. `words`: folders and URLs of stores.
+    `tls`: whether it encrypts; None does so if other machines can reach it. `control`: whether a
+    second URL allows trying checkpoints and stopping runs. `nice`: by how much the process lowers
+    its priority. `notify` receives the URLs with their tokens, which appear nowhere else. Raises
+    ConfigError before it listens."""
     sources = Sources(words)
     sources.check(later=True)
     for folder_to_come in sources.missing:

@@ -2,15 +2,15 @@
 below it the requests of the page's script: `/chat` and `/play`, whose answers are streams, and
 `/end`.
 
-    event: state   {"text": ..., "ready": true}   what the player does
+    event: state   {"text": ..., "ready": true}   the player's activity
     event: text    {"text": ...}                  more of a reply
     event: part    {"id": ..., "html": ...}       a part of the page; the same id again replaces it
     event: reply   {"text": ..., "html": ...}     the end of a reply: its whole text, its tokens
     event: failed  {"text": ...}
     event: done    {}
 
-The script sends the fields of a form (forms.py). The conversation is only in the
-page: the dashboard writes nothing of it.
+The script sends the fields of a form (forms.py). The conversation exists only in the page: the
+dashboard does not store it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ async def end(request: Request, run: str) -> Response:
 
 @router.post("/runs/{run}/try/chat")
 async def chat(request: Request, run: str) -> Response:
-    """A reply, streamed as it is drawn."""
+    """A reply, streamed while it is sampled."""
     view = await run_of(request, run)
     form = form_of(request)
     try:
@@ -134,7 +134,7 @@ async def chat(request: Request, run: str) -> Response:
 
 @router.post("/runs/{run}/try/play")
 async def play(request: Request, run: str) -> Response:
-    """An attempt, streamed as it is played."""
+    """An attempt, streamed while it is played."""
     view = await run_of(request, run)
     form = form_of(request)
     kind = form.get("kind", "")
@@ -210,7 +210,7 @@ def _number(value: Any, otherwise: float) -> float:
 
 
 class TryEventStream(Response):
-    """The stream of one request. It ends, and breaks the request off, as soon as the browser is
+    """The stream of one request. It ends, and cancels the request, as soon as the browser is
     gone."""
 
     def __init__(
@@ -308,6 +308,6 @@ async def _send_event(send: Send, name: str, data: Mapping[str, Any]) -> None:
 
 
 async def _gone(receive: Receive) -> None:
-    """Until the listener is gone."""
+    """Waits until the listener is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
