@@ -1,4 +1,4 @@
-"""The charts of a report: the metrics that matter, as the dashboard draws them."""
+"""The charts of a report: the main metrics, as in the dashboard."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def together(
     band: tuple[str, str] | None = None,
 ) -> Chart | None:
     """A chart of several (metric, name) over the steps; `band`: the metrics around the first line.
-    None where none of them was ever a number."""
+    None if none of them was ever a number."""
     columns = {
         name: dict(zip(*run.table.series(name), strict=True))
         for name in [*(name for name, _ in lines), *(band or ())]

@@ -254,7 +254,7 @@ class IndexReader:
         return len(rewards), good, float(rewards.mean()), float(rewards.std())
 
     def has_values(self, selection: Selection) -> dict[str, bool]:
-        """Order -> whether any of the selected attempts has a value of it."""
+        """Order -> whether any selected attempt has a value for it."""
         table = self._table()
         where, _ = self._where(table, selection)
         has_value = {}
