@@ -168,7 +168,7 @@ def layer_bytes(shape: Shape, trained: TrainedParameters, checkpointing: Checkpo
     # input; products: q, k, v, o, gate, up, down; attention
     products = shape.query + 2 * shape.key + 2 * hidden + 2 * shape.intermediate
     selective = (hidden + products + shape.query) * element + shape.num_heads * FLOAT
-    if shape.compiled:  # and what goes into products
+    if shape.compiled:  # and the inputs of products
         turned = (shape.query + shape.key) * shape.head_norms
         return selective + (2 * hidden + shape.intermediate + turned) * element
 

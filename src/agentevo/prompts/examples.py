@@ -52,7 +52,7 @@ def chosen_examples(
 
 
 def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) -> list[Message]:
-    """The common beginning of conversations, without system messages, whatever their task: the
+    """The common beginning of conversations, without system messages, for any task: the
     messages that the conversations of all tasks share; for a single task `shown`, the examples."""
     openings = {attempt.task: _talk(attempt) for attempt in played}
     talks = [talk for talk in openings.values() if talk]

@@ -2,7 +2,7 @@
 
     optimize.json   the settings of the search, written first
     log.jsonl       every candidate, attempt and answer of the writer; append-only
-    run/            files besides those of attempts, such as price logs
+    run/            files other than those of attempts, such as price logs
     texts.yaml      the texts for a recipe (`agent.texts`), written at the end
     summary.json    the results, and report.md to read
 

@@ -108,7 +108,7 @@ class CallExporter(SpanExporter):
 
         try:
             result = self._exporter.export(piece)
-        except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
+        except Exception as error:  # noqa: BLE001 (attempts continue after any error)
             self._warning.warn(error)
             result = SpanExportResult.FAILURE
 

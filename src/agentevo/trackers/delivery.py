@@ -218,7 +218,7 @@ class TrackerDelivery:
             self._busy = (time.monotonic(), what)
             try:
                 call()
-            except BaseException as error:  # noqa: BLE001 (whatever a tracker raises is its own)
+            except BaseException as error:  # noqa: BLE001 (a tracker can raise anything)
                 words = without_passwords(describe_error(error)).split("\n")[0]
                 if len(words) > LONGEST_WORDS:
                     words = f"{words[:LONGEST_WORDS]}..."
