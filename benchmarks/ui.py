@@ -261,7 +261,7 @@ async def pages(url: str, count: int, read_s: float, repeats: int) -> dict[str, 
     async with browsing(url) as (client, shared):
         key = (await client.get("/")).text.split('href="/runs/')[1].split('"')[0]
         began = time.perf_counter()
-        while "is made from the store" in (await client.get(f"/runs/{key}/attempts")).text:
+        while "is being made from the store" in (await client.get(f"/runs/{key}/attempts")).text:
             await asyncio.sleep(0.2)
 
         found["index_columns_s"] = time.perf_counter() - began

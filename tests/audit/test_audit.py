@@ -75,7 +75,7 @@ def test_a_changed_version_is_found_twice(run):
     found = violations(run)
     assert len(found) == 4
     assert (
-        f"step 2: trajectory {VICTIM}: 1 of its tokens are of version 2, which weights had only "
+        f"step 2: trajectory {VICTIM}: 1 of its tokens are of version 2, which exists only "
         "after step 2" in found
     )
     assert any(
@@ -211,7 +211,7 @@ def test_another_checkpoint_in_its_place_is_a_violation_unless_head_json_has_it(
     (run / "checkpoints" / "step-000002").rename(run / "old")
     saved = write_checkpoint(run, 2, weights=b"others")
     (found,) = violations(run)
-    assert "is whole, but neither its record nor head.json" in found
+    assert "is complete, but neither its record nor head.json" in found
 
     HeadFile(run).note_checkpoint(2, saved["sha256"])
     found = audited(run)
@@ -327,7 +327,9 @@ def test_the_command_prints_what_it_found_and_fails_on_a_violation(run, capsys):
     assert main(["audit", str(run)]) == 0
 
     out = capsys.readouterr().out
-    assert "3 committed, from 12 trajectories" in out and "everything is as the records say" in out
+    assert (
+        "3 committed, from 12 trajectories" in out and "everything agrees with the records" in out
+    )
     assert main(["audit", str(run), "--dropped"]) == 0
     assert "lame/train@4#1" in capsys.readouterr().out
 
@@ -421,7 +423,7 @@ def test_a_member_of_a_waiting_group_can_t_be_deleted_unseen(run: Path, member: 
     change(run, f"DELETE FROM tokens WHERE trajectory_seq = {seq}", name)
     change(run, "DELETE FROM trajectories WHERE id = ?", name)
     assert violations(run) == [
-        f"the group waits/train@4 is not whole: it has the attempts {1 - member}, and was written "
+        f"the group waits/train@4 is incomplete: it has the attempts {1 - member}, and was written "
         "with at least 2, from 0 on"
     ]
 

@@ -78,7 +78,7 @@ async def put_changed(folder: Path, name: str, **changes: Any) -> None:
 def test_no_attempt_is_rewritten_or_deleted_with_its_digest_unseen(run: Path, name: str) -> None:
     asyncio.run(put_changed(run, name, reward=7.5))
     (found,) = violations(run)
-    assert f"trajectory {name}: it is not what it was" in found
+    assert f"trajectory {name}: it was changed: its digest is" in found
 
     change(run, "DELETE FROM trajectories WHERE id = ?", name)
     assert any(
@@ -92,12 +92,12 @@ def test_no_task_that_was_played_is_rewritten_or_deleted_with_its_digest_unseen(
     places = ", ".join(f"{key} = ?" for key in columns)
     change(run, f"UPDATE tasks SET {places} WHERE id = 'eval-1'", *columns.values())
     assert violations(run) == [
-        "task eval-1 is not the one that was played, by the record of its step"
+        "task eval-1 is not the one that was played, according to the record of its step"
     ]
 
     change(run, "DELETE FROM tasks WHERE id = 'eval-1'")
     assert violations(run) == [
-        "task eval-1 was played, by the record of its step, and is not in the store"
+        "task eval-1 was played, according to the record of its step, but is not in the store"
     ]
 
 
@@ -110,7 +110,7 @@ def test_what_nothing_holds_is_listed(run: Path, capsys: Any) -> None:
     assert main(["audit", str(run)]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "not vouched for" in line]
     assert [" ".join(line.split()) for line in told] == [
-        "not vouched for tasks that no record holds: 1",
+        "not vouched for tasks without a record: 1",
         "not vouched for times, leases and the calls of attempts",
         "not vouched for the files plots/, report.html, checkpoints/index.json, "
         "token_numbers/step_000099.bin, texts/0123.txt",
@@ -187,7 +187,7 @@ def test_the_last_step_can_t_be_deleted_unseen(run: Path) -> None:
         "UPDATE trajectories SET state = 'ready', trained_step = NULL WHERE trained_step = 3"
     )
     database.close()
-    assert "step 3: head.json says that it was committed: the store has no record of it" in (
+    assert "step 3: head.json says that it was committed, but the store has no record of it" in (
         violations(run)
     )
 
@@ -207,7 +207,7 @@ def test_no_value_of_head_json_is_changed_unseen(run: Path) -> None:
 
     file.unlink()
     (found,) = violations(run)
-    assert found == "head.json is missing: nothing says which step was the last"
+    assert found == "head.json is missing: the last step is unknown"
 
 
 FILES_NO_PART = {"store.sqlite", "trainer.lock"}

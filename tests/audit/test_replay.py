@@ -194,7 +194,7 @@ def test_weights_that_are_gone_are_trained_again(run, tmp_path):
 
         left = Run(run_config(folder))
         trajectory = next(t for t in left.trajectories(split="train", step=4) if t.turns)
-        with pytest.raises(CheckpointError, match="make them again with --rebuild"):
+        with pytest.raises(CheckpointError, match="rebuild them with --rebuild"):
             left.replay(trajectory.id)
 
         found = left.replay(trajectory.id, rebuild=True)

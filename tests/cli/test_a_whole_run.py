@@ -82,7 +82,11 @@ def test_eval_of_a_recipe_with_and_without_a_checkpoint(agentevo, run_dir):
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [
-        (["small.yaml", "--checkpoint", "best"], 2, "--checkpoint best is one of a run's"),
+        (
+            ["small.yaml", "--checkpoint", "best"],
+            2,
+            "--checkpoint best names a checkpoint of a run",
+        ),
         (["small.yaml", "--checkpoint", "nowhere"], 2, "nowhere"),
     ],
 )

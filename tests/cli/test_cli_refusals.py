@@ -38,7 +38,7 @@ from agentevo.errors import AgentEvoError, ConfigError
         (["train", "nothing-like-it"], "no recipe is called 'nothing-like-it'"),
         (
             ["train", "small.yaml", "--resume", "run.overwrite=true"],
-            "--resume goes on with the run",
+            "--resume continues the run",
         ),
         (
             ["train", "small.yaml", "--dry-run", "trainer.stps=1"],

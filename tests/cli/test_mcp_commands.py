@@ -118,7 +118,7 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
         (["--task", "{", "x"], "--task: "),
         (["--task", '{"anser": 1}', "x"], "a task has no 'anser': it has id"),
         (["--task", '{"seed": "a"}', "x"], "--task: Expected `int`"),
-        (["--task", '{"answer": 1}', "x"], "no server is told the answer"),
+        (["--task", '{"answer": 1}', "x"], "the server does not receive the answer"),
         (["--task", "{}", "http://127.0.0.1:9/mcpapi"], "no prompts, resources and tasks"),
         (["no-such-program"], "there is no program 'no-such-program'"),
         (["no_such.json"], "no_such.json"),

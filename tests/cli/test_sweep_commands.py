@@ -47,7 +47,7 @@ def test_sweeps_are_explained_and_listed(agentevo):
         (["train", "many.yaml", "sweep.only=tow"], "did you mean two?"),
         (
             ["train", "many.yaml", "--resume", "run.overwrite=true"],
-            "--resume goes on with the sweep",
+            "--resume continues the sweep",
         ),
         (["train", "many.yaml", "--resume"], "there is no sweep to resume"),
         (["eval", "many.yaml"], "add sweep=null to run the recipe without its variants"),

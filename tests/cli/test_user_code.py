@@ -125,7 +125,7 @@ def test_a_whole_run_killed_and_resumed(tmp_path, what, how):
     finish(start(tmp_path, "train", "recipe.yaml", "--resume", path=path))
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 3
-    assert "everything is as the records say" in finish(
+    assert "everything agrees with the records" in finish(
         start(tmp_path.parent, "audit", str(run), path=path)
     )
 

@@ -456,7 +456,7 @@ def test_the_command_writes_rows_and_the_account(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr()
     assert "1 conversations written to out.jsonl.gz" in shown.out
     assert "1 left out, not in the file's form" in shown.err
-    assert "1 spans are no calls of a model" in shown.err
+    assert "1 spans are not model calls" in shown.err
     assert json.loads(Path("out.jsonl.gz.bad_rows.jsonl").read_text())["where"] == "in.jsonl:2"
 
     report = RowReport("train")

@@ -30,7 +30,7 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
         (v.judge_token_ids(20, 0, 8, 3), "good", ""),
         (v.judge_token_ids(20, 1, 8, 0), "wrong", "policy handle"),
         (v.judge_drift(9, 0, ["joined/name_dropped 3"]), "good", ""),
-        (v.judge_drift(9, 1, ["content_edited 1"]), "warning", "add to the end"),
+        (v.judge_drift(9, 1, ["content_edited 1"]), "warning", "append to its history"),
         (v.judge_logprobs(100, 3e-6, "float32"), "good", ""),
         (v.judge_logprobs(100, 2e-4, "float32"), "wrong", "report the difference"),
         (v.judge_logprobs(100, 0.05, "bfloat16"), "good", ""),
@@ -91,7 +91,7 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
                 {"a.b=4": 20 * GIB, "a.b=2": 16 * GIB, "c.d=full": 12 * GIB, "e=8": 30 * GIB},
             ),
             "wrong",
-            "no change is enough: c.d=full saves 18.00 GiB, a.b=2 saves 14.00 GiB; take a smaller",
+            "no change is enough: c.d=full saves 18.00 GiB, a.b=2 saves 14.00 GiB; use a smaller",
         ),
         (
             v.judge_memory(

@@ -106,9 +106,9 @@ def test_an_agent_that_edits_its_history():
     drift = by_name(check_recipe(build_config(tree)))["drift"]
     assert drift.status == "warning" and "merge rate 0%: 0 of 6 requests" in drift.finding
     assert "content_edited 6, first in " in drift.finding
-    assert "came 'assistant: It said 0.'" in drift.finding
+    assert "received 'assistant: It said 0.'" in drift.finding
     assert ", message 2: recorded 'assistant: " in drift.finding
-    assert "is the first other one, after '" in drift.finding
+    assert "the first difference is token " in drift.finding
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_the_recipes_own_mesh_is_judged_first_and_the_command_replaces_it(shape_
     assert last.advice.count("trainer.parallel.pipeline=") == 1, "nothing is said twice"
 
     missing, *_ = checks(8, pipeline=3)
-    assert missing.status == "wrong" and "(pipeline=3) is none" in missing.finding
+    assert missing.status == "wrong" and "(pipeline=3) does not suit" in missing.finding
     assert checks(8)[0].name == "mesh"
 
 
@@ -338,11 +338,11 @@ def test_conversations_need_no_engine_and_no_reference(few_layers):
     assert "torchrun --nnodes=2" in check_meshes(config, 16, 80.0, "chats.yaml")[-1].advice
 
 
-@pytest.mark.parametrize(("devices", "word"), [(0, "from 1"), (10**9, "from 1")])
+@pytest.mark.parametrize(("devices", "word"), [(0, "give 1 to"), (10**9, "give 1 to")])
 def test_impossible_numbers_are_refused(devices, word, shape_of_7b):
     with pytest.raises(ConfigError, match=word):
         check_meshes(recipe(shape_of_7b), devices, 80.0, "coins")
-    with pytest.raises(ConfigError, match="from 1 to 64 processes"):
+    with pytest.raises(ConfigError, match="give 1 to 64 processes"):
         check_world(recipe("tiny"), devices)
     with pytest.raises(ConfigError, match="does not divide the 3 processes"):
         check_world(recipe("tiny", "trainer.parallel.shard=2"), 3)

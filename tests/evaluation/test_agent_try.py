@@ -77,7 +77,7 @@ def test_calls_and_results_are_shown_in_their_order(shout, capsys, tmp_path, mon
 def test_without_an_answer_nothing_judges(capsys):
     with RemoteServer(gives({"data": [{"id": "m"}]}), gives(chat("hello"))) as server:
         tried(server, "--task", "Hi.", "rewards=[exact_match]")
-    assert "completed; nothing judged it" in capsys.readouterr().out
+    assert "completed, but not scored" in capsys.readouterr().out
 
 
 def test_a_failure_is_shown_and_ends_with_1(capsys):

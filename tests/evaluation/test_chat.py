@@ -289,7 +289,7 @@ def test_ctrl_c_while_the_model_is_loaded_promises_no_checkpoint(monkeypatch, ca
     ("words", "expected"),
     [
         (["nothing-like-it"], "no recipe, run or model is called"),
-        (["http://127.0.0.1:9/v1#m"], "takes a run or a model that is computed here"),
+        (["http://127.0.0.1:9/v1#m"], "takes a run or a model that runs on this machine"),
         (["smollm2-135m-instruct", "--step", "3"], "is not the folder of a run"),
     ],
 )

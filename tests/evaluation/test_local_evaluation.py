@@ -43,7 +43,7 @@ def test_checkpoints_side_by_side_at_an_environment(run, tmp_path, monkeypatch, 
 
     printed = capsys.readouterr().out
     assert "random player" in printed and "optimal player" in printed
-    assert "run@2 minus run@1, at the same tasks" in printed
+    assert "run@2 minus run@1, on the same tasks" in printed
 
     lines = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
     assert len(lines) == 4 * 3 * 3
@@ -62,7 +62,7 @@ def test_checkpoints_side_by_side_at_an_environment(run, tmp_path, monkeypatch, 
 
     other = [*words, "-k", "3", "--out", str(tmp_path / "out"), "--resume"]
     assert main([*other, "environment.num_coins=4"]) == 2
-    assert "begun with environment = " in capsys.readouterr().err
+    assert "started with environment = " in capsys.readouterr().err
     assert main(["eval", "run@7", "-k", "2"]) == 2
     assert "its steps are 1, 2" in capsys.readouterr().err
 

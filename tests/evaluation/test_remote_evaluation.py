@@ -229,7 +229,7 @@ def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
 
     for wrong, why in (
         ([], "give rewards=[NAME]"),
-        (["rewards=[returned]"], "as it played"),
+        (["rewards=[returned]"], "which is not stored"),
         (["rewards=[math]", "--out", "again"], "already"),
     ):
         assert main(["score", "out", *wrong]) == 2
@@ -249,10 +249,10 @@ def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
         (["{url}", "-k", "0"], "give 1 to"),
         (["{url}", "-k", "2", "--temperature", "0"], "all the same"),
         (["{url}", "--top-p", "2"], "sampling.top_p"),
-        (["{url}", "--against", "{url}"], "measured already"),
+        (["{url}", "--against", "{url}"], "already in the evaluation"),
         (["{url}", "--resume"], "--out FOLDER"),
         (["{url}", "rewards=[]"], "nothing judges the task"),
-        (["{url}", "rewards=[rlpr]"], "asks the policy's engine"),
+        (["{url}", "rewards=[rlpr]"], "needs the policy's engine"),
         (
             ["{url}", "agents={a: {}, b: {}}", "agent.type=command", "agent.command=[sh]"],
             "several agents at once",

@@ -84,7 +84,9 @@ def test_a_task_that_was_played_again_until_a_kill_counts_as_before(tmp_path, lo
 def test_another_evaluation_is_not_gone_on_with(tmp_path):
     folder = made(tmp_path)
     folder.go_on(settings(), TASKS)
-    with pytest.raises(ConfigError, match=r"begun with attempts = 2, .* go on with attempts = 4"):
+    with pytest.raises(
+        ConfigError, match=r"started with attempts = 2, .* command has attempts = 4"
+    ):
         folder.go_on(settings(attempts=4), TASKS)
     with pytest.raises(ConfigError, match="has an evaluation already"):
         folder.check_new()
@@ -98,7 +100,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(ConfigError, match="not empty"):
         ResultsFolder(tmp_path).check_new()
-    with pytest.raises(ConfigError, match="no folder of an evaluation"):
+    with pytest.raises(ConfigError, match="not the folder of an evaluation"):
         ResultsFolder(tmp_path).settings()
     with pytest.raises(ConfigError, match="there is no such folder: give"):
         ResultsFolder(tmp_path / "nothing").settings()
@@ -161,4 +163,4 @@ def test_what_json_can_not_hold_fails_its_attempt_alone():
     )
     broken = storable(Trajectory(id="x", task_id="x", group_id="x", turns=[turn], reward=1.0))
     assert (broken.status, broken.reward, broken.turns) == ("failed", 0.0, [])
-    assert "can't be kept" in broken.error
+    assert "can't be stored" in broken.error

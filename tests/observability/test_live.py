@@ -260,7 +260,7 @@ def test_what_an_algorithm_learns_beside_the_policy_is_shown():
         )
 
     assert (
-        "| critic foresees 25% | process reward right 100% | pairs right 50%" in stream.getvalue()
+        "| critic predicts 25% | process reward right 100% | pairs right 50%" in stream.getvalue()
     )
 
 

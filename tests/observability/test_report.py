@@ -247,7 +247,7 @@ def test_without_a_tokenizer_ids_are_shown_and_said_to_be(tmp_path: Path) -> Non
         write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9))]).read_text(encoding="utf-8")
     )
     assert "11 3 10" in page.text
-    assert "no tokenizer was at hand" in page.text
+    assert "no tokenizer was available" in page.text
 
 
 def test_a_very_long_attempt_is_cut_and_says_so(
@@ -264,7 +264,7 @@ def test_a_very_long_attempt_is_cut_and_says_so(
 def test_nobody_is_fooled_by_random_play(tmp_path: Path, after: float, told: bool) -> None:
     scores = {"eval": {"before": 0.02, "after": after, "n": 64, "random": 0.25, "optimal": 1.0}}
     text = Page(write_report(tmp_path, [], scores, "", []).read_text(encoding="utf-8")).text
-    assert ("can't be told from random play" in text) is told
+    assert ("can't be distinguished from random play" in text) is told
 
 
 def make_run(
@@ -372,7 +372,7 @@ def test_a_run_draws_its_report_beside_its_event_loop_and_does_not_wait_for_ever
     monkeypatch.setattr(report, "DEADLINE_S", 0.05)
     monkeypatch.setattr(report, "report_from_run", lambda *_: time.sleep(1.0))
     run_coroutine(made())
-    assert "not made within 0.05 s: `agentevo report" in said[-1]
+    assert "not ready within 0.05 s: `agentevo report" in said[-1]
 
 
 @pytest.mark.slow

@@ -90,4 +90,4 @@ def test_a_log_that_can_not_be_written_costs_nothing_else(tmp_path, capsys):
     with RunLog() as log:
         log.begin(tmp_path, "first")
         log.write("second")
-    assert capsys.readouterr().err.count("is not written any more") == 1
+    assert capsys.readouterr().err.count("is no longer written") == 1

@@ -99,7 +99,7 @@ def test_what_remote_models_said_is_shown_too(decode: Decode) -> None:
         "remote turn 0: judge",
         "user: Is it \\x1b[2J right?",
         "assistant: [thought] Hm.",
-        "34 tokens (24 of the prompt, 12 of them known, and 10 of the answer), cost 0.002, "
+        "34 tokens (24 of the prompt, 12 of them cached, and 10 of the answer), cost 0.002, "
         "finished by stop",
         "remote turn 1 (continues 0): judge, asked by solver",
     ):

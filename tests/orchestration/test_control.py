@@ -91,7 +91,7 @@ def test_a_run_pauses_saves_resumes_and_stops_as_it_is_asked(
     command("stop")
     assert process.wait(LONGEST_S) == 128 + signal.SIGTERM
     assert main(["control", str(folder), "stop"]) == 2  # nobody is there any more
-    assert "nobody trains there" in capsys.readouterr().err
+    assert "the run is not training" in capsys.readouterr().err
 
     # What was meant for the process that has ended doesn't stop the next one.
     ask(folder, "stop", id="left-behind-1", session=session.id, who="me")

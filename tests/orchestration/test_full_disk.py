@@ -84,7 +84,7 @@ def test_a_report_without_room_says_how_to_make_it_again(
 ) -> None:
     (tmp_path / "config.yaml").write_text("run: {}\n")
     monkeypatch.setattr(report, part, no_room)
-    with pytest.raises(DiskError, match="make it again with `agentevo report`"):
+    with pytest.raises(DiskError, match="write it again with `agentevo report`"):
         report_from_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 1
     assert "No space left on device" in capsys.readouterr().err

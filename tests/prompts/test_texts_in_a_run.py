@@ -54,6 +54,6 @@ def test_a_run_keeps_the_texts_of_its_attempts_and_the_audit_sees_a_changed_one(
     kept.unlink()
     audit = run.audit()
     assert audit.texts_gone == [used["system"]]
-    assert ("not vouched for", f"texts that the folder does not hold: {used['system']}") in (
+    assert ("not vouched for", f"texts that are not in the folder: {used['system']}") in (
         audit.lines()
     )

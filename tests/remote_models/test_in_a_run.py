@@ -87,7 +87,7 @@ def test_agents_ask_a_remote_model_beside_the_policy(agent, tmp_path, monkeypatc
     assert again.same, again.line()
 
     if agent is client:
-        assert "asks through the gateway" in again.line()
+        assert "uses the gateway" in again.line()
     else:
         assert (again.played, again.remote_turns) == (True, 1)
         assert again.replayed_reward == attempts[0].reward

@@ -262,7 +262,7 @@ def test_nothing_is_written_where_there_is_no_row(run: Path, tmp_path: Path) -> 
 
 def test_the_commands(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["annotations", "calibrate", str(run)]) == 0
-    assert "nobody has said yet" in capsys.readouterr().out
+    assert "no attempt is labelled yet" in capsys.readouterr().out
 
     annotate(run, Annotation(attempt="a", verdict="right", success=True))
     annotate(run, Annotation(attempt="b", verdict="wrong"))

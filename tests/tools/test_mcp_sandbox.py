@@ -102,7 +102,7 @@ def test_it_reaches_nothing_of_the_host(needs_bubblewrap, port, tmp_path, monkey
 def test_memory_is_that_of_all_its_processes_together(call, needs_bubblewrap):
     (text,) = played(section(memory_mib=512), call)
     assert text.startswith("Error: ")
-    assert "its sandbox has ended it: more than 512 MiB of memory, all together" in text
+    assert "its sandbox ended it: more than 512 MiB of memory, all together" in text
     assert not any("bwrap" in one.name() for one in psutil.Process().children(recursive=True))
 
 
@@ -158,7 +158,7 @@ def test_a_script_of_a_virtual_environment_that_is_a_link_finds_its_interpreter(
 
 
 def test_what_can_not_be_is_refused_before_anything_starts(needs_bubblewrap, monkeypatch):
-    with pytest.raises(ConfigError, match="there is no /none/such, which the sandbox is to show"):
+    with pytest.raises(ConfigError, match="there is no /none/such to show in the sandbox"):
         Toolbox([section(read_only=["/none/such"])])
     with pytest.raises(ConfigError, match="there is no program"):
         Toolbox([section().model_copy(update={"command": "no-such-program"})])

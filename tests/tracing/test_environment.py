@@ -41,7 +41,7 @@ def said(url: str) -> str:
 def test_a_failure_is_told_once_and_a_success_not_at_all() -> None:
     with Collector(answer=lambda: 400) as collector:
         (line,) = said(collector.url).splitlines()
-    assert "tracing: spans may be missing (told once): " in line
+    assert "tracing: spans may be missing (reported once): " in line
     assert "400" in line
     with Collector() as collector:
         assert said(collector.url) == ""

@@ -156,7 +156,7 @@ def test_a_collector_that_is_not_there_is_told_of_without_its_password(
     "endpoint", ["nonsense", "localhost:4318", "http://", "ftp://a", "http://a:hus/h@b"]
 )
 def test_what_is_no_url_of_a_collector_is_refused_at_once(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"tracing\.endpoint is not the URL") as error:
+    with pytest.raises(ConfigError, match=r"tracing\.endpoint is not a valid URL") as error:
         export(endpoint)
     assert "hus" not in str(error.value)
 

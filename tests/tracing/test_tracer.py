@@ -224,7 +224,7 @@ def test_an_exporter_that_fails_costs_a_line_at_first_and_one_at_the_end() -> No
     assert tracer.num_lost == 6
 
     first, last = lines
-    assert "told once" in first
+    assert "reported once" in first
     assert "RuntimeError: no such collector" in first
     assert "letmein" not in first + last
     assert (first + last).isprintable()
@@ -256,7 +256,7 @@ def test_an_exporter_that_hangs_holds_up_the_end_for_a_bounded_time() -> None:
     released.set()
     wait_for_the_end()
     (line,) = lines
-    assert "did not end within" in line
+    assert "did not finish within" in line
     assert line.startswith("tracing: 6 spans were not exported")
 
 

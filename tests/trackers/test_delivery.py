@@ -193,7 +193,7 @@ def test_a_call_that_does_not_come_back_is_said(tmp_path: Path, monkeypatch) -> 
 
     monkeypatch.setattr(delivery_module, "HANG_S", 0.0)
     tracking.hear()
-    assert "step 1 has not come back" in warnings[0]
+    assert "step 1 has not returned" in warnings[0]
 
     tracking.close("finished", {})
     assert len(warnings) == 1

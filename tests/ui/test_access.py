@@ -99,4 +99,4 @@ def test_an_answer_that_takes_too_long_is_told_of(tmp_path: Path, capsys, monkey
 
     monkeypatch.setattr("agentevo.ui.access.LONGEST_S", 0.05)
     asyncio.run(asked())
-    assert "ui: /runs/x: no whole answer within 0.05 s" in capsys.readouterr().err
+    assert "ui: /runs/x: no complete answer within 0.05 s" in capsys.readouterr().err

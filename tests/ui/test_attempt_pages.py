@@ -237,7 +237,7 @@ def test_lists_filter_search_and_sort(pages: dict[str, httpx.Response]) -> None:
     assert set(ids("range")) == {f"train-1/{n}" for n in ("tools@1#1", "long@1#2", "many@1#3")}
     assert "use one of ready" in pages["wrong"].text
     assert "largest log-prob change" in pages["list"].text  # greyed, with the reason
-    assert "its run has kept none" in pages["list"].text
+    assert "its run stored none" in pages["list"].text
 
 
 def test_a_step_shows_its_groups_beside_each_other(pages: dict[str, httpx.Response]) -> None:
@@ -271,7 +271,7 @@ def test_an_attempt_as_messages(pages: dict[str, httpx.Response]) -> None:
     assert pages["many"].text.count('class="turn') == 12
     assert "turn 12!" in pages["turns"].text
     assert "turn 24!" not in pages["turns"].text
-    assert "goes on from turn 0" in pages["branches"].text
+    assert "continues turn 0" in pages["branches"].text
 
     branch = pages["branch"].text
     assert "right" in branch

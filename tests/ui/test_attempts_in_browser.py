@@ -242,7 +242,7 @@ def test_from_a_step_through_its_groups_to_two_attempts_beside_each_other(
     assert page.locator(".group").count() == 3
 
     with page.expect_navigation():
-        page.locator("a", has_text="best beside worst").first.click()
+        page.locator("a", has_text="best next to worst").first.click()
 
     assert page.locator(".diff .gone").count() > 0
     assert page.locator(".diff .new").count() > 0
@@ -274,7 +274,7 @@ def test_why_a_group_failed_is_found_by_clicking(listed: Visitor) -> None:
     assert page.locator("aside .cell").count() == SIZE
     assert page.locator("aside .cell.here").count() == 1
 
-    page.get_by_role("link", name="its best beside this one").click()
+    page.get_by_role("link", name="its best next to this one").click()
     page.wait_for_url("**/attempts/compare**")
     assert page.locator(".diff .gone").count() > 0
 

@@ -134,7 +134,7 @@ def test_a_run_that_nobody_trains_has_no_buttons_and_takes_no_requests(runs_fold
             return [await client.get(URL), await client.post(URL, data=sent, headers=ORIGIN)]
 
     page, refused = asyncio.run(pressed())
-    assert "Nobody trains there now (it is finished)" in page.text
+    assert "The run is not training (it is finished)" in page.text
     assert '<button class="button "' not in page.text
     assert refused.status_code == 404
     assert not (runs_folder / "lake" / "control").exists()

@@ -94,7 +94,7 @@ def pages(
         async with browse(*urls) as client:
             for _ in range(3000):
                 page = await client.get("/runs/mine.sqlite/evaluation")
-                if "Difficulty" in page.text and "still to be read" not in page.text:
+                if "Difficulty" in page.text and "are not read yet" not in page.text:
                     break
                 await asyncio.sleep(0.1)
             return {key: await client.get(f"/runs/{path}") for key, path in paths.items()}
@@ -128,7 +128,7 @@ def test_solved_and_lost_tasks_lead_to_their_attempts(pages: dict[str, httpx.Res
     assert "task=held-1&" not in page, "it was solved at both steps"
     assert "id=held-0%2Fgreedy%404%230" in pages["first two"].text
     assert len(re.findall("<tr data-row>", pages["of a task"].text)) == 3
-    assert "No attempt is like that" in pages["of no task"].text
+    assert "No attempt matches" in pages["of no task"].text
 
 
 def test_steps_that_were_not_evaluated_are_the_first_and_last(

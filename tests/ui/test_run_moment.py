@@ -68,7 +68,7 @@ def test_a_paused_run_is_called_so_and_a_stopped_one_names_the_command(folder: P
     assert (view.state, view.badge) == ("running", "paused")
     tell(folder, phase="paused", ended="stopped")
     view = seen(folder)
-    whole = f"`agentevo train {folder}/config.yaml run.dir={folder} --resume` goes on with it"
+    whole = f"`agentevo train {folder}/config.yaml run.dir={folder} --resume` resumes it"
     assert view.badge == "interrupted" and whole in view.reason
 
 
@@ -79,9 +79,9 @@ def test_a_process_that_gives_no_sign_is_told_from_one_that_is_dead(folder: Path
 
     dead = seen(folder)
     assert (slow.state, slow.is_silent) == ("running", True)
-    assert "has not given a sign for 1m40s" in slow.reason
+    assert "has given no sign of life for 1m40s" in slow.reason
     assert (dead.state, dead.is_silent, dead.doing) == ("interrupted", False, None)
-    assert "ended without a word" in dead.reason
+    assert "ended without a message" in dead.reason
 
 
 def test_a_process_that_can_not_write_the_file_and_logs_its_steps_is_not_silent(

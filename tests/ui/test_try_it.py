@@ -147,22 +147,22 @@ def test_checkpoints_are_those_of_the_folder_and_of_no_link_out_of_it(runs_folde
 
 MESSAGE = json.dumps([{"role": "user", "content": "hello"}])
 WRONG: tuple[tuple[str, dict[str, str], str], ...] = (
-    ("chat", {"messages": "["}, "no messages"),
-    ("chat", {"messages": "[" * 100_000}, "no messages"),
+    ("chat", {"messages": "["}, "not messages"),
+    ("chat", {"messages": "[" * 100_000}, "not messages"),
     ("chat", {"messages": '[{"role": "user", "content": 3}]'}, "nothing to answer"),
     ("chat", {"messages": '[{"role": "tool", "content": "x"}]'}, "nothing to answer"),
     ("chat", {"messages": '[{"role": "user", "content": " "}]'}, "nothing to answer"),
-    ("chat", {"messages": r'[{"role": "user", "content": "\ud83d"}]'}, "no messages"),
+    ("chat", {"messages": r'[{"role": "user", "content": "\ud83d"}]'}, "not messages"),
     ("chat", {"messages": json.dumps([{"role": "user", "content": "x" * 100_001}])}, "100,001"),
-    ("chat", {"messages": json.dumps(65 * json.loads(MESSAGE))}, "can't be asked"),
+    ("chat", {"messages": json.dumps(65 * json.loads(MESSAGE))}, "this request is not valid"),
     ("chat", {"which": "99"}, "no checkpoint"),
     ("chat", {"which": "../../lake"}, "no checkpoint"),
     ("chat", {"device": "cuda:7"}, "no checkpoint"),
-    ("chat", {"temperature": "nan"}, "can't be asked"),
-    ("chat", {"temperature": "-1"}, "can't be asked"),
-    ("chat", {"max_new_tokens": "1000000"}, "can't be asked"),
-    ("chat", {"conversation": "<script>"}, "can't be asked"),
-    ("play", {"kind": "held", "number": "-1"}, "can't be asked"),
+    ("chat", {"temperature": "nan"}, "this request is not valid"),
+    ("chat", {"temperature": "-1"}, "this request is not valid"),
+    ("chat", {"max_new_tokens": "1000000"}, "this request is not valid"),
+    ("chat", {"conversation": "<script>"}, "this request is not valid"),
+    ("play", {"kind": "held", "number": "-1"}, "this request is not valid"),
     ("play", {"kind": "task", "task": "<b>none</b>"}, "has no task"),
     ("play", {"kind": "own", "query": " "}, "nothing to play"),
 )
@@ -253,7 +253,7 @@ def test_chat_and_play_of_two_checkpoints_leave_the_run_as_it_was(runs_folder):
             assert f"Task {task.id}," in json.dumps([data for _, data in by_id])
 
             own = await ask("play", "start", kind="own", query="What is 1 + 1?")
-            assert "nothing judges it" in json.dumps([data for _, data in own])
+            assert "it is not scored" in json.dumps([data for _, data in own])
 
             page = (await client.get("/runs/lake/try")).text
             assert page.count(" MB</td>") == 2
@@ -355,7 +355,7 @@ def test_no_more_than_two_are_held_and_a_third_takes_an_idle_ones_place(tmp_path
                 waiting.append(task)
                 await until(lambda key=key: key in held._players and held._players[key].is_busy)
 
-            with pytest.raises(PlayerError, match="2 checkpoints are at work"):
+            with pytest.raises(PlayerError, match="2 checkpoints are busy"):
                 await heard(held, keys[2], chat("b"))
 
             # Of one, too, only so many requests; a thousand more cost nothing.
@@ -364,7 +364,7 @@ def test_no_more_than_two_are_held_and_a_third_takes_an_idle_ones_place(tmp_path
 
             await until(lambda: len(held._players[keys[0]].listeners) == 4)
             for number in range(1000):
-                with pytest.raises(PlayerError, match="at work"):
+                with pytest.raises(PlayerError, match="busy"):
                     await heard(held, keys[0], chat(f"d{number}"))
             assert len(held.of("")) == 2
 
@@ -393,8 +393,8 @@ def test_no_more_than_two_are_held_and_a_third_takes_an_idle_ones_place(tmp_path
     ("body", "reason"),
     [
         ("read x; echo 'Bang: no such file' >&2; exit 3", "exit code 3.*Bang: no such file"),
-        ('read x; echo \'{"type":"nonsense"}\'; cat > /dev/null', "nobody understands"),
-        ("read x; head -c 9000000 /dev/zero; cat > /dev/null", "nobody understands"),
+        ('read x; echo \'{"type":"nonsense"}\'; cat > /dev/null', "can't be read"),
+        ("read x; head -c 9000000 /dev/zero; cat > /dev/null", "can't be read"),
         ('read x; echo \'{"type":"broken","error":"no room <b>"}\'; exit 1', "no room <b>"),
         ("read x; exec sleep 60", "took too long|more than"),
     ],

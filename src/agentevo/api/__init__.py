@@ -1,5 +1,4 @@
-"""The Python door: `agentevo.train` takes what a program has at hand and makes of it the same
-`RunConfig` that a recipe makes.
+"""The Python API: `agentevo.train` turns a program's objects into the same `RunConfig` as a recipe.
 
 Options have the names and the checks of the YAML: a section is a mapping (`trainer={"steps": 5}`),
 and `overrides` are the command line's `a.b=c`. Wrong ones raise `ConfigError` before anything is
@@ -45,14 +44,14 @@ if TYPE_CHECKING:
     from agentevo.observability import LiveView
 
 AgentFunction: TypeAlias = Callable[..., Any]
-"""`run(task, policy)` acts through the policy, `run(task)` through a client of its own; async or
-not. It returns the reward, named parts of it, one for each turn, an `Outcome`, or None where
-`rewards` decide."""
+"""`run(task, policy)` acts through the policy, `run(task)` through its own client; async or not.
+It returns the reward, named parts of it, one for each turn, an `Outcome`, or None if `rewards`
+decide."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A program that makes one attempt each time that it is started."""
+    """A program that makes one attempt per start."""
 
     words: list[str]
 
@@ -247,8 +246,8 @@ def resolve(
     has_tasks: bool = False,
     **sections: Any,
 ) -> tuple[RunConfig, AgentFunction | None]:
-    """What `train` will run: the checked configuration, and the agent function if one was given.
-    `has_tasks`: whether a list of tasks is given as well."""
+    """The checked configuration of `train`, and the agent function, if any. `has_tasks`: whether a
+    list of tasks is also given."""
     named = {"model": model, "algorithm": algorithm}
     options = {
         key: plain_option(value, named=key in named)
@@ -334,7 +333,7 @@ def _starting_point(trainable: Trainable) -> tuple[dict[str, Any], str, AgentFun
 
 
 def _find_recipe_or_environment(name: str) -> tuple[dict[str, Any], str, None]:
-    """A recipe, which has vetted settings, is preferred to an environment of the same name."""
+    """A recipe has tested settings, so it comes before an environment of the same name."""
     recipes = sources.recipe_names()
     environment_names = environments.names()
     if name in recipes or Path(name).suffix in {".yaml", ".yml"}:
@@ -358,8 +357,8 @@ def _find_recipe_or_environment(name: str) -> tuple[dict[str, Any], str, None]:
 
 
 def _register_environment(environment: type[TextEnvironment]) -> str:
-    """Files a user's environment under its `type`, so that recipes and run folders can name it;
-    returns the type."""
+    """Registers a user's environment under its `type`, so that recipes and run folders can name it.
+    Returns the type."""
     options = getattr(environment, "Config", None)
     kind = (
         options.model_fields["type"].default
@@ -386,8 +385,8 @@ def _register_environment(environment: type[TextEnvironment]) -> str:
 def checked_tasks(
     tasks: Sequence[Task | Mapping[str, Any]] | None, agent: AgentFunction | None
 ) -> list[Task] | None:
-    """Tasks as records; a mapping is read as a row of a file is. Raises `ConfigError`: none for an
-    agent function, a mapping that is no task, an id twice."""
+    """Tasks as records; a mapping is read like a row of a file. Raises `ConfigError` for an agent
+    function without tasks, a mapping that is not a task, and a repeated id."""
     from agentevo.rollout.given_tasks import task_of
 
     if not tasks:

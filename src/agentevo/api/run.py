@@ -1,4 +1,4 @@
-"""A run from Python: trained from a configuration, and what can be asked of it afterwards."""
+"""A run from Python: its training from a configuration, and its results."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Run:
     def eval(
         self, *, checkpoint: str = "best", samples: int = 1, view: LiveView | None = None
     ) -> dict[str, float]:
-        """Evaluates a checkpoint on the held-out tasks: `val-core/...` metrics. Nothing is written
-        but by trackers, where the configuration lists some."""
+        """Evaluates a checkpoint on the held-out tasks: `val-core/...` metrics. Only
+        trackers of the configuration write anything."""
         check_tracking(self.config)
         path = self.checkpoint_path(checkpoint)
         _, state = Checkpoints(self.dir / "checkpoints", self.config.checkpoint.keep_last).load(
@@ -83,15 +83,15 @@ class Run:
         step = progress.get("step") if isinstance(progress, dict) else None
         if not isinstance(step, int):
             raise UnusableCheckpointError(
-                f"{path / 'state.json'} is damaged: it says of no step: give another checkpoint"
+                f"{path / 'state.json'} is damaged: it names no step: give another checkpoint"
             )
 
         return run_coroutine(self._evaluate(path, step, samples, view))
 
     def push_to_hub(self, repo: str, *, checkpoint: str = "best", private: bool = True) -> str:
         """Publishes a checkpoint (`best`, `last`, a path) with a model card on the Hugging Face hub
-        in one commit; returns its URL. `private`: of a repository that is made now. Raises
-        ModelError where nothing was uploaded."""
+        in one commit; returns its URL. `private`: for a new repository. Raises
+        ModelError if nothing was uploaded."""
         return push_to_hub(self.checkpoint_path(checkpoint), repo, private=private)
 
     def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> list[Trajectory]:
@@ -103,10 +103,10 @@ class Run:
         return read_store(self.dir, read)
 
     def replay(self, trajectory_id: str, *, rebuild: bool = False) -> TrajectoryReplay:
-        """Makes a trajectory again from its seeds and the stored weights and compares it with the
+        """Repeats a trajectory from its seeds and the stored weights and compares it with the
         record (orchestration/replay.py).
 
-        `rebuild`: weights that no file holds any more are trained again from the store."""
+        `rebuild`: deleted weights are trained again from the store."""
         return run_coroutine(
             replay(
                 self.config, trajectory_id, made_again=rebuild, agent=self._agent, tasks=self._tasks
@@ -114,8 +114,8 @@ class Run:
         )[0]
 
     def replays(self, count: int, *, rebuild: bool = False) -> list[TrajectoryReplay]:
-        """Replays of so many training trajectories, drawn at random by the run's seed; without
-        `rebuild` only of those whose weights still exist."""
+        """Replays this many training trajectories, chosen at random by the run's seed; without
+        `rebuild` only those whose weights still exist."""
         return run_coroutine(
             replay(
                 self.config, sample=count, made_again=rebuild, agent=self._agent, tasks=self._tasks
@@ -123,7 +123,7 @@ class Run:
         )
 
     def audit(self) -> Audit:
-        """Proves from the store what each step was made from (orchestration/audit.py)."""
+        """Proves from the store which trajectories each step used (audit/audit.py)."""
         return read_store(self.dir, lambda store: audit(store, self.dir))
 
     async def _evaluate(
@@ -162,8 +162,8 @@ def sft(config: RunConfig, *, resume: bool = False, view: LiveView | None = None
 def evaluate_model(
     config: RunConfig, *, checkpoint: Path | None = None, view: LiveView | None = None
 ) -> dict[str, float]:
-    """Success of the recipe's unchanged model, or of a checkpoint of it, without any run: only
-    trackers write, where the recipe lists some."""
+    """The success of the recipe's unchanged model, or of a checkpoint, without a run. Only trackers
+    of the recipe write anything."""
     check_tracking(config)
 
     async def work() -> dict[str, float]:
@@ -185,8 +185,8 @@ def _report(
 
 @contextmanager
 def _throwaway_store() -> Iterator[str]:
-    """URL of a temporary store for trajectories: a finished run's own record stays as training left
-    it."""
+    """The URL of a temporary store for trajectories, so that a finished run's store stays
+    unchanged."""
     with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as folder:
         yield f"sqlite:///{folder}/store.sqlite"
 

@@ -1,9 +1,9 @@
 """The audit proves from a run's store that every committed step was made from exactly the
 trajectories its record names, each used once, none of its tokens older than the bound.
 
-Nothing is believed that can be computed again: digests and ages come from the tokens in the store,
-the chain of steps from their records (runs/chain.py), checksums from the files. Not proven: weights
-whose checkpoint is gone (`agentevo replay` draws tokens again), and when something happened.
+The audit recomputes everything that it can: digests and ages from the tokens in the store, the
+chain of steps from their records (runs/chain.py), checksums from the files. It does not prove
+weights whose checkpoint is gone (`agentevo replay` samples tokens again), nor times.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _check_chain(records: Iterable[StepRecord], report: Audit) -> None:
     """Every record must be the one that was committed, by the chain."""
     older = [record.step for record in records if KEY not in record.record]
     if older:
-        what = f"of {len(older)} steps, this one the first, nothing can be proven: {OLDER}"
+        what = f"{len(older)} steps, of which this is the first, can't be proven: {OLDER}"
         report.violations.append(AuditViolation(what, step=older[0]))
     for step in broken_links((r for r in records if KEY in r.record), End()):
         what = "its record is not the one that was committed: the chain of steps breaks here"
@@ -175,7 +175,7 @@ async def _check_step(
 
 
 def _check_used_once(plan: StepPlan, step: int, used: dict[str, int], violated: Violated) -> None:
-    """No trajectory may be named twice, in this plan or in an earlier one; `used` learns them."""
+    """No plan may repeat a trajectory of its own or of an earlier plan. Updates `used`."""
     for name, times in Counter(plan.ids).items():
         if times > 1:
             violated(f"its plan names it {times} times", name)
@@ -185,8 +185,8 @@ def _check_used_once(plan: StepPlan, step: int, used: dict[str, int], violated: 
 
 
 def _check_masked(plan: StepPlan, masked: int, violated: Violated) -> None:
-    """The plan must have left out as many tokens as are too old, and a policy that waits for fresh
-    tokens none."""
+    """The plan must have left out exactly the tokens that are too old; with a policy that waits for
+    fresh tokens, none."""
     if masked != plan.masked_tokens:
         violated(
             f"{masked} tokens were older than {plan.staleness} versions, its plan says that "
@@ -230,7 +230,7 @@ def _count_ages(stored: StoredTrajectory, plan: StepPlan, step: int, report: Aud
         age = step - 1 - version
         if age < 0:
             what = (
-                f"{count} of its tokens are of version {version}, which weights had only "
+                f"{count} of its tokens are of version {version}, which exists only "
                 f"after step {version}"
             )
             report.violations.append(
@@ -246,7 +246,7 @@ def _count_ages(stored: StoredTrajectory, plan: StepPlan, step: int, report: Aud
 
 
 def _check_digest(plan: StepPlan, digests: Mapping[str, bytes], violated: Violated) -> set[str]:
-    """Returns the ids of those that are not what was trained on."""
+    """Returns the ids of trajectories that differ from those that were trained on."""
     altered = []
     if len(plan.digests) == len(plan.ids):
         shown = zip(plan.ids, plan.digests, strict=True)
@@ -257,7 +257,7 @@ def _check_digest(plan: StepPlan, digests: Mapping[str, bytes], violated: Violat
     for name, digest in altered:
         now = digests[name].hex()[:SHOWN]
         violated(
-            f"it is not what was trained on: what it says has the digest {now}, then {digest}",
+            f"it is not what was trained on: its digest is {now} now, and was {digest}",
             name,
         )
 

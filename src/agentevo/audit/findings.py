@@ -1,4 +1,4 @@
-"""What an audit has found: counts, reasons and violations."""
+"""The findings of an audit: counts, reasons and violations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 class AuditViolation(msgspec.Struct, frozen=True):
-    """Something that the store says and can't be, or should say and doesn't."""
+    """A statement of the store that can't be true, or one that is missing."""
 
     what: str
     step: int | None = None
@@ -25,7 +25,7 @@ class AuditViolation(msgspec.Struct, frozen=True):
 
 
 class Audit(msgspec.Struct, kw_only=True):
-    """What the audit found."""
+    """The findings of an audit."""
 
     steps: int = 0
     """Number of committed steps."""
@@ -47,33 +47,33 @@ class Audit(msgspec.Struct, kw_only=True):
     poison: dict[str, str] = {}
     """Ids of tasks that were set aside -> error."""
     failed: dict[str, str] = {}
-    """Ids of tasks that failed, with whatever was attempted of them -> error."""
+    """Ids of failed tasks -> error."""
     checkpoints: list[int] = []
-    """Steps whose checkpoint is whole and the one that the record names."""
+    """Steps whose checkpoint is complete and the one in the record."""
     gone: list[int] = []
     """Steps whose checkpoint is no longer there (checkpoint.keep_last)."""
     remade: list[int] = []
-    """Steps whose checkpoint is whole, and was saved after their commit, which head.json says: when
-    the run was stopped, or when a resume had found the first one torn and done the step again."""
+    """Steps whose complete checkpoint was saved after their commit, according to head.json: when
+    the run was stopped, or when a resume found a torn checkpoint and repeated the step."""
     unrecorded: list[int] = []
-    """Steps with a checkpoint that nothing has a record of: a kill came between. A resume leaves it
-    out."""
+    """Steps with a checkpoint without a record, because the run was killed before writing one. A
+    resume ignores it."""
     emptied: int = 0
-    """Trajectories whose tokens `gc` has deleted: their contents can't be proven."""
+    """Trajectories whose tokens `gc` deleted: their contents can't be proven."""
     without_attempt: list[str] = []
-    """Ids of completed tasks that the store has no trajectory of: a kill came before they were
-    written."""
+    """Ids of completed tasks without a trajectory in the store: the run was killed before it wrote
+    them."""
     texts: dict[str, dict[str, int]] = {}
     """Name of a text -> digest -> trajectories that were played with it, evaluations included."""
     texts_gone: list[str] = []
-    """Digests of those that the run's folder does not hold."""
+    """Digests of texts that are missing in the run's folder."""
     unproven_files: list[str] = []
-    """Names of files and folders (with a `/`) in the run's folder that no record holds."""
+    """Names of files and folders (with a `/`) in the run's folder without a record."""
     unproven_tasks: int = 0
-    """Tasks that no step's record holds: whether one was deleted, or changed together with its
-    digest, is not known."""
+    """Tasks without a record in any step: a deletion, or a change together with the digest, would
+    go unnoticed."""
     unproven_attempts: int = 0
-    """Such attempts."""
+    """Attempts without a record in any step."""
     violations: list[AuditViolation] = []
 
     @property
@@ -81,8 +81,8 @@ class Audit(msgspec.Struct, kw_only=True):
         return not self.violations
 
     def lines(self, *, dropped: bool = False) -> list[tuple[str, str]]:
-        """Rows of (what, value) to print, without the violations. With `dropped`, the ids of what
-        was not trained on are among them."""
+        """Rows of (what, value) to print, without the violations. With `dropped`, they include
+        the ids of untrained trajectories."""
         total = sum(self.ages.values())
         ages = ", ".join(
             f"{count / total:.1%} of age {age}" for age, count in sorted(self.ages.items())
@@ -145,19 +145,19 @@ class Audit(msgspec.Struct, kw_only=True):
         return rows
 
     def _unproven(self) -> list[str]:
-        """What could be changed without a violation."""
+        """Rows for data that could be changed without a violation."""
         counts = {"tasks": self.unproven_tasks, "attempts": self.unproven_attempts}
-        rows = [f"{what} that no record holds: {count}" for what, count in counts.items() if count]
+        rows = [f"{what} without a record: {count}" for what, count in counts.items() if count]
         rows.append("times, leases and the calls of attempts")
         if self.unproven_files:
             rows.append(f"the files {', '.join(self.unproven_files)}")
         if self.texts_gone:
-            rows.append(f"texts that the folder does not hold: {', '.join(self.texts_gone)}")
+            rows.append(f"texts that are not in the folder: {', '.join(self.texts_gone)}")
         return rows
 
 
 def _list_texts(digests: Mapping[str, int], gone: Collection[str]) -> str:
-    """Which texts of one name there were, most used first."""
+    """The texts of one name, most used first."""
     return ", ".join(
         f"{digest} in {count} attempt{'s' * (count != 1)}{' (not kept)' * (digest in gone)}"
         for digest, count in sorted(digests.items(), key=lambda item: (-item[1], item[0]))
@@ -165,6 +165,6 @@ def _list_texts(digests: Mapping[str, int], gone: Collection[str]) -> str:
 
 
 def _without_numbers(reason: str) -> str:
-    """The first line of a reason: what reasons have in common that differ in versions, seconds and
+    """The first line of a reason, which groups reasons that differ in versions, seconds or
     lengths."""
     return _NUMBER.sub("N", next(iter(reason.strip().splitlines()), "no reason"))

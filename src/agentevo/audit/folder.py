@@ -1,4 +1,4 @@
-"""The files of a run's folder other than its store: whether they are what the run has written."""
+"""Checks that the files of a run's folder, other than its store, are as the run wrote them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentevo.training.token_numbers import FOLDER as NUMBERS_FOLDER
 from agentevo.training.token_numbers import name_of
 
 PROVEN_FILES = {HEAD, LOCK, "metrics.jsonl", "checkpoints", TEXTS_FOLDER, NUMBERS_FOLDER}
-"""What the audit looks at in a run's folder in addition to the files of head.json and the store;
-the lock says nothing."""
+"""Files that the audit checks in addition to those of head.json and the store; the lock needs no
+check."""
 
 
 def check_head(
@@ -30,17 +30,15 @@ def check_head(
     chains = {0: ""} | {record.step: record.record.get(KEY) for record in records}
     if head is None:
         if records and not (folder / HEAD).exists():
-            report.violations.append(
-                AuditViolation(f"{HEAD} is missing: nothing says which step was the last")
-            )
+            report.violations.append(AuditViolation(f"{HEAD} is missing: the last step is unknown"))
     elif head.given_up and records:
-        what = f"{HEAD} says that nothing was trained: the store has steps"
+        what = f"{HEAD} says that nothing was trained, but the store has steps"
         report.violations.append(AuditViolation(what, step=records[0].step))
     elif head.step not in chains:
-        what = f"{HEAD} says that it was committed: the store has no record of it"
+        what = f"{HEAD} says that it was committed, but the store has no record of it"
         report.violations.append(AuditViolation(what, step=head.step))
     elif head.chain != chains[head.step]:
-        what = f"{HEAD} has another chain of it than its record"
+        what = f"its chain in {HEAD} differs from the one in its record"
         report.violations.append(AuditViolation(what, step=head.step))
 
 
@@ -53,7 +51,7 @@ def check_files(
     for name in sorted({*known_digests, "config.yaml", TASKS_FILE}):
         digest = file_digest(folder / name)
         if name in known_digests and digest not in known_digests[name]:
-            what = "is missing" if digest is None else "is not what the run has written"
+            what = "is missing" if digest is None else "is not what the run wrote"
             report.violations.append(AuditViolation(f"{name} {what}"))
         elif name not in known_digests and head is not None and digest is not None:
             report.violations.append(AuditViolation(f"{name} is not in {HEAD}"))
@@ -88,14 +86,14 @@ def check_numbers(records: Sequence[StepRecord], folder: Path, report: Audit) ->
         if NUMBERS not in record.record:
             report.unproven_files.append(name_of(record.step))
         elif digest != record.record[NUMBERS]:
-            what = f"{name_of(record.step)} is not what the run has written"
+            what = f"{name_of(record.step)} is not what the run wrote"
             report.violations.append(AuditViolation(what, step=record.step))
 
 
 def list_unproven(
     head: Head | None, records: Sequence[StepRecord], folder: Path, report: Audit
 ) -> None:
-    """What else the folder holds, and the folders that are looked at in part."""
+    """The folder's other content, and the folders that are checked only in part."""
     proven = PROVEN_FILES | ({} if head is None else head.files).keys()
     for path in sorted(folder.iterdir()):
         if path.name not in proven and not path.name.startswith("store.sqlite"):
@@ -122,7 +120,7 @@ def list_unproven(
 def check_checkpoints(
     head: Head | None, records: Sequence[StepRecord], folder: Path, report: Audit
 ) -> None:
-    """Those that are there must be whole, and the ones that their record or head.json names."""
+    """Existing checkpoints must be complete, and listed in their record or head.json."""
     named: dict[int, dict[str, Any]] = {
         record.step: record.record["checkpoint"]
         for record in records
@@ -150,7 +148,7 @@ def check_checkpoints(
         elif head is not None and sha256 == head.checkpoints.get(step):
             report.remade.append(step)
         elif step in named:
-            what = f"{path} is whole, but neither its record nor {HEAD} has a record of saving it"
+            what = f"{path} is complete, but neither its record nor {HEAD} says that it was saved"
             report.violations.append(AuditViolation(what, step=step))
         else:
             report.unrecorded.append(step)

@@ -1,5 +1,4 @@
-"""Weights that no file holds any more, made again from the plans of the committed steps
-(resume.py)."""
+"""Rebuilds deleted weights from the plans of the committed steps (resume.py)."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ async def rebuild(
     tasks: Sequence[Task] | None = None,
     policy: str = "",
 ) -> AsyncGenerator[dict[str, torch.Tensor], None]:
-    """The trained parameters by name, of each of `versions` in order, in one go from the nearest
-    whole checkpoint before them; of several policies, those of `policy`. They are the trainer's
-    own, so good until the next ones are asked for.
+    """Yields the trained parameters by name, for each of `versions` in order, in one pass from the
+    nearest complete checkpoint before them; with several policies, those of `policy`. They are the
+    trainer's own tensors, so valid until the next iteration.
 
-    Costs the updates in between, and no sampling. Raises CheckpointError for a version that was
-    never committed.
+    This repeats the updates in between, without sampling. Raises CheckpointError for a version that
+    was never committed.
     """
     if not versions:
         return
@@ -55,7 +54,7 @@ async def rebuild(
         unknown = sorted(set(versions) - {start or 0} - {record.step for record in steps})
         if unknown:
             raise CheckpointError(
-                f"version {unknown[0]} can't be made again: {config.run_dir} has no committed "
+                f"version {unknown[0]} can't be rebuilt: {config.run_dir} has no committed "
                 f"step {unknown[0]}"
             )
 

@@ -1,7 +1,7 @@
-"""What answers in a replay: the record, in the place of an engine and of remote models.
+"""The engine and the remote models of a replay, which answer from the record.
 
-Both compare what is asked with what was, and answer no more after the first difference, or where
-the record ends.
+Both compare each request with the recorded one. After the first difference, or at the end of the
+record, they refuse to answer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from agentevo.types import (
 
 
 class RecordedEngine:
-    """Answers requests with what was recorded for their seeds. After the first difference, or where
-    the record ends, it answers no more."""
+    """Answers requests with the recorded completions for their seeds. After the first difference,
+    or at the end of the record, it refuses to answer."""
 
     def __init__(self, trajectory: Trajectory, end_ids: Sequence[int]) -> None:
         self._trajectory = trajectory
@@ -54,8 +54,8 @@ class RecordedEngine:
         deadline_s: float,
         listen: TokenListener | None = None,
     ) -> Completion:
-        """See Engine.generate: it tells a listener nothing. Raises EngineError when it answers no
-        more."""
+        """See Engine.generate. It does not notify a listener. Raises EngineError when it refuses to
+        answer."""
         turns = self._by_seed.get(sampling.seed, [])
         turn = next(
             (t for t in turns if self._trajectory.context_ids(t.index) == prompt_ids),
@@ -70,7 +70,7 @@ class RecordedEngine:
                 "end",
                 self.num_answered,
                 0,
-                f"the replay asks for a turn more than the {len(self._trajectory.turns)} of the "
+                f"the replay asks for more turns than the {len(self._trajectory.turns)} of the "
                 "record",
             )
 
@@ -102,8 +102,8 @@ class RecordedEngine:
                 (i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt_ids), len(recorded))
             )
             what = (
-                f"turn {turn.index}: the replay asks with another prompt, from token {place} "
-                "on: agent or environment did something else"
+                f"turn {turn.index}: the replay's prompt differs from token {place} "
+                "on: the agent or the environment did something else"
             )
             self._differs("prompt", turn.index, place, what)
             return
@@ -111,8 +111,7 @@ class RecordedEngine:
         recorded_grammar = "" if turn.constraint is None else turn.constraint.grammar
         if sampling.grammar != recorded_grammar or sampling.penalties != turn.penalties:
             what = (
-                f"turn {turn.index}: the replay asks for an answer in another form, or under other "
-                "penalties"
+                f"turn {turn.index}: the replay asks for another answer format or other penalties"
             )
             self._differs("prompt", turn.index, 0, what)
             return
@@ -127,7 +126,7 @@ class RecordedEngine:
                 "end",
                 turn.index,
                 stop,
-                f"turn {turn.index}: the record goes on after the stop token at {stop}",
+                f"turn {turn.index}: the record continues after the stop token at {stop}",
             )
         elif stop is None and len(ids) != sampling.max_new_tokens:
             what = (
@@ -145,9 +144,9 @@ class RecordedEngine:
 
 
 class RecordedModels(Mapping[str, "RecordedModel"]):
-    """The remote models of an attempt, in the place of RemoteModels: each call gets what was
-    answered to its seed. A call without an answer in the record fails, as it may have failed then:
-    failed calls are not recorded."""
+    """The remote models of an attempt, a substitute for RemoteModels: each call gets the recorded
+    answer for its seed. A call without a recorded answer fails, as it may have failed then: failed
+    calls are not recorded."""
 
     def __init__(self, names: Iterable[str], turns: Sequence[RemoteTurn]) -> None:
         self.turns = turns
@@ -166,11 +165,11 @@ class RecordedModels(Mapping[str, "RecordedModel"]):
 
     @property
     def num_answered(self) -> int:
-        """How many recorded answers were asked for again."""
+        """The number of recorded answers that were requested again."""
         return len(self._given)
 
     def answer(self, model: str, seed: int | None, messages: Sequence[Message]) -> RemoteReply:
-        """The recorded answer. Raises RemoteModelError where there is none to this request."""
+        """The recorded answer. Raises RemoteModelError if there is none for this request."""
         turns = [
             turn
             for turn in self.turns
@@ -184,7 +183,7 @@ class RecordedModels(Mapping[str, "RecordedModel"]):
                 turn=0,
                 position=0,
                 what=f"remote turn {turns[0].index}: the replay asks the remote model {model} with "
-                "other messages: agent or environment did something else",
+                "other messages: the agent or the environment did something else",
             )
 
         if turn is None or self.difference is not None:
@@ -206,7 +205,7 @@ class RecordedModels(Mapping[str, "RecordedModel"]):
         )
 
     def _history(self, turn: RemoteTurn) -> list[Message]:
-        """What the turn was asked with."""
+        """The sampling parameters of the turn's request."""
         history: list[Message] = list(turn.messages[:-1])
         while turn.parent is not None:
             turn = self.turns[turn.parent]
@@ -215,7 +214,7 @@ class RecordedModels(Mapping[str, "RecordedModel"]):
 
 
 class RecordedModel:
-    """One of them, in the place of a RemoteModel."""
+    """One remote model of a replay, a substitute for RemoteModel."""
 
     within_s = 0.0
 
@@ -230,7 +229,7 @@ class RecordedModel:
         sampling: SamplingOverrides | None = None,
         **options: Any,
     ) -> RemoteReply:
-        """See RemoteModel.generate; what else was asked is not in the record."""
+        """See RemoteModel.generate; the other arguments are not in the record."""
         seed = None if sampling is None else sampling.seed
         return self._models.answer(self.name, seed, messages)
 

@@ -1,15 +1,14 @@
-"""Replay: makes a trajectory again from its task, its seeds and the stored weights, and compares it
+"""Replay: repeats a trajectory from its task, its seeds and the stored weights, and compares it
 with the record.
 
-Two halves, which together are the whole of it: every token is drawn again under the version that
-the record names for it (resampling.py), and the agent plays the task again with an engine that
-answers each request with the recorded completion, after comparing what was asked. If neither half
-finds a difference, agent, environment, engine and weights give the record: by induction over its
-tokens.
+It has two halves. It samples every token again under the version that the record names for it
+(resampling.py). And the agent plays the task again with an engine that compares each request and
+answers with the recorded completion. If neither half finds a difference, then agent, environment,
+engine and weights reproduce the record, by induction over its tokens.
 
-Not promised: agents and environments that are not deterministic (clocks, networks) play other
-episodes; the first other prompt is then named. A run that was resumed with other sampling or agent
-keys is replayed with the last ones.
+Agents and environments that are not deterministic (clocks, networks) play other episodes; the
+replay then names the first prompt that differs. A run that was resumed with other sampling or
+agent keys is replayed with the last ones.
 """
 
 from __future__ import annotations
@@ -51,27 +50,27 @@ REWARD_TOLERANCE = 1e-9
 
 
 class TrajectoryReplay(msgspec.Struct, kw_only=True):
-    """How a replay went."""
+    """The result of a replay."""
 
     trajectory: str
     versions: list[int]
-    """Versions of the weights that drew it."""
+    """Versions of the weights that sampled it."""
     tokens: int = 0
-    """Number of tokens that were drawn again."""
+    """Number of tokens that were sampled again."""
     ties: int = 0
     """How many of them agree only within rounding (resampling.py)."""
     turns: int = 0
-    """Number of turns that the agent asked for again; fewer than recorded only after a
+    """Number of turns that the agent requested again; fewer than recorded only after a
     difference."""
     remote_turns: int = 0
-    """Number of recorded answers of remote models that the agent asked for again."""
+    """Number of recorded answers of remote models that the agent requested again."""
     unplayed: str = ""
-    """Why no agent played it, so that only the tokens were drawn again; empty where one did."""
+    """Why no agent played it, so that only the tokens were sampled again; empty if one did."""
     reward: float = 0.0
     """The reward in the record."""
     replayed_reward: float | None = None
-    """The reward of the replay; None where the record (failed, cancelled) or the replay breaks
-    off."""
+    """The reward of the replay; None if the record (failed, cancelled) or the replay ended
+    early."""
     difference: Difference | None = None
     """The first difference."""
 
@@ -96,7 +95,7 @@ class TrajectoryReplay(msgspec.Struct, kw_only=True):
         reward = (
             f"reward {self.replayed_reward:g}"
             if self.replayed_reward is not None
-            else "it broke off, as recorded"
+            else "it failed, as recorded"
         )
         remote = f"{self.remote_turns} answers of remote models from the record; "
 
@@ -115,11 +114,11 @@ async def replay(
     tasks: Sequence[Task] | None = None,
     made_again: bool = False,
 ) -> list[TrajectoryReplay]:
-    """Replays one trajectory, or `sample` training ones whose weights are at hand, drawn at random
-    by the run's seed.
+    """Replays one trajectory, or `sample` training ones with available weights, chosen at random by
+    the run's seed.
 
-    Weights are those that the run's folder holds; with `made_again` also those that training makes
-    again (rebuilt_weights.py). Raises StoreError for an unknown trajectory, CheckpointError where
+    Available weights are those in the run's folder; with `made_again` also those that
+    rebuilt_weights.py can rebuild. Raises StoreError for an unknown trajectory, CheckpointError if
     the weights are gone.
     """
     source = TaskSource(config, tasks)
@@ -142,7 +141,7 @@ async def replay(
         rebuilding = rebuild(config, missing, agent=agent, tasks=tasks, policy=policy)
         async with aclosing(rebuilding) as rebuilt:
             sources = _sources(versions, stored, missing, rebuilt)
-            with bar("replay: drawing again"):
+            with bar("replay: sampling again"):
                 drawn, chat, context = await _draw_again(
                     config, policy, policy_trajectories, sources
                 )
@@ -155,7 +154,7 @@ async def replay(
         if reason := _not_alone(config, trajectory.agent):
             result.unplayed = reason
         elif player is None or chat is None:
-            result.unplayed = "its agent is a function, which was not given again"
+            result.unplayed = "its agent is a function, which was not passed"
         else:
             await _play(
                 config, trajectory, shown[trajectory.task_id], player, chat, context, result
@@ -166,7 +165,7 @@ async def replay(
                 kind="record",
                 turn=len(trajectory.turns),
                 position=0,
-                what="what was drawn and played is the same, but its row is not what was written "
+                what="its tokens and turns are the same, but its row is not what was written "
                 "(`agentevo audit` lists all such rows)",
             )
 
@@ -174,19 +173,19 @@ async def replay(
 
 
 def _not_alone(config: RunConfig, agent: str) -> str:
-    """Why an attempt of one of several agents is not played again; empty where it is."""
+    """Why an attempt of one of several agents can't be played again; empty if it can."""
     if config.tasks.self_play is not None:
         is_proposer = agent == PROPOSER
-        return "its reward is what the solver came to at its question" if is_proposer else ""
+        return "its reward comes from the solver's attempts at its question" if is_proposer else ""
     if not agent:
         return ""
     other_agents = ", ".join(name for name in config.agents if name != agent) or "others"
-    return f"its agent {agent} plays with {other_agents}, and a replay plays attempts of one agent"
+    return f"its agent {agent} plays with {other_agents}, but a replay plays attempts of one agent"
 
 
 async def _find_altered(store: Store, chosen: Sequence[Trajectory]) -> set[str]:
-    """Ids of those whose row is not what was written: what no replay makes again (ids, messages,
-    metrics, the reason of a failure) may have been changed."""
+    """Ids of trajectories whose row was changed. A replay does not reproduce ids, messages, metrics
+    and reasons of failures, so it can't see such changes."""
     ids = {trajectory.id for trajectory in chosen}
     return {
         stored.trajectory.id
@@ -202,7 +201,7 @@ async def _sources(
     missing: Collection[int],
     rebuilt: AsyncIterator[Source],
 ) -> AsyncIterator[tuple[int, Source]]:
-    """Yields each version with its weights, which are valid until the next is asked for. `rebuilt`
+    """Yields each version with its weights, which are valid until the next iteration. `rebuilt`
     yields the weights of the missing versions, in order."""
     for version in versions:
         yield version, await anext(rebuilt) if version in missing else stored.weights_of(version)
@@ -211,7 +210,7 @@ async def _sources(
 async def _sample(
     config: RunConfig, store: Store, count: int, *, made_again: bool
 ) -> list[Trajectory]:
-    """Draws trajectories whose weights are at hand, or all of them if weights are `made_again`.
+    """Chooses trajectories with available weights, or any if weights are `made_again`.
     Raises CheckpointError if no trajectory has all its weights."""
     names = [
         summary.id
@@ -255,7 +254,7 @@ async def _draw_again(
     trajectories: Sequence[Trajectory],
     sources: AsyncIterator[tuple[int, Source]],
 ) -> tuple[dict[str, TrajectoryReplay], ChatFormat | None, int]:
-    """Draws every token again (the first half), one version after the other. Returns the results
+    """Samples every token again (the first half), one version after the other. Returns the results
     with the chat format and the context length of the models."""
     replays = {
         t.id: TrajectoryReplay(trajectory=t.id, versions=versions_of(t), reward=t.reward)
@@ -294,7 +293,7 @@ def _keep_first(result: TrajectoryReplay, *differences: Difference) -> None:
 
 
 def _player(config: RunConfig, agent: AgentFunction | None) -> Agent | None:
-    """The agent of the run; None where it is a function that was not given again."""
+    """The agent of the run; None if it is a function that was not passed."""
     has_agent = config.agent.type != "function" and (
         config.environment is not None or config.tasks.given or brings_tasks(config.agent.type)
     )
@@ -310,8 +309,8 @@ async def _play(
     context: int,
     result: TrajectoryReplay,
 ) -> None:
-    """Plays the task again (the second half). What the agent raises ends it, and so does
-    agent.timeout_s: the record ended so too, or that is a difference."""
+    """Plays the task again (the second half). An error of the agent or agent.timeout_s ends it: the
+    record ended in the same way, or that is a difference."""
     engine = RecordedEngine(trajectory, chat.end_ids)
     conversation_seed = derive_seed(config.run.seed, trajectory.id)
     conversation = Conversation(
@@ -350,15 +349,13 @@ async def _play(
             played = msgspec.structs.replace(played, **recorded)
 
     if door.was_needed:
-        result.unplayed = (
-            "its agent asks through the gateway, whose requests come in no defined order"
-        )
+        result.unplayed = "its agent uses the gateway, whose requests arrive in no fixed order"
     else:
         _compare(trajectory, played, engine, models, result)
 
 
 class _NoDoor:
-    """In the place of the gateway (agents/policy.py): remembers whether the agent needs one."""
+    """A substitute for the gateway (agents/policy.py): remembers whether the agent needs one."""
 
     was_needed = False
 
@@ -375,7 +372,7 @@ class _NoDoor:
 
 
 def _sampling(config: RunConfig, trajectory: Trajectory, chat: ChatFormat) -> SamplingParams:
-    """The sampling parameters that the trajectory was drawn with."""
+    """The sampling parameters of the trajectory."""
     section = config.sampling
     return SamplingParams(
         temperature=next(
@@ -398,8 +395,8 @@ def _compare(
     models: RecordedModels,
     result: TrajectoryReplay,
 ) -> None:
-    """Notes in `result` where the attempt that was played again departs from the record first;
-    `played` is None where it broke off."""
+    """Notes in `result` the first difference between the repeated attempt and the record; `played`
+    is None if the attempt failed."""
     result.turns = engine.num_answered
     result.remote_turns = models.num_answered
     for difference in (engine.difference, models.difference):

@@ -1,11 +1,11 @@
-"""Draws recorded tokens again: the same context, weights, random number and filters must give the
+"""Samples recorded tokens again: the same context, weights, random number and filters must give the
 same token with the same log-prob.
 
-A request's n-th token takes the n-th number of its own Philox generator, whichever version draws
-it. So all tokens of a trajectory that one version drew can be checked in one pass over their tree:
-as long as every token agrees, this is what drawing them one by one would give.
+A request's n-th token uses the n-th number of its own Philox generator, for any version. So all
+tokens that one version sampled for a trajectory can be checked in one pass over their tree: as
+long as every token agrees, the result equals sampling them one by one.
 
-Where the engine recorded which experts of a mixture it chose, the pass replays that.
+If the engine recorded its choices of experts, the pass replays them.
 
 The pass sums in another order than the engine's many small ones, so a random number that falls
 within rounding of the border between two tokens may give the neighbour. Such a tie counts as
@@ -35,11 +35,11 @@ from agentevo.training.kernels.output_layer import all_logits
 from agentevo.types import Sample, SamplingParams, Trajectory, Turn
 
 PIECE_TOKENS = 512
-"""Tokens of one turn that are drawn together: bounds the logits in memory."""
+"""Tokens of one turn that are sampled together; this bounds the logits in memory."""
 
 
 class Tolerance(NamedTuple):
-    """How far rounding may move a result."""
+    """The tolerance for rounding."""
 
     uniform: float
     """Distance of a random number from the token's interval of the cumulative distribution; at
@@ -54,7 +54,7 @@ COARSE = Tolerance(uniform=2e-2, logprob=0.25)
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """The place where a replay and the record differ."""
+    """The first difference between a replay and the record."""
 
     kind: Literal["token", "logprob", "prompt", "end", "reward", "record"]
     turn: int
@@ -65,7 +65,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     token: int | None = None
     """The token in the record."""
     probability: float | None = None
-    """The probability of that token when it is drawn again."""
+    """The probability of that token in the replay."""
     drawn: int | None = None
     drawn_probability: float | None = None
 
@@ -76,7 +76,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resampled(NamedTuple):
-    """The result of drawing the tokens of one version in one trajectory again."""
+    """The result of resampling the tokens of one version in one trajectory."""
 
     num_tokens: int
     num_ties: int
@@ -97,8 +97,8 @@ def tolerance_of(model: PreTrainedModel) -> Tolerance:
 def resample(
     trajectory: Trajectory, version: int, loaded: LoadedModel, sampling: SamplingParams
 ) -> Resampled:
-    """Every token of `trajectory` that `version` drew, drawn again by `loaded`; `sampling` has the
-    filters of the run."""
+    """Resamples with `loaded` every token of `trajectory` that `version` sampled; `sampling` has
+    the filters of the run."""
     model = loaded.model
     device = next(model.parameters()).device
     uniforms = {
@@ -172,7 +172,7 @@ def _pieces(trajectory: Trajectory, version: int) -> Iterator[_ResampledPiece]:
 
 
 def _changes(trajectory: Trajectory, piece: _ResampledPiece) -> list[PenaltyChanges]:
-    """What the penalties of its turn change at each position."""
+    """The effect of the turn's penalties at each position."""
     context = trajectory.context_ids(piece.turn.index)
     completion_ids = piece.turn.completion_ids
     parts = [(len(context), None), (len(completion_ids), piece.turn.penalties)]
@@ -185,7 +185,7 @@ def _changes(trajectory: Trajectory, piece: _ResampledPiece) -> list[PenaltyChan
 def _logits(
     trajectory: Trajectory, piece: _ResampledPiece, model: PreTrainedModel, device: torch.device
 ) -> torch.Tensor:
-    """[positions, tokens] float32, what predicts each of them."""
+    """[positions, tokens] float32, the logits that predict each position."""
     context = trajectory.context_ids(piece.turn.index)
     completion_ids = piece.turn.completion_ids
     ids = [*context, *completion_ids[: piece.positions[-1] + 1]]
@@ -236,7 +236,7 @@ def _compare(
     tolerance: Tolerance,
     loaded: LoadedModel,
 ) -> Difference | None:
-    """None if the token of the record is within rounding of what is drawn, and has the recorded
+    """None if the recorded token equals the replayed one within rounding, and has the recorded
     log-prob."""
     token = turn.completion_ids[position]
     version = turn.versions[position]
@@ -274,7 +274,7 @@ def _compare(
         ]
         what = (
             f"{place}: the record has {token} ({texts[0]}, probability "
-            f"{recorded_probability:.4%}), the replay draws {drawn} ({texts[1]}, "
+            f"{recorded_probability:.4%}), the replay samples {drawn} ({texts[1]}, "
             f"{drawn_probability:.4%})"
         )
         return Difference(kind="token", what=what, **properties)  # type: ignore[arg-type]
@@ -291,7 +291,7 @@ def _compare(
 
 
 def _distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """[V] float64 that the token is drawn from; at temperature 0 the softmax, for people."""
+    """[V] float64, the distribution of the token; at temperature 0 the softmax, for readers."""
     if params.temperature > 0:
         logits = filter_logits(logits / params.temperature, params)
     return torch.softmax(logits.double(), dim=-1)
@@ -300,8 +300,8 @@ def _distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def _distance(
     logits: torch.Tensor, probabilities: torch.Tensor, token: int, uniform: float, *, greedy: bool
 ) -> float:
-    """How far the random number is from what gives `token` (0: inside); at temperature 0 how far
-    its logit is below the highest."""
+    """The distance of the random number from the interval of `token` (0: inside); at temperature 0,
+    the distance of its logit from the highest."""
     if greedy:
         return float(logits.max() - logits[token])
     if not float(probabilities[token]) > 0:

@@ -1,6 +1,6 @@
-"""The rows of a store that no step was trained on: tasks, and trajectories that wait, were dropped,
-have failed, or were made to evaluate. They must be what was written, and in the state that the
-steps' records say. Where samplers queue tasks, the group of a completed one must be whole."""
+"""The rows of a store that no step trained on: tasks, and trajectories that wait, were dropped,
+failed, or belong to evaluations. They must be unchanged, and in the state of the steps' records.
+If samplers queue tasks, the group of a completed task must be complete."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _UNUSED: tuple[TrajectoryState, ...] = ("dropped", "failed", "ready", "reserved"
 
 
 def wrong_content(stored: StoredTrajectory, summary: TrajectorySummary | None) -> list[str]:
-    """What of a row is not as it was written."""
+    """The changes of a row since it was written."""
     if stored.tokens_deleted:  # by `gc`, which takes those of dropped ones; audit.py says the rest
         must_have_tokens = stored.state in ("failed", "ready", "reserved")
         return ["its tokens were deleted"] if must_have_tokens else []
 
     wrong = []
     if not is_as_written(stored):
-        wrong.append("it is not what was written: what it says has another digest than its row")
+        wrong.append("it was changed: the digest of its content is not the one in its row")
 
     trajectory = stored.trajectory
     counts = (len(trajectory.turns), trajectory.num_completion_tokens())
@@ -52,8 +52,8 @@ def wrong_content(stored: StoredTrajectory, summary: TrajectorySummary | None) -
 async def check_rest(
     store: Store, records: Sequence[StepRecord], report: Audit, group_size: int | None
 ) -> None:
-    """Adds to the report whatever the steps leave over. `group_size`: how many members the group of
-    a queued task has at least; None where no tasks are queued."""
+    """Adds the rows outside of all steps to the report. `group_size`: the least members of a queued
+    task's group; None if no tasks are queued."""
     unused: dict[str, TrajectorySummary] = {}
     attempts: dict[str, str | None] = {}
     try:
@@ -81,7 +81,7 @@ async def check_rest(
         trained = {row.task_id for row in committed}
         await _check_tasks(store, records, trained, attempted, queues, report)
     except StoreError as error:
-        report.violations.append(AuditViolation(f"what was not trained on can't be read: {error}"))
+        report.violations.append(AuditViolation(f"untrained trajectories can't be read: {error}"))
 
 
 def _shown(stored: StoredTrajectory) -> str:
@@ -94,8 +94,7 @@ def _check_recorded(
     attempts: Mapping[str, str | None],
     report: Audit,
 ) -> None:
-    """What the steps' records hold of `attempts` (id -> digest, None where the tokens were
-    deleted) must still be so."""
+    """The `attempts` (id -> digest, None for deleted tokens) must agree with the steps' records."""
     recorded_names: set[str] = set()
     named = {violation.trajectory for violation in report.violations}
     for record in records:
@@ -103,11 +102,11 @@ def _check_recorded(
         recorded_names |= rows.untrained.keys() | rows.evaluated.keys()
         for name, digest in (*rows.untrained.items(), *rows.evaluated.items()):
             if name not in attempts:
-                what = "its record holds it, and it is not in the store, or was trained on"
+                what = "its record lists it, but it is not in the store, or was trained on"
             elif (unused[name].split == "eval") != (name in rows.evaluated):
-                what = f"its record holds it, and it is of the split {unused[name].split} now"
+                what = f"its record lists it, but its split is {unused[name].split} now"
             elif attempts[name] not in (None, digest) and name not in named:
-                what = f"it is not what it was: its digest is {attempts[name]}, then {digest}"
+                what = f"it was changed: its digest is {attempts[name]} now, and was {digest}"
             else:
                 continue
             report.violations.append(AuditViolation(what, step=record.step, trajectory=name))
@@ -118,7 +117,7 @@ def _check_recorded(
 def _check_states(
     records: Sequence[StepRecord], unused: Mapping[str, TrajectorySummary], report: Audit
 ) -> None:
-    """What a step has dropped must still be dropped, and what is not trained on has a reason."""
+    """Dropped trajectories must still be dropped, and untrained ones must have a reason."""
 
     def add_violation(what: str, name: str) -> None:
         report.violations.append(AuditViolation(what, trajectory=name))
@@ -132,11 +131,11 @@ def _check_states(
                 if row is None or row.state not in ("dropped", "failed"):
                     now = "not in the store as such" if row is None else row.state
                     add_violation(
-                        f"step {record.step} has dropped it ({reason}), and it is {now}", name
+                        f"step {record.step} dropped it ({reason}), but it is {now}", name
                     )
                 elif row.state == "dropped" and row.drop_reason != reason:
                     add_violation(
-                        f"step {record.step} has dropped it for {reason}, its row says for "
+                        f"step {record.step} dropped it for {reason}, but its row says for "
                         f"{row.drop_reason}",
                         name,
                     )
@@ -171,8 +170,8 @@ def _check_groups(
     size: int,
     report: Audit,
 ) -> None:
-    """A group that waits must have all of its members: what is missing of the others is named by
-    the plan of their step."""
+    """A waiting group must have all its members. Members missing from other groups are in the plan
+    of their step."""
     used = {row.group_id for row in committed}
     used |= {row.group_id for row in unused if row.state == "dropped"}
     groups: dict[str, list[int]] = {}
@@ -185,7 +184,7 @@ def _check_groups(
         if rules.lacks_members(attempts, expected_size):
             report.violations.append(
                 AuditViolation(
-                    f"the group {name} is not whole: it has the attempts "
+                    f"the group {name} is incomplete: it has the attempts "
                     f"{', '.join(map(str, sorted(attempts)))}, and was written with at least "
                     f"{expected_size}, from 0 on"
                 )
@@ -205,7 +204,7 @@ async def _check_committed(
     committed: Sequence[TrajectorySummary],
     report: Audit,
 ) -> None:
-    """Nothing may be committed to a step that has no record."""
+    """No row may be committed to a step without a record."""
     since = await store.steps(
         after=max((record.step for record in records), default=0)
     )  # of a run that continues during the audit
@@ -244,11 +243,11 @@ async def _check_tasks(
         seen_names.add(name)
         report.tasks[stored.state] += 1
         if not is_as_added(stored):
-            add_violation("is not the one that was added: it has another digest than its row")
+            add_violation("is not the one that was added: its digest is not the one in its row")
         elif name not in recorded:
             report.unproven_tasks += 1
         elif recorded[name] != {stored.digest.hex()[:SHOWN]}:
-            add_violation("is not the one that was played, by the record of its step")
+            add_violation("is not the one that was played, according to the record of its step")
 
         if stored.state == "completed":
             if queues and name not in attempted and QUEUED_FOR_STEP in stored.task.metadata:
@@ -269,5 +268,7 @@ async def _check_tasks(
                 add_violation(f"{fate}, and no error is recorded")
 
     for gone in sorted(recorded.keys() - seen_names):
-        what = f"task {gone} was played, by the record of its step, and is not in the store"
+        what = (
+            f"task {gone} was played, according to the record of its step, but is not in the store"
+        )
         report.violations.append(AuditViolation(what))

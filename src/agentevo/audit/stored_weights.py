@@ -1,9 +1,9 @@
-"""The policy as it was at a version: the weights that step `version` left behind, from wherever
-they still are.
+"""The policy at a version: the weights after step `version`, from the first place that still has
+them.
 
     checkpoints/step-VERSION
-    weights/version-VERSION     what was published to engines
-    the recipe itself           version 0, where nothing was taught before
+    weights/version-VERSION     the weights published to engines
+    the recipe itself           version 0, without a cold start
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Source: TypeAlias = Path | Mapping[str, torch.Tensor]
 """Folder of a checkpoint, or the trained parameters under the model's own names; an empty mapping:
 the recipe's model as it is."""
 WeightsOf: TypeAlias = Callable[[int], Source]
-"""Version -> its weights. Raises CheckpointError where they can't be had."""
+"""Version -> its weights. Raises CheckpointError if they are not available."""
 
 
 class StoredVersions:
-    """Weights that the folder of a run still holds, of one of its policies where it has several
+    """Weights in the folder of a run, of one of its policies if it has several
     (config/named_agents.py)."""
 
     def __init__(self, config: RunConfig, policy: str = "") -> None:
@@ -53,7 +53,7 @@ class StoredVersions:
         return sorted({*self._checkpoints.steps(), *published, *untaught})
 
     def has(self, version: int) -> bool:
-        """Whether `weights_of` gives it."""
+        """Whether `weights_of` has this version."""
         if version not in self._has:
             try:
                 self.weights_of(version)
@@ -82,9 +82,10 @@ class StoredVersions:
 
         known_versions = ", ".join(map(str, self.at_hand())) or "none"
         raise CheckpointError(
-            f"{self._config.run_dir} no longer has the weights of version {version} (at hand: "
-            f"{known_versions}): make them again with "
-            "--rebuild, choose a trajectory of those, or train with checkpoint.every=1 and a "
+            f"{self._config.run_dir} no longer has the weights of version {version} (available: "
+            f"{known_versions}): rebuild them with "
+            "--rebuild, choose a trajectory of an available version, or train with "
+            "checkpoint.every=1 and a "
             "larger checkpoint.keep_last"
         )
 
@@ -97,7 +98,7 @@ class PolicyAt:
         self._weights_of = weights_of
 
     def load(self, version: int) -> LoadedModel:
-        """Raises CheckpointError or ModelError if it can't be had."""
+        """Raises CheckpointError or ModelError if it is not available."""
         source = self._weights_of(version)
         if isinstance(source, Path):
             return load_policy(self._config, source)

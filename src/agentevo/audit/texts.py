@@ -1,5 +1,5 @@
-"""Which named texts a run's attempts were played with: counted by digest, and compared with the
-texts that the run's folder keeps (agents/texts.py)."""
+"""The named texts of a run's attempts: counted by digest, and compared with the texts in the run's
+folder (agents/texts.py)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agentevo.store.records import StoredTrajectory
 
 
 def count_texts(stored: StoredTrajectory, report: Audit) -> None:
-    """Notes those of one trajectory."""
+    """Counts the texts of one trajectory."""
     for name, digest in stored.trajectory.texts.items():
         digests = report.texts.setdefault(name, {})
         digests[digest] = digests.get(digest, 0) + 1
 
 
 def check_texts(folder: Path, report: Audit) -> None:
-    """Every text that is kept must be the one that its name says."""
+    """Every stored text must have the digest in its name."""
     for digest in sorted({digest for digests in report.texts.values() for digest in digests}):
         path = folder / FOLDER / f"{digest}.txt"
         if not path.is_file():

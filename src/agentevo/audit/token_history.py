@@ -1,5 +1,5 @@
-"""One token, followed through the store: who drew it under which weights, and which gradient step
-used it, or why none did."""
+"""The history of one token in the store: the agent and the weights that sampled it, and the
+gradient step that used it, or why none did."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
     token: int
     logprob: float
     version: int
-    """Version of the weights that drew it."""
+    """Version of the weights that sampled it."""
     seed: int
-    """Seed of the request; the token at `position` took its random number `position`."""
+    """Seed of the request; the token at `position` used its random number `position`."""
     task: StoredTask
     attempt: int
     started_at: float
@@ -39,10 +39,10 @@ class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
     age: int | None
     """Age in versions, at the step that its trajectory was committed to."""
     fate: str
-    """What became of it, in words."""
+    """The outcome, in words."""
     committed_at: float | None
     checkpoint: str | None
-    """The first whose weights have learned from it, by the records of the steps."""
+    """The first version whose weights learned from it, by the records of the steps."""
     checkpoint_there: bool
 
     def lines(self) -> list[tuple[str, str]]:
@@ -80,7 +80,8 @@ class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
 async def follow(
     store: Store, folder: Path, trajectory_id: str, turn: int, position: int
 ) -> TokenHistory:
-    """Raises StoreError for an unknown trajectory, ConfigError for a token that it has not."""
+    """Raises StoreError for an unknown trajectory, ConfigError for a token that it does not
+    have."""
     trajectory = await store.trajectory(trajectory_id)
     (stored,) = [
         candidate
@@ -131,7 +132,7 @@ async def follow(
 
 
 def _fate(stored: StoredTrajectory, record: StepRecord | None, version: int) -> tuple[bool, str]:
-    """Whether a gradient step used it; in words."""
+    """Whether a gradient step used it, and the explanation."""
     if stored.state == "dropped":
         return False, f"not trained on: its trajectory was dropped ({stored.drop_reason})"
 

@@ -91,7 +91,7 @@ def calibrate(
 
     rows = calibration(read_annotations(check_run_folder(run_dir)), passed_from)
     if not rows:
-        print("nobody has said yet which attempts are right (agentevo annotate)")
+        print("no attempt is labelled yet (agentevo annotate)")
 
     for row in rows:
         rate = row.rate or 0.0

@@ -78,7 +78,7 @@ def audit(
             print(f"violation: {violation}", file=sys.stderr)
 
         print(
-            "everything is as the records say"
+            "everything agrees with the records"
             if report.ok
             else f"{len(report.violations)} violations"
         )

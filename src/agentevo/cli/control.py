@@ -61,7 +61,7 @@ def control(
     ends = time.monotonic() + wait_s
     while (answer := answer_to(folder, id)) is None:
         if time.monotonic() >= ends:
-            print(f"asked: {do} is done after the step that the run is in")
+            print(f"requested: {do} takes effect after the run's current step")
             return
         time.sleep(LOOK_S)
 

@@ -59,7 +59,7 @@ def import_traces(
 
     imported = imported_of([source], form)
     if imported.num_other_spans:
-        print(f"import: {imported.num_other_spans} spans are no calls of a model", file=sys.stderr)
+        print(f"import: {imported.num_other_spans} spans are not model calls", file=sys.stderr)
     if not imported.rows:
         raise ConfigError("\n".join(["nothing was written:", *imported.report.lines()]))
 

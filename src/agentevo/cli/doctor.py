@@ -97,7 +97,7 @@ def _check_meshes(
     if not target:
         raise ConfigError("--devices and --world-size are for a recipe: name it")
     if devices is None and device_memory is not None:
-        raise ConfigError("--device-memory is for --devices: say how many there are")
+        raise ConfigError("--device-memory needs --devices, the number of devices")
     if device_memory is not None and not 0 < device_memory < math.inf:
         raise ConfigError(f"--device-memory {device_memory:g}: GiB of each device, above 0")
 

@@ -150,7 +150,7 @@ def from_documents(
 
     if missing := train + held_out - num_new:
         why = "; ".join(f"{reason}: {count}" for reason, count in made_tasks.reasons.items())
-        _note(f"{missing} fewer than asked for ({why or 'the documents have no more'})")
+        _note(f"{missing} fewer than requested ({why or 'the documents have no more'})")
 
 
 def _make_tasks(

@@ -48,8 +48,8 @@ def _leave(code: int) -> None:
 
     with suppress(Exception):
         to_stderr(
-            f"the command is done, and {', '.join(names[:5]) or 'something'} that the code of the "
-            f"run has started still ran {ENDING_S:g} s later: it is ended with the process"
+            f"the command is done, but {', '.join(names[:5]) or 'something'} that the run's code "
+            f"started still ran {ENDING_S:g} s later: it ends with the process"
         )
 
     _exit_now(code)

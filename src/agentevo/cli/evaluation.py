@@ -228,7 +228,8 @@ def _evaluate_plainly(target: str, overrides: list[str], checkpoint: str) -> Non
         _evaluate_run(Path(target), overrides, checkpoint or "best")
     elif checkpoint in ("best", "last"):
         raise ConfigError(
-            f"--checkpoint {checkpoint} is one of a run's: give the run's folder instead of "
+            f"--checkpoint {checkpoint} names a checkpoint of a run: give the run's folder "
+            "instead of "
             f"{target}, or the path of a checkpoint"
         )
     else:

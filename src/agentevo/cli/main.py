@@ -204,7 +204,7 @@ def _run(words: list[str]) -> int:
     if code in (130, 143) and (goes_on_itself or _takes_resume(words)):
         resumed = "the same command" + ("" if goes_on_itself else " with --resume")
         print(
-            f"stopped cleanly: whole checkpoints are kept, and {resumed} goes on from the last",
+            f"stopped cleanly: whole checkpoints are kept, and {resumed} continues from the last",
             file=sys.stderr,
         )
 
@@ -227,7 +227,7 @@ def _check_words(words: Sequence[str]) -> None:
 def _word_problem(word: str) -> str:
     """What is wrong with it and what to do, or empty."""
     if len(word) > LONGEST_WORD:
-        return f"has {len(word):,} characters: put what is so long into the recipe"
+        return f"has {len(word):,} characters: put long values into the recipe"
 
     try:
         word.encode("utf-8")

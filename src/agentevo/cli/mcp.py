@@ -116,7 +116,8 @@ def _task(text: str | None) -> Task:
             raise ConfigError(f"--task: a task has no {unknown[0]!r}: it has {field_names}")
         if "answer" in fields:
             raise ConfigError(
-                "--task: no server is told the answer: give what it needs as `metadata`"
+                "--task: the server does not receive the answer: give the data it needs as "
+                "`metadata`"
             )
         return msgspec.convert({"id": "inspect", **fields}, Task)
     except (ParseError, msgspec.ValidationError) as error:

@@ -56,7 +56,7 @@ def optimize(
     for line in lines_of(summary):
         print(line)
 
-    print(f"agent.texts={folder / 'texts.yaml'} ({folder / 'report.md'} says more)")
+    print(f"agent.texts={folder / 'texts.yaml'} (details: {folder / 'report.md'})")
 
 
 def _note(line: str) -> None:

@@ -59,7 +59,7 @@ def _command_words(words: Sequence[str]) -> Sequence[str]:
     try:
         split = shlex.split(words[0])
     except ValueError as error:
-        raise ConfigError(f"{words[0]}: no command can be read from it: {error}") from error
+        raise ConfigError(f"{words[0]}: it can't be read as a command: {error}") from error
     if not split:
         raise ConfigError("the server is empty: give a URL, a file, or a command and its arguments")
 

@@ -151,7 +151,7 @@ def store_import(
     from agentevo.store import check_export, import_store
 
     if not source.is_file():
-        raise ConfigError(f"{source}: no such file: give what `agentevo store export` has written")
+        raise ConfigError(f"{source}: no such file: give a file that `agentevo store export` wrote")
     check_export(source)  # before a store is made
     count = _with_store(target, lambda store: import_store(store, source), wait, create=True)
     print(f"{count:,} new rows in {target}")

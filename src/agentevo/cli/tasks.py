@@ -171,7 +171,7 @@ def _earlier_rows(
     if after is None:
         return made_rows(harder_than), []
     if harder_than:
-        raise ConfigError("--after and --harder-than both name what to go on from: give one")
+        raise ConfigError("--after and --harder-than both name tasks to start from: give one")
     return left_by(after)
 
 
@@ -251,7 +251,7 @@ def _write(
         why = "; ".join(
             f"{reason}: {count}" for reason, count in list(made_tasks.reasons.items())[:4]
         )
-        _note(f"{missing} fewer than asked for: further walks gave nothing new ({why})")
+        _note(f"{missing} fewer than requested: further walks gave nothing new ({why})")
 
 
 def _lines(account: dict[str, Any]) -> list[str]:

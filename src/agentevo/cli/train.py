@@ -40,7 +40,7 @@ def train(
     warn_of_kept_keys(recipe, overrides or [])
     if resume and config.run.overwrite:
         raise ConfigError(
-            "--resume goes on with the run in the folder and run.overwrite deletes it: give only "
+            "--resume continues the run in the folder and run.overwrite deletes it: give only "
             "one of the two"
         )
 
@@ -87,7 +87,7 @@ def _check_dry(config: RunConfig, command: Literal["train", "sft"], resume: bool
 def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
     if resume and sweep.overwrite:
         raise ConfigError(
-            "--resume goes on with the sweep in the folder and run.overwrite deletes it: give "
+            "--resume continues the sweep in the folder and run.overwrite deletes it: give "
             "only one of the two"
         )
 
@@ -121,7 +121,7 @@ def sft(
     config = load_config(recipe, overrides or [], needs_environment=False)
     if resume and config.run.overwrite:
         raise ConfigError(
-            "--resume goes on with the run in the folder and run.overwrite deletes it: give only "
+            "--resume continues the run in the folder and run.overwrite deletes it: give only "
             "one of the two"
         )
 

@@ -234,7 +234,7 @@ def _export_played(
     if len(played) != 1:
         raise ConfigError(
             f"{folder}: it has attempts of {len(played)} models ({', '.join(played)}): evaluate "
-            "the one whose words are wanted alone"
+            "only the one whose replies you want"
         )
 
     weights = str(*played.values())

@@ -1,5 +1,5 @@
-"""The judgement of `agentevo doctor`: measured numbers -> a check in plain words, with what to
-change. Pure; measuring is `doctor.py`.
+"""The checks of `agentevo doctor`: measured numbers -> a finding in plain words, with what to
+change. Pure functions; `group_checks.py` measures.
 
 good     as it should be
 warning  training will run, but worse or slower than it could
@@ -21,7 +21,7 @@ LOGPROB_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.2}
 """Largest allowed |engine - trainer| for one token, in nats, by the dtype of the computation."""
 GIB = 1024**3
 MEMORY_ROOM = 0.8
-"""The share of free memory that may be planned with, where the run has begun."""
+"""The share of free memory that a plan can use, if the run has started."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Check:
     status: Literal["good", "warning", "wrong"]
     finding: str
     advice: str = ""
-    """What to change; empty where nothing needs changing."""
+    """What to change; empty if nothing."""
 
     def __str__(self) -> str:
         line = f"{self.status:<8} {self.name}: {self.finding}"
@@ -40,33 +40,36 @@ class Check:
 
 
 def judge_attempts(num_attempts: int, errors: Sequence[str]) -> Check:
-    """`errors` are the reasons of the attempts that broke."""
+    """`errors`: the errors of the failed attempts."""
     if not errors:
         return Check("attempts", "good", f"all {num_attempts} ran to their end")
-    finding = f"{len(errors)} of {num_attempts} broke, the first with: {errors[0]}"
-    advice = "broken attempts are never trained on"
+    finding = f"{len(errors)} of {num_attempts} failed, the first with: {errors[0]}"
+    advice = "failed attempts are never trained on"
     if any("timeout_s" in error for error in errors):
-        advice += "; raise agent.timeout_s, or make the agent quicker"
+        advice += "; raise agent.timeout_s, or make the agent faster"
     return Check("attempts", "wrong" if len(errors) == num_attempts else "warning", finding, advice)
 
 
 def judge_token_ids(
     num_turns: int, num_other_context: int, num_attempts: int, num_reencoded_differently: int
 ) -> Check:
-    """`num_other_context`: turns whose recorded context is not what the engine was given.
-    `num_reencoded_differently`: attempts whose text, encoded again, gives other ids; harmless here,
-    since no text is encoded twice."""
+    """`num_other_context`: turns whose recorded context differs from the engine's prompt.
+    `num_reencoded_differently`: attempts whose text, encoded again, gives other ids. This is
+    harmless here, since no text is encoded twice."""
     if num_other_context:
         return Check(
             "token ids",
             "wrong",
-            f"{num_other_context} of {num_turns} turns were sampled from another context than "
-            "the recorded one, which is trained on",
+            f"{num_other_context} of {num_turns} turns were sampled from a context that differs "
+            "from the recorded one, which is trained on",
             "this is a defect of the agent: let it prompt only through the policy handle, and "
             "never edit earlier messages in place",
         )
 
-    finding = f"in all {num_turns} turns the trainer gets exactly what the engine saw and said"
+    finding = (
+        f"in all {num_turns} turns the trainer gets exactly the tokens that the engine read and "
+        "sampled"
+    )
     if num_reencoded_differently:
         finding += (
             f" ({num_reencoded_differently} of {num_attempts} attempts would have changed "
@@ -77,20 +80,20 @@ def judge_token_ids(
 
 
 def judge_drift(extended: int, branched: int, places: Sequence[str]) -> Check:
-    """`extended`: requests that reuse all recorded answers that they bring back; `branched`: those
-    that can't. `places`: a line for each class of what came back otherwise."""
+    """`extended`: requests that reuse the ids of all recorded replies in them; `branched`: the
+    others. `places`: a line for each class of drift."""
     requests = extended + branched
     finding = (
-        f"merge rate {extended / requests:.0%}: {extended} of {requests} requests that bring "
-        "recorded answers back reuse their ids"
+        f"merge rate {extended / requests:.0%}: {extended} of {requests} requests with recorded "
+        "answers reuse their ids"
     )
     finding = "\n         ".join([finding, *places])
     if not branched:
         return Check("drift", "good", finding)
 
     advice = (
-        "each of the others is a branch that is encoded anew: let the agent send back what it got, "
-        "and add to the end of its history alone"
+        "each other request starts a branch and is encoded again: let the agent send replies back "
+        "unchanged, and only append to its history"
     )
     return Check("drift", "warning", finding, advice)
 
@@ -102,7 +105,7 @@ def judge_logprobs(num_tokens: int, max_difference: float, dtype: str) -> Check:
         return Check(
             "log-probs",
             "wrong",
-            "the policy said nothing: no token was sampled",
+            "the policy sampled no token",
             "see the attempts above",
         )
 
@@ -157,8 +160,9 @@ def judge_rewards(rewards: Sequence[float], successes: Sequence[bool], remedies:
         )
 
     advice = (
-        "one group may be chance: try run.seed=1; if it stays so, the task is too hard to find a "
-        f"reward by luck: make it easier {remedies.tasks}, raise trainer.group_size or "
+        "one group may be chance: try run.seed=1; if other seeds give the same, the task is too "
+        f"hard to find a reward by chance: make it easier {remedies.tasks}, raise "
+        "trainer.group_size or "
         f"sampling.temperature, or {remedies.teach}"
     )
     return Check("rewards", "warning", finding, advice)
@@ -191,15 +195,17 @@ def judge_context(
     longest: int, worst_case: int, context_length: int, *, is_tiny: bool = False
 ) -> Check:
     """Tokens of the longest conversation, of the longest one possible under the limits, and of the
-    model. `is_tiny`: it is the one that a recipe makes."""
+    model's context. `is_tiny`: the recipe makes a tiny model."""
     finding = (
         f"longest conversation {longest} tokens, at most {worst_case} under the limits, "
-        f"the model takes {context_length}"
+        f"the model reads {context_length}"
     )
     if worst_case <= context_length:
         return Check("context", "good", finding)
 
-    advice = "lower sampling.max_new_tokens or agent.max_turns, or take a model with more context"
+    advice = (
+        "lower sampling.max_new_tokens or agent.max_turns, or use a model with a longer context"
+    )
     if is_tiny:
         advice += " (model.tiny.context_length)"
     return Check("context", "wrong" if longest >= context_length else "warning", finding, advice)
@@ -209,7 +215,7 @@ def judge_turns(
     num_attempts: int, num_truncated: int, max_turns: int, max_actions: int | None
 ) -> Check:
     """`num_truncated`: attempts ended by a limit and not by the environment. `max_actions`: None
-    where no environment is acted in."""
+    without an environment."""
     action_limit = "" if max_actions is None else f", at most {max_actions} actions"
     finding = (
         f"{num_truncated} of {num_attempts} attempts ended by a limit "
@@ -234,8 +240,7 @@ def judge_format(
     answer_format: str,
     remedies: Remedies,
 ) -> Check:
-    """Turns that broke `agent.format`, and actions that the environment did not understand or
-    allow."""
+    """Turns that broke `agent.format`, and actions that the environment rejected."""
     finding = (
         f"{num_format_errors:.0f} of {num_turns} turn{'s' * (num_turns != 1)} break the format "
         f"{answer_format!r}, {num_invalid_actions:.0f} actions are invalid"
@@ -244,7 +249,7 @@ def judge_format(
     if share <= 0.5:
         return Check("format", "good", finding)
 
-    plain = "" if answer_format == "plain" else "take agent.format=plain, "
+    plain = "" if answer_format == "plain" else "use agent.format=plain, "
     advice = f"{remedies.show_format}, {plain}or {remedies.teach}"
     return Check("format", "warning", finding, advice)
 
@@ -252,8 +257,8 @@ def judge_format(
 def judge_kv_cache(
     num_together: int, worst_case: int, kv_tokens: int, bytes_per_token: float, max_running: int
 ) -> Check:
-    """A step samples `num_together` attempts of at most `worst_case` tokens; shared prompts need
-    less. The cache holds `kv_tokens`."""
+    """A step samples `num_together` attempts of at most `worst_case` tokens each. Shared prompts
+    need less. The cache holds `kv_tokens`."""
     room = kv_tokens // max(worst_case, 1)
     finding = (
         f"{kv_tokens} tokens fit, that is {room} attempts of {worst_case}; a step samples "
@@ -274,7 +279,7 @@ def judge_kv_cache(
             "key-value memory",
             "warning",
             finding,
-            f"the rest waits in a queue; {setting} would sample all at once",
+            f"the others wait in a queue; {setting} would sample all at once",
         )
 
     return Check("key-value memory", "good", finding)
@@ -291,9 +296,9 @@ def judge_memory(
     turned: Mapping[str, float] | None = None,
     together: tuple[str, float] | None = None,
 ) -> Check:
-    """`parts`: name -> bytes that training will still take. `available`: bytes that are free now.
-    `turned`: 'key=value' -> bytes that it would take with it, the cheapest change first.
-    `together`: the same of several changes, where none is enough alone."""
+    """`parts`: name -> bytes that training will still need. `available`: bytes that are free now.
+    `turned`: 'key=value' -> bytes needed with this change, the cheapest change first.
+    `together`: the same for several changes, if no single one is enough."""
     needed = sum(parts.values())
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     finding = (
@@ -316,8 +321,8 @@ def _memory_advice(
     turned: Mapping[str, float],
     together: tuple[str, float] | None,
 ) -> str:
-    """The first change that is enough, or those that are so together; else those that save most,
-    one for each key."""
+    """The first change that is enough, or a combination that is; else those that save most, one
+    for each key."""
     choices = [*turned.items(), *([together] if together else [])]
     for change, needed_after in choices:
         if needed_after <= MEMORY_ROOM * available:
@@ -326,13 +331,13 @@ def _memory_advice(
     measures = [
         f"{change} saves {saved / GIB:.2f} GiB" for saved, change in rank_measures(needed, turned)
     ]
-    last = "take a smaller model, or close other programs"
+    last = "use a smaller model, or close other programs"
     return f"no change is enough: {', '.join(measures)}; {last}" if measures else last
 
 
 def rank_measures(needed: float, turned: Mapping[str, float]) -> list[tuple[float, str]]:
-    """(what it saves, measure), those that save most first: of each kind the one that saves most,
-    if it is more than a fiftieth. `turned`: as of `judge_memory`."""
+    """(bytes saved, measure), the largest first: the best one of each kind, if it saves more than
+    a fiftieth. `turned`: see `judge_memory`."""
     best: dict[str, tuple[float, str]] = {}
     for change, needed_after in turned.items():
         kind = kind_of(change)
@@ -342,7 +347,7 @@ def rank_measures(needed: float, turned: Mapping[str, float]) -> list[tuple[floa
 
 
 def judge_rows(num_rows: int, num_bad: int) -> Check:
-    """Conversations that `agentevo sft` would read, and those of them that it would leave out."""
+    """Conversations that `agentevo sft` would read, and how many it would leave out."""
     finding = f"{num_rows - num_bad} of {num_rows} conversations are trained on or held out"
     if not num_bad:
         return Check("rows", "good", finding)
@@ -364,19 +369,18 @@ def judge_lengths(lengths: Sequence[int], context_length: int) -> Check:
 
 
 def before_cold_start(check: Check) -> Check:
-    """How an untrained policy plays says little where the recipe teaches it the basics before
-    RL."""
+    """The play of an untrained policy says little if the recipe has a cold start before RL."""
     if check.status == "good":
         return check
     advice = (
-        "to be expected before the cold start; afterwards, ask again with the run's folder "
-        "in place of the recipe"
+        "this is normal before the cold start; afterwards, run the doctor again with the run's "
+        "folder instead of the recipe"
     )
     return replace(check, status="warning", advice=advice)
 
 
 def judge_version(name: str, version: str | None, requirement: str) -> Check:
-    """A package that AgentEvo needs; None where it is not installed."""
+    """A package that AgentEvo needs. `None` means that it is not installed."""
     if version is None:
         return Check(name, "wrong", "not installed", f"pip install '{name}{requirement}'")
     return Check(name, "good", version)
@@ -436,8 +440,8 @@ def judge_processor(capability: str, onednn: bool) -> Check:
 
 
 def judge_kernels(problem: str, remedy: str) -> Check:
-    """`problem`: why there are no kernels of our own for the CPU, empty where there are; `remedy`:
-    what can be done about it, if anything."""
+    """`problem`: why AgentEvo's CPU kernels are missing, empty if they exist; `remedy`: what to do
+    about it, if anything."""
     if not problem:
         return Check("cpu kernels", "good", "built for this processor")
     slower = "an engine on the CPU generates at about two thirds of the speed"

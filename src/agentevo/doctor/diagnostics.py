@@ -41,12 +41,12 @@ from agentevo.types import Task, Trajectory
 
 
 def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Check]:
-    """Asks the servers that the recipe needs (`services`, `store_check`), and plays the first
-    training task's group under its settings. Raises like `train` for a model that can't be
-    loaded."""
+    """Checks the servers that the recipe needs (`services`, `store_check`), and plays the group of
+    the first training task with the recipe's settings. Raises like `train` for a model that can't
+    be loaded."""
     services = [*check_services(config), *check_store_server(config)]
     if is_refused(services):
-        advice = "mend what is wrong with them first"
+        advice = "fix these servers first"
         return [*services, Check("attempts", "wrong", "not played without these servers", advice)]
     check_named(config)
     check_memory(config)
@@ -111,8 +111,8 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
 async def _first_group(
     config: RunConfig, parts: Components, sampler: _WatchedSampler
 ) -> list[Trajectory]:
-    """The first training task's attempts; of several agents, those of the main one. Under self-play
-    the first held-out one's: what is trained on is not proposed yet."""
+    """The attempts at the first training task; with several agents, the main agent's. Under
+    self-play, the first held-out task: no training task is proposed yet."""
     tasks = parts.tasks.train(1) if parts.tasks.proposals is None else parts.tasks.held_out()
     with closing(sampler):
         group = await sampler.sample(
@@ -131,7 +131,7 @@ async def _first_group(
 
 
 def _watch_players(parts: Components, engine: Engine) -> dict[str, Player]:
-    """What several agents draw with, where `engine` replaces the main policy's."""
+    """The engines of several agents, with `engine` as the main policy's."""
     return {
         name: player._replace(engine=engine) if player.engine is parts.engine else player
         for name, player in players(parts.config, parts.policies).items()
@@ -139,7 +139,7 @@ def _watch_players(parts: Components, engine: Engine) -> dict[str, Player]:
 
 
 def _in(folder: Path, config: RunConfig) -> RunConfig:
-    """The recipe of a run there, which leaves nothing in the run's own folder."""
+    """The recipe of a run in that folder, so that the run's own folder stays unchanged."""
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
 
 
@@ -160,7 +160,7 @@ class _WatchedSampler(Sampler):
 
 
 def _judge_drift(conversations: list[Conversation]) -> list[Check]:
-    """Nothing where no request brought an answer back."""
+    """Returns no check if no request contained a recorded reply."""
     extended = sum(conversation.drift.extended for conversation in conversations)
     branched = sum(conversation.drift.branched for conversation in conversations)
     if not extended + branched:

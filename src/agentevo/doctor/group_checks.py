@@ -1,9 +1,9 @@
-"""Measurements of `agentevo doctor` on one group of attempts: numbers only, their judgement is
-`checks.py`.
+"""Measurements of `agentevo doctor` on one group of attempts. They give numbers only;
+`checks.py` judges them.
 
-The log-prob check is deliberately not the trainer's code: each attempt goes alone, whole and
-uncached through transformers' own attention. What engine and trainer share (cache, packing, their
-attention) can therefore not hide an error from it.
+The log-prob check deliberately does not use the trainer's code: each attempt goes alone, whole and
+uncached through transformers' own attention. Code that the engine and the trainer share (cache,
+packing, attention) can therefore not hide an error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OWN_WEIGHTS = "engine's own weights"
 
 
 class WatchedEngine:
-    """An engine that remembers every request: the one witness of what the model really saw."""
+    """An engine that remembers every request, so that checks know what the model really read."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -94,8 +94,8 @@ class WatchedEngine:
 
 
 def count_other_contexts(trajectories: Sequence[Trajectory], requests: Counter[Request]) -> int:
-    """Turns whose recorded context and completion are not among the engine's requests; each request
-    answers for one turn."""
+    """Turns whose recorded context and completion are not among the engine's requests. Each request
+    counts for one turn."""
     unmatched = requests.copy()
     unmatched.subtract(
         (tuple(trajectory.context_ids(turn.index)), tuple(turn.completion_ids))
@@ -108,7 +108,7 @@ def count_other_contexts(trajectories: Sequence[Trajectory], requests: Counter[R
 def count_reencoded_differently(
     trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """Attempts whose ids, turned to text and encoded again, come out as other ids."""
+    """Attempts whose ids, decoded and encoded again, give other ids."""
     return sum(
         any(
             tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids
@@ -119,8 +119,8 @@ def count_reencoded_differently(
 
 
 def drift_places(conversations: Sequence[Conversation]) -> list[str]:
-    """A line for each class of drift, the most frequent first: how often, where it was first met,
-    and the first token that would have been another one."""
+    """A line for each class of drift, the most frequent first: its count, its first place, and the
+    first token that would have differed."""
     total: Counter[str] = Counter()
     for conversation in conversations:
         total.update(conversation.drift.counts)
@@ -138,7 +138,7 @@ def drift_places(conversations: Sequence[Conversation]) -> list[str]:
 def _place(conversation: Conversation, place: DriftPlace) -> str:
     text = (
         f"{conversation.name}, message {place.message}: recorded '{place.recorded}', "
-        f"came '{place.came}'"
+        f"received '{place.came}'"
     )
     try:
         difference = conversation.first_difference(place)
@@ -149,7 +149,7 @@ def _place(conversation: Conversation, place: DriftPlace) -> str:
         return f"{text}; encoded as a whole it has the same tokens"
 
     return (
-        f"{text}; encoded as a whole, token {difference.position} is the first other one, after "
+        f"{text}; encoded as a whole, the first difference is token {difference.position}, after "
         f"'{difference.before}': recorded '{difference.recorded}', encoded '{difference.rendered}'"
     )
 
@@ -209,8 +209,8 @@ def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """transformers' attention for a while, on a model that `models.attention.prepare` has pointed
-    at ours."""
+    """Temporarily restores transformers' attention in a model that `models.attention.prepare`
+    changed to AgentEvo's."""
     model.set_attn_implementation("sdpa")
     try:
         yield
@@ -222,7 +222,7 @@ def worst_case_tokens(
     trajectories: Sequence[Trajectory], max_turns: int, max_new_tokens: int
 ) -> int:
     """Tokens of the longest conversation possible: the longest first prompt, then in each turn a
-    completion cut by the limit and the longest addition seen. An estimate from below where no
+    completion cut by the limit and the longest addition seen. A lower bound if no
     attempt took a second turn. `max_turns` is 1 where each turn starts a new conversation."""
     first = max(
         len(turn.prompt_ids)
@@ -301,9 +301,9 @@ def memory_parts(
 
 
 def engine_weights(config: RunConfig, copy: float, packed: float) -> dict[str, float]:
-    """Bytes of the weights that an engine in this process has in addition to the trainer's, each
-    with the matrices that it packs to draw from them. `copy`: what is trained, once more; `packed`:
-    those matrices of one model."""
+    """Bytes of the weights that an engine in this process has in addition to the trainer's, with
+    the matrices that it packs for sampling. `copy`: a second copy of the trained weights;
+    `packed`: the packed matrices of one model."""
     rollout = config.rollout
     if rollout.samplers or not rollout.staleness:
         return {}
@@ -318,5 +318,5 @@ def engine_weights(config: RunConfig, copy: float, packed: float) -> dict[str, f
 
 
 def free_bytes(device: torch.device) -> float:
-    """The bytes that are free on the device now."""
+    """The free bytes of the device."""
     return memory(device)[0]

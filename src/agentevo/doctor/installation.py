@@ -1,4 +1,4 @@
-"""`agentevo doctor` without a recipe: is this machine and what is installed on it fit to train?"""
+"""`agentevo doctor` without a recipe: can this machine, as installed, train?"""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from agentevo.sandbox.opening import ORDER, problem_of
 
 
 def check_installation() -> list[Check]:
-    """Versions, processor, its kernels (which this builds), threads, memory, disk, GPU, models;
-    nothing is downloaded."""
+    """Checks versions, processor, CPU kernels (which this builds), threads, memory, disk, GPU and
+    models. It downloads nothing."""
     version = platform.python_version()
     advice = "" if sys.version_info >= (3, 11) else "AgentEvo needs Python 3.11 or newer"
     results = [
@@ -77,8 +77,8 @@ def num_cores() -> int:
 
 
 def _required_versions() -> dict[str, str]:
-    """Package -> version that AgentEvo asks for where it trains, from its own metadata; the
-    essential ones where it is not installed as a package."""
+    """Package -> version that training needs, from AgentEvo's metadata; the essential packages if
+    AgentEvo is not installed as a package."""
     try:
         requirements = metadata.requires("agentevo") or []
     except metadata.PackageNotFoundError:
@@ -106,10 +106,10 @@ def _installed_version(name: str) -> str | None:
 
 
 def _gpus() -> list[Check]:
-    """Each device of the kind that recipes take by default."""
+    """Each device of the kind that recipes use by default."""
     device = find("auto")
     if not is_accelerator(device):
-        return [Check("gpu", "good", "none that PyTorch sees; training runs on the CPU")]
+        return [Check("gpu", "good", "PyTorch finds none; training runs on the CPU")]
 
     devices = all_of(device)
     results = []
@@ -123,30 +123,30 @@ def _gpus() -> list[Check]:
 
 
 def judge_engine(device: str) -> Check:
-    """Which engine `agentevo train` takes on such a device where a recipe names none."""
+    """The default engine of `agentevo train` on such a device."""
     choice = choose_engine(device, installed_engines())
     is_slow = device == CUDA and choice.type == OWN
-    finding = f"engine.type={choice.type} where a recipe names none, {choice.why}"
-    advice = "install vLLM, or go on with slow sampling" if is_slow else ""
+    finding = f"engine.type={choice.type} if a recipe does not set it, {choice.why}"
+    advice = "install vLLM, or continue with slow sampling" if is_slow else ""
     return Check("engine", "warning" if is_slow else "good", finding, advice)
 
 
 def _sandboxes() -> list[Check]:
-    """Each kind that protects, tried."""
+    """A trial of each sandbox kind that protects."""
     section = SandboxSection()
     problems = {kind: asyncio.run(problem_of(kind, section)) for kind in ORDER}
     works = [kind for kind, problem in problems.items() if not problem]
-    advice = "" if works else "code of models can't be run protected here: see docs/sandbox.md"
+    advice = "" if works else "model-written code can't run in a sandbox here: see docs/sandbox.md"
     results = []
     for kind, problem in problems.items():
-        chosen = ", and is what `auto` takes" if works[:1] == [kind] else ""
+        chosen = ", and `auto` chooses it" if works[:1] == [kind] else ""
         finding = f"can't be used: {problem}" if problem else f"works{chosen}"
         status: Literal["good", "warning"] = "good" if works else "warning"
         results.append(Check(f"sandbox {kind}", status, finding, advice))
 
     cgroup_place = cgroups.place()
     limits = ", ".join(sorted(cgroup_place.controllers))
-    walls = f"limits of {limits} by the kernel, in {cgroup_place.folder}"
+    walls = f"the kernel limits {limits}, in {cgroup_place.folder}"
     if cgroup_place.folder is None:
         walls = f"none can be used ({cgroup_place.problem}): memory and processes are watched"
 
@@ -160,5 +160,5 @@ def _model(name: str) -> Check:
     return Check(
         f"model {name}",
         "good",
-        f"is not here yet; `agentevo models get {name}` fetches it, or the first run does",
+        f"is not here yet; `agentevo models get {name}` or the first run downloads it",
     )

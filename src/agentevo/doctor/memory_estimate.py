@@ -1,13 +1,13 @@
 """How much memory training takes in addition to the weights, from shapes alone. docs/training.md
 compares it with measured peaks.
 
-Counted is what is alive together, at each moment that can be the peak: as the backward pass begins
-(all activations, the output layer), in the backward pass of each decoder layer (what is left of the
-activations, the layer's own made again, gradients so far), at its end (all gradients), and in the
-optimizer's step. The largest moment counts. For decoders of Llama's kind, dense; attention keeps no
+The estimate sums what is alive at each moment that can be the peak, and takes the largest: the
+start of the backward pass (all activations, the output layer), the backward pass of each decoder
+layer (the remaining activations, the layer's own recomputed, gradients so far), its end (all
+gradients), and the optimizer's step. For decoders of Llama's kind, dense; attention keeps no
 scores.
 
-What allocators keep of freed memory is not counted: glibc keeps blocks below 32 MiB
+Freed memory that allocators keep is not counted: glibc keeps blocks below 32 MiB
 (docs/training.md), CUDA's allocator some per cent.
 """
 
@@ -29,7 +29,7 @@ from agentevo.training.kernels.linear_logprobs import KEPT_BYTES
 
 FLOAT = 4
 LIBRARIES = 28 * 2**20
-"""On a CPU: what oneDNN and small allocations take, measured from the first pass on."""
+"""On a CPU: the memory of oneDNN and small allocations, measured from the first pass on."""
 Checkpointing = Literal["none", "selective", "full"]
 
 
@@ -62,7 +62,7 @@ class TrainedParameters:
 
     total: int
     layers: int
-    """How many of them are in decoder layers."""
+    """The trained numbers in decoder layers."""
     largest: int
     """Count of the numbers in the largest parameter."""
     output: bool
@@ -168,7 +168,7 @@ def layer_bytes(shape: Shape, trained: TrainedParameters, checkpointing: Checkpo
     # input; products: q, k, v, o, gate, up, down; attention
     products = shape.query + 2 * shape.key + 2 * hidden + 2 * shape.intermediate
     selective = (hidden + products + shape.query) * element + shape.num_heads * FLOAT
-    if shape.compiled:  # and what goes into products
+    if shape.compiled:  # and the inputs of products
         turned = (shape.query + shape.key) * shape.head_norms
         return selective + (2 * hidden + shape.intermediate + turned) * element
 
@@ -224,8 +224,8 @@ def optimizer_bytes(trained: TrainedParameters, memory: MemorySection) -> dict[s
 def pass_bytes(
     shape: Shape, trained: TrainedParameters, load: Load, memory: MemorySection
 ) -> dict[str, float]:
-    """Memory at the moment of a forward and backward pass, or of the optimizer's step, that takes
-    most: name -> bytes."""
+    """Memory at the peak of a forward and backward pass, or of the optimizer's step: name ->
+    bytes."""
     mode = memory.checkpointing
     kept_per_layer = (
         0.0 if memory.offload_activations else layer_bytes(shape, trained, mode) * load.tokens

@@ -1,5 +1,5 @@
-"""Changes of a recipe that save memory, one by one and together. What each saves is computed by
-the modules that know the model (`diagnostics`, `mesh_estimate`)."""
+"""Changes of a recipe that save memory, one by one and together. The modules that know the model
+(`diagnostics`, `mesh_estimate`) compute what each saves."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Literal, TypeVar
 from agentevo.config import RunConfig
 
 RANK = 16
-"""Of the adapters that are proposed."""
+"""The rank of the proposed adapters."""
 MOST_TOGETHER = 3
-"""Measures that are proposed together."""
+"""The most measures that are proposed together."""
 
 Measures = Mapping[str, RunConfig]
 """As `list_measures` gives them."""
@@ -83,7 +83,7 @@ def list_measures(
 
 
 def kind_of(change: str) -> str:
-    """The keys of a change, whatever their values."""
+    """The keys of a change, without their values."""
     return " ".join(word.partition("=")[0] for word in change.split())
 
 
@@ -93,8 +93,8 @@ def weigh_measures(
     needs: Callable[[RunConfig], float],
     room: float,
 ) -> tuple[dict[str, float], tuple[str, float] | None]:
-    """The bytes that a recipe needs with each measure, by itself, and `find_combination` where none
-    of them is enough; nothing of a recipe that needs no measure."""
+    """The bytes that a recipe needs with each single measure, and `find_combination` if none is
+    enough. Both are empty for a recipe that needs no measure."""
     if needs(config) <= room:
         return {}, None
 
@@ -110,8 +110,8 @@ def find_combination(
     room: float,
 ) -> tuple[str, float] | None:
     """The cheapest two or three measures that together need no more than `room` bytes, and what
-    they need; None where none do. What several cost is the sum of the places of their kinds in the
-    list, as the cheapest stand first there. `list_for`: the measures that a recipe has not taken
+    they need; None if none do. The cost of several is the sum of the places of their kinds in the
+    list, which begins with the cheapest. `list_for`: the measures that a recipe does not have
     yet."""
     kinds = list(dict.fromkeys(map(kind_of, list_for(config))))
     cost = {kind: place for place, kind in enumerate(kinds, start=1)}
@@ -146,7 +146,7 @@ def _combine(
 
 
 def _list_adapters(config: RunConfig) -> dict[str, RunConfig]:
-    """LoRA, and LoRA over a base of 4 bits, where PEFT is installed and the recipe can have it."""
+    """LoRA, and LoRA over a base of 4 bits, if PEFT is installed and the recipe allows it."""
     is_refused = config.model.name == "tiny" or config.trainer.parallel.pipeline > 1
     if find_spec("peft") is None or is_refused:
         return {}

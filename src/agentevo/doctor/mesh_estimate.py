@@ -1,13 +1,13 @@
-"""Which meshes of several devices a recipe's training fits, from the model's shape alone: no weight
-is read, and none is made.
+"""Which meshes of several devices fit a recipe's training, from the model's shape alone: no weight
+is read or created.
 
 Counted for each process: its part of the float32 weights, gradients and moments; what FSDP gathers
 at once (the group of embedding and output layer, and two decoder layers); the activations of one
 micro-batch, as `memory_estimate.py` has them, cut by the tensor and the context group; twins
-(reference, critic). Where no engines in other processes serve, the first process has a whole model
-and its engine's cache as well. Stages of a pipeline
-differ: the first one has embeddings and keeps the activations of as many micro-batches as there are
-stages, the last one has the output layer. Not counted: what allocators and collectives keep.
+(reference, critic). Without engines in other processes, the first process also has a whole model
+and its engine's cache. Stages of a pipeline differ: the first has the embeddings and keeps the
+activations of as many micro-batches as there are stages, the last has the output layer. Not
+counted: what allocators and collectives keep.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from agentevo.orchestration.checks import check_processes, serves_elsewhere
 from agentevo.training.spread import check_spread
 
 ROOM = 0.9
-"""The share of a device's memory that may be planned with."""
+"""The share of a device's memory that a plan can use."""
 SHOWN = 6
-"""Meshes that are listed."""
+"""The most meshes in the list."""
 MOST_DEVICES = 65_536
 OF_A_NODE = 8
-"""Devices of one machine, where more than that are asked for: tensor groups stay within one."""
+"""Devices of one machine, if there are several: tensor groups stay within one."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model whose weights need not be there."""
+    """The shape of a model, which needs no weights."""
 
     model: PreTrainedModel
     shape: Shape
@@ -104,13 +104,13 @@ class Fit:
     parallel: ParallelSection
     world: int
     parts: dict[str, float]
-    """On each process; of stages, on the one that takes most."""
+    """On each process; with stages, on the one that needs most."""
     first: dict[str, float]
     """In addition, on the first one."""
     spared: float = 0.0
-    """What the first one has less of `parts`."""
+    """The bytes of `parts` that the first process does not have."""
     engine_share: float = 0.0
-    """The share of the first device's memory that vLLM takes for itself."""
+    """The share of the first device's memory that vLLM reserves."""
 
     @property
     def on_first(self) -> float:
@@ -119,18 +119,18 @@ class Fit:
 
     @property
     def most(self) -> float:
-        """On the device that takes most, without `engine_share`."""
+        """Bytes on the device that needs most, without `engine_share`."""
         return max(total(self.parts), self.on_first)
 
     def needs(self, memory: float) -> float:
-        """Bytes on the device that takes most, where each has `memory` bytes."""
+        """Bytes on the device that needs most, if each has `memory` bytes."""
         return max(total(self.parts), self.on_first + self.engine_share * memory)
 
     def fits_in(self, memory: float) -> bool:
         return self.needs(memory) <= ROOM * memory
 
     def keys(self, recipe_mesh: ParallelSection) -> list[str]:
-        """The keys that choose it in a recipe that asks for `recipe_mesh`."""
+        """The keys that choose this mesh in a recipe with `recipe_mesh`."""
         before = recipe_mesh.model_dump()
         return [
             f"trainer.parallel.{key}={size}"
@@ -215,8 +215,8 @@ def fit(config: RunConfig, sizes: Sizes, parallel: ParallelSection, world: int) 
 def _served_bytes(
     config: RunConfig, sizes: Sizes, parallel: ParallelSection
 ) -> tuple[dict[str, float], float]:
-    """What an engine of the first process takes: bytes, and a share of the device's memory. Nothing
-    where engines in other processes serve, which need devices of their own."""
+    """The memory of an engine in the first process: bytes, and a share of the device's memory. Both
+    are 0 if engines in other processes serve, which need their own devices."""
     has_samplers = config.rollout.samplers > 0
     if serves_elsewhere(_in_mesh(config, parallel), is_disaggregated=has_samplers):
         return {}, 0.0
@@ -247,7 +247,7 @@ def _served_bytes(
 def stage_parts(
     config: RunConfig, sizes: Sizes, parallel: ParallelSection, stage: int
 ) -> dict[str, float]:
-    """Bytes that a process of this stage takes, of 0 to pipeline - 1; without stages, each."""
+    """Bytes of a process of this stage, 0 to pipeline - 1; without stages, of each process."""
     sizes = _stage_sizes(sizes, parallel, stage)
     shard = parallel.shard
     tensor = parallel.tensor
@@ -255,7 +255,7 @@ def stage_parts(
     element = sizes.shape.element
 
     def per_process(numbers: float, experts: float) -> float:
-        """Of so many numbers, those that a process keeps."""
+        """The count of these numbers that one process keeps."""
         return ((numbers - experts) / shard + experts / spread) / tensor
 
     frozen = per_process(
@@ -289,8 +289,8 @@ def stage_parts(
 
 
 def _stage_sizes(sizes: Sizes, parallel: ParallelSection, stage: int) -> Sizes:
-    """Of the layers of one stage, with the embeddings if it is the first and with norm and output
-    layer if it is the last."""
+    """The layers of one stage, with the embeddings in the first and the norm and output layer in
+    the last."""
     if parallel.pipeline == 1:
         return sizes
 
@@ -305,8 +305,8 @@ def _stage_sizes(sizes: Sizes, parallel: ParallelSection, stage: int) -> Sizes:
 
 
 def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, stage: int) -> float:
-    """Of one micro-batch, as its backward pass begins or, if that is more, in the last layer's; of
-    a stage, with those of the micro-batches that are under way behind it."""
+    """Activations of one micro-batch at the start of its backward pass or, if more, in the last
+    layer's; for a stage, with those of the micro-batches in flight behind it."""
     tensor = parallel.tensor
     shape = replace(
         sizes.shape,
@@ -345,8 +345,8 @@ def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, sta
 
 
 def _twins(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
-    """Bytes of the models other than the policy: `copy` of one that is only read, `trained` of
-    one that learns."""
+    """Bytes of the models other than the policy: `copy` for a frozen one, `trained` for one that
+    learns."""
     if config.data.taught:
         return {}
 
@@ -385,7 +385,7 @@ def fits(config: RunConfig, sizes: Sizes, world: int) -> list[Fit]:
             refusal = str(error)
 
     if not candidates:
-        raise ConfigError(refusal or f"--devices {world}: no mesh of so many processes")
+        raise ConfigError(refusal or f"--devices {world}: no mesh has this number of processes")
 
     return sorted(candidates, key=_cost)
 
@@ -405,9 +405,9 @@ def _meshes(world: int, sizes: Sizes) -> Iterator[ParallelSection]:
 
 
 def _cost(candidate: Fit) -> tuple[int, int, int, int, int]:
-    """Stages of a pipeline wait for the first and the last micro-batch of each step, tensor groups
-    exchange twice a layer, context groups once, experts once where they are, FSDP weights that are
-    asked for in advance."""
+    """The communication cost. Stages of a pipeline wait for the first and the last micro-batch of
+    each step, tensor groups exchange twice a layer, context groups once, experts once if there are
+    any, FSDP prefetches weights."""
     sizes = candidate.parallel
     return sizes.pipeline, sizes.tensor, sizes.context, sizes.expert, sizes.shard
 
@@ -424,11 +424,11 @@ def judge_meshes(
     program: str = "train",
     together: tuple[str, float] | None = None,
 ) -> list[Check]:
-    """`memory`: bytes of each device. `command`: recipe and overrides as they were given, for
-    `agentevo train` or another `program`. `tokens`:
-    of the largest micro-batch. `recipe_mesh`: the recipe's own, which is judged before the others
-    where it is one. `turned`: a measure -> the least that any mesh then needs. `together`: the
-    same of several measures, where none is enough alone."""
+    """`memory`: bytes of each device. `command`: the recipe and the overrides of the command line,
+    for `agentevo train` or another `program`. `tokens`: of the largest micro-batch. `recipe_mesh`:
+    the recipe's own mesh, which is judged first if it has one. `turned`: a measure -> the least
+    bytes that any mesh then needs. `together`: the same for several measures, if no single one is
+    enough."""
     good = [candidate for candidate in candidates if candidate.fits_in(memory)]
     listed = good or sorted(candidates, key=lambda candidate: candidate.needs(memory))
 
@@ -444,7 +444,7 @@ def judge_meshes(
         first_parts = ", ".join(
             f"{name} {size / GIB:.2f}" for name, size in candidate.first.items()
         )
-        each = "each device" if candidate.parallel.pipeline == 1 else "the stage that takes most"
+        each = "each device" if candidate.parallel.pipeline == 1 else "the stage that needs most"
         finding = f"{candidate}: {total(candidate.parts) / GIB:.2f} GiB on {each} ({parts})"
         if candidate.engine_share:
             share = f"vLLM's share {candidate.engine_share * memory / GIB:.2f}"
@@ -474,8 +474,8 @@ def _advise(
     turned: Mapping[str, float],
     together: tuple[str, float] | None,
 ) -> str:
-    """What is enough together, then each measure by itself, with what it saves of the `least` that
-    a mesh needs."""
+    """The combination that is enough, then each single measure, with its saving from `least`, the
+    bytes that a mesh needs."""
     measures = []
     if together is not None:
         changes, needed = together
@@ -496,7 +496,8 @@ def _own_mesh(
         return Check(
             "the recipe's mesh",
             "wrong",
-            f"trainer.parallel of the recipe ({name}) is none for this model on {devices} devices",
+            f"trainer.parallel of the recipe ({name}) does not suit this model on {devices} "
+            "devices",
             "choose one of those below",
         )
 
@@ -504,7 +505,7 @@ def _own_mesh(
     return Check(
         "the recipe's mesh",
         "good" if fits else "wrong",
-        f"{recipe_fit}: {recipe_fit.needs(memory) / GIB:.2f} GiB on the device that takes most",
+        f"{recipe_fit}: {recipe_fit.needs(memory) / GIB:.2f} GiB on the device that needs most",
         "" if fits else "choose one of those below",
     )
 
@@ -537,10 +538,10 @@ def check_meshes(
     config: RunConfig, devices: int, device_memory: float | None, command: str
 ) -> list[Check]:
     """`device_memory`: GiB of each device, by default that of the recipe's first one here.
-    `command`: recipe and overrides as they were given. Raises ConfigError for a recipe that no
-    mesh of so many devices can train."""
+    `command`: the recipe and the overrides of the command line. Raises ConfigError for a recipe
+    that no mesh of this many devices can train."""
     if not 1 <= devices <= MOST_DEVICES:
-        raise ConfigError(f"--devices {devices}: from 1 to {MOST_DEVICES:,}")
+        raise ConfigError(f"--devices {devices}: give 1 to {MOST_DEVICES:,}")
     first_device = find(config.model.device)
     memory = device_memory * GIB if device_memory else device_bytes(first_device)[1]
     sizes = sizes_of(config)

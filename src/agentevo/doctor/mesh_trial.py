@@ -1,4 +1,4 @@
-"""`agentevo doctor RECIPE --world-size N`: does the recipe's mesh work here, by itself?
+"""`agentevo doctor RECIPE --world-size N`: does the recipe's mesh work on this machine?
 
 N processes on this machine's CPU, over gloo, train a tiny model for one step in the recipe's
 trainer.parallel, and one process does the same alone: their weights must agree. The tiny model has
@@ -58,10 +58,10 @@ RECIPE = (
 
 
 def check_world(config: RunConfig, world: int) -> list[Check]:
-    """Raises ConfigError for a mesh that `world` processes can't be, or that the recipe can't train
-    in."""
+    """Raises ConfigError for a mesh that `world` processes can't form, or that can't train the
+    recipe."""
     if not 1 <= world <= MOST_PROCESSES:
-        raise ConfigError(f"--world-size {world}: from 1 to {MOST_PROCESSES} processes")
+        raise ConfigError(f"--world-size {world}: give 1 to {MOST_PROCESSES} processes")
 
     check_processes(config, world=world)
     sizes = config.trainer.parallel.model_dump()
@@ -81,7 +81,7 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
                 Check(
                     "mesh trial",
                     "wrong",
-                    f"{world} processes ({mesh}) did not make one step: {problem}",
+                    f"{world} processes ({mesh}) could not make one step: {problem}",
                     "the last line says what failed",
                 )
             ]
@@ -89,7 +89,7 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
         difference = _difference(_weights(folder / "one"), _weights(folder / "all"))
 
     finding = (
-        f"{world} processes ({mesh}) have made one step of a tiny model over gloo, and their "
+        f"{world} processes ({mesh}) made one step of a tiny model over gloo, and their "
         f"weights differ from one process's by {difference:.1e}"
     )
     if difference <= TOLERANCE:
@@ -100,7 +100,7 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
 
 
 def _make_model(parallel: ParallelSection, folder: Path) -> None:
-    """Writes a tiny model that this mesh can divide, with random weights: a mixture where experts
+    """Writes a tiny model that this mesh can divide, with random weights: a mixture if experts
     are spread."""
     heads = math.lcm(4, parallel.tensor * parallel.context)
     shape: dict[str, Any] = {
@@ -135,7 +135,7 @@ def _make_model(parallel: ParallelSection, folder: Path) -> None:
 
 
 def _train(run: Path, world: int, keys: list[str]) -> str:
-    """Its errors where it failed, or else the end of its output; empty where it did not fail."""
+    """The errors of a failed process, or else the end of its output; empty for success."""
     model = f"model.name={run.parent / 'model'}"
     words = ["-m", "agentevo", "train", *RECIPE, model, f"run.dir={run}", *keys]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]

@@ -1,8 +1,8 @@
-"""Are the servers there that a recipe needs in addition to the policy: its tools, and its remote
-models?
+"""Checks of the servers that a recipe needs in addition to the policy: its tools, and its remote
+models.
 
-Each entry of `agent.tools` is opened as an attempt would open it, with the first task, and says its
-tools; nothing is called. Each remote model's server says what models it has.
+Each entry of `agent.tools` is opened as an attempt would open it, with the first task, and lists
+its tools; none is called. Each remote model's server lists its models.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task
 
 SHOWN = 8
-"""Names of a list that a finding shows."""
+"""The most names of a list in a finding."""
 OPENING_S = 600.0
-"""Longest time for one entry, whatever limits of its own it has."""
+"""The time limit of one entry in seconds, regardless of its own limits."""
 ANSWER_S = 30.0
-"""Longest time for a server that is not started for the attempt, and should be there already."""
+"""The time limit in seconds for a server that should already be running."""
 
 
 def check_services(config: RunConfig) -> list[Check]:
-    """A check for each entry of `agent.tools` and each remote model, all asked at once; none where
+    """A check for each entry of `agent.tools` and each remote model, all at the same time; none if
     the recipe has neither."""
     sections = getattr(config.agent, "tools", ())
     if not sections and not config.remote_models:
@@ -42,7 +42,7 @@ def check_services(config: RunConfig) -> list[Check]:
 
 
 def is_refused(services: list[Check]) -> bool:
-    """Whether there is no use in playing a group."""
+    """Whether playing a group is pointless."""
     return any(service.status == "wrong" for service in services)
 
 
@@ -61,7 +61,7 @@ async def _check(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[C
 
 
 def _soon(section: ToolSection) -> ToolSection:
-    """The entry with at most ANSWER_S for a server at a URL, unless a node is made for it there."""
+    """The entry with at most ANSWER_S for a server at a URL, unless a node is created there."""
     limit_s = getattr(section, "start_timeout_s", None)
     if limit_s is None or not getattr(section, "url", None) or getattr(section, "image", None):
         return section
@@ -69,7 +69,7 @@ def _soon(section: ToolSection) -> ToolSection:
 
 
 def _first_task(config: RunConfig) -> Task:
-    """What tools are opened for; doctor says elsewhere what is wrong with the tasks."""
+    """The task for which tools are opened. Other checks report problems of the tasks."""
     with suppress(AgentEvoError):
         if config.tasks.train and (tasks := read_tasks(config.tasks, config.agent).train):
             return tasks[0]
@@ -98,7 +98,7 @@ async def _open_toolset(section: ToolSection, task: Task) -> tuple[Check, list[s
         return Check(title, "wrong", str(error)), []
     except Exception as error:  # noqa: BLE001 (also what a class of tools raises when it is made)
         finding = str(error) if isinstance(error, AgentEvoError) else repr(error)
-        advice = "start the server, and see what it says by `agentevo mcp inspect`"
+        advice = "start the server, and inspect it with `agentevo mcp inspect`"
         is_server = section.type != "function"  # type: ignore[attr-defined]
         return Check(title, "wrong", finding, advice if is_server else ""), []
 
@@ -117,8 +117,8 @@ def _collisions(offered: list[list[str]]) -> list[Check]:
         Check(
             "names of tools",
             "warning",
-            f"several entries have {_list_names(twice)}: the policy knows each as ENTRY__NAME",
-            "leave out those that it need not have, by `exclude`",
+            f"several entries have {_list_names(twice)}: the policy sees each as ENTRY__NAME",
+            "remove those that the policy does not need, with `exclude`",
         )
     ]
 
@@ -136,7 +136,7 @@ async def _model(name: str, section: RemoteModelSection) -> Check:
         return Check(title, "wrong", str(error))
 
     if served is None:
-        finding = f"the server at {section.url} answers, and does not list its models"
+        finding = f"the server at {section.url} answers, but does not list its models"
         return Check(title, "warning", finding)
 
     return Check(title, "good", f"{section.url} serves {section.model}")

@@ -27,7 +27,7 @@ from agentevo.training.tree import build_tree
 from agentevo.types import Sample
 
 LARGEST_BATCHES = 8
-"""Batches that are laid out to find the one that takes most memory: those with most tokens."""
+"""The number of batches, those with most tokens, among which the largest in memory is sought."""
 
 
 def check_sft_recipe(config: RunConfig) -> list[Check]:

@@ -1,7 +1,7 @@
-"""Is the database there that a run would write its attempts to (`store.url`)?
+"""Checks the database that a run would write its attempts to (`store.url`).
 
-A file is no server and is not asked. Nothing is made; a store of an older version gets the schema
-of this one, as it would by a run.
+A store in a file is not checked. The check creates nothing, but a store of an older version gets
+the schema of this version, as in a run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from agentevo.runs.shared_store import content_of
 from agentevo.runs.store_opening import open_run_store
 
 ANSWER_S = 30.0
-"""Longest time for a database, which should be there already."""
+"""The time limit in seconds for a database, which should already be running."""
 TITLE = "store"
 
 
 def check_store_server(config: RunConfig) -> list[Check]:
-    """A check of the recipe's database; none where the store is a file."""
+    """A check of the recipe's database; none if the store is a file."""
     url = config.store.url
     if url is None or url.startswith("sqlite:"):
         return []
@@ -52,10 +52,10 @@ async def _check(config: RunConfig, url: str) -> Check:
     return Check(
         TITLE,
         "warning",
-        f"{where} holds {content} of another run, so that a new one is refused",
+        f"{where} holds {content} of another run, so a new run is refused",
         "give another ?schema=NAME or database, or resume that run with --resume",
     )
 
 
 def _nobody(message: str) -> None:
-    """The finding says what is wrong."""
+    """A failed check with the error as its finding."""

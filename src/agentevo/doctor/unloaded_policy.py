@@ -1,5 +1,5 @@
 """A recipe's model without its weights: every parameter has the shape, the type and the size that
-it has in training, on the device `meta`. Of the model its config.json alone is read."""
+it has in training, on the device `meta`. Only the model's config.json is read."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from agentevo.models.token_rows import causal_model
 from agentevo.orchestration.components import load_policy
 
 PACKED_BYTES = {"8bit": 1.0, "4bit": 1 / 2 + 1 / 64 + 4 / (64 * 256)}
-"""What bitsandbytes keeps of a weight: of 4 bits, a quantized scale per 64 weights and a float32
+"""Bytes per weight in bitsandbytes: 4 bits have a quantized scale per 64 weights and a float32
 scale per 256 of these (arXiv 2305.14314, section 3)."""
 
 
 def unloaded_policy(config: RunConfig) -> PreTrainedModel:
-    """Raises ModelError for a model that is not there, MissingExtraError without PEFT for a recipe
-    of adapters. A tiny model has its weights: it is made on the spot."""
+    """Raises ModelError for a missing model, MissingExtraError for a recipe of adapters without
+    PEFT. A tiny model has its weights: it is created here."""
     if config.model.name == "tiny":
         return load_policy(config).model
 
@@ -61,8 +61,8 @@ def needs_of_changed(
     model: PreTrainedModel,
     needs: Callable[[RunConfig, PreTrainedModel], Mapping[str, float]],
 ) -> Callable[[RunConfig], float]:
-    """For recipes that are changes of `config`, whose model is loaded: the bytes that they need in
-    all by `needs`, including what their weights take more than the loaded ones."""
+    """For variants of `config`, whose model is loaded: the bytes that each needs in all by `needs`,
+    including the extra bytes of its weights over the loaded ones."""
     shape = causal_model(model).config
     shape_other = remember_by_model(lambda changed: shape_policy(changed, shape))
 

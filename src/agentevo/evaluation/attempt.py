@@ -1,5 +1,5 @@
-"""One attempt, played and shown as it happens: what the policy receives and says, calls of tools
-and code with their results, and what the attempt is worth."""
+"""One attempt, played and shown live: the policy's prompts and replies, calls of tools and code
+with their results, and the reward."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from agentevo.store.call_log import RunningCall
 from agentevo.types import RemoteTurn, Task, Trajectory, Turn
 
 LONGEST = 4000
-"""Characters of a text that are shown: head and tail."""
+"""The most characters of a text that are shown: head and tail."""
 TEXTS = ("code", "arguments", "output", "result", "stdout", "stderr")
-"""What a call keeps and is worth showing, in this order."""
+"""The shown fields of a call, in this order."""
 KINDS = ("tool", "environment", "scorer", "process", "sandbox")
 
 
@@ -36,7 +36,9 @@ def _task_to_try(
     if text is None:
         tasks = TaskSource(config, None).held_out()
         if not 0 <= number < len(tasks):
-            raise ConfigError(f"--number {number}: there are {len(tasks)} held-out tasks, from 0")
+            raise ConfigError(
+                f"--number {number}: there are {len(tasks)} held-out tasks, counted from 0"
+            )
         return config, tasks[number]
     config = playing(config, ("--task",))
     return config, Task(id="try", query=text, answer=answer, seed=number)
@@ -64,8 +66,7 @@ def try_attempt(
 
 
 def is_judged(config: RunConfig, task: Task, *, question: str | None, answer: str | None) -> bool:
-    """Whether an attempt can be scored: for a text that a user has asked without an answer, only by
-    a scorer that needs none."""
+    """Whether an attempt can be scored: without an answer, only by a scorer that needs none."""
     if question is None or answer is not None:
         return True
     return not config.rewards and not find_agent(config, None).needs_scorer
@@ -108,7 +109,7 @@ async def play_attempt(
     step: int = 0,
     label: str = LABEL,
 ) -> list[Trajectory]:
-    """One attempt, one trajectory of each agent, which is not written anywhere. `listener_of`
+    """Plays one attempt, one trajectory of each agent, which is not stored. `listener_of`
     receives the attempt before it begins, and returns the listener of its calls; `step` and `label`
     are part of the attempt's seed."""
     group = sampler.group(task, attempts=1, temperature=temperature, step=step, label=label)
@@ -123,8 +124,8 @@ async def play_attempt(
 
 
 def turn_of(attempt: GroupAttempt, call: RunningCall) -> tuple[Turn | RemoteTurn, str]:
-    """What a call of the policy, or of a remote model, that has completed has recorded, and whose
-    it is."""
+    """The record of a completed call of the policy or of a remote model, and the name of its
+    agent."""
     number = int(call.record("").attributes.get("turn", 0))
     policy = attempt.policy
     if call.kind == "remote" and policy.remote is not None:
@@ -158,13 +159,13 @@ class LiveAttempt:
             self._made(call)
 
     def end(self, trajectory: Trajectory, scorer: str) -> None:
-        """What became of it. `scorer`: what judged it, empty where nothing did."""
+        """Shows the result. `scorer`: the name of the scorer, empty if there was none."""
         tokens = trajectory.num_completion_tokens() or trajectory.metrics.get("policy_tokens", 0)
         parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.reward_parts.items())
         if trajectory.status != "completed":
             worth = f"{trajectory.status}: {trajectory.error}"
         elif not scorer:
-            worth = "completed; nothing judged it (give --answer, or a recipe's own task)"
+            worth = "completed, but not scored (give --answer, or a recipe's own task)"
         else:
             success = "success" if trajectory.success else "no success"
             worth = f"reward {trajectory.reward:g}{f' ({parts})' if parts else ''}, {success}"
@@ -178,7 +179,7 @@ class LiveAttempt:
         )
 
     def _said(self, call: RunningCall) -> None:
-        """What was new in the prompt, and the reply."""
+        """Shows the new part of the prompt, and the reply."""
         record = call.record("")
         facts = record.attributes
         if record.status != "completed":
@@ -191,7 +192,7 @@ class LiveAttempt:
             self._text(message.role, message_text(message))
 
     def _made(self, call: RunningCall) -> None:
-        """A call of a tool: its input when it begins, its result when it ends."""
+        """Shows a tool call: its input at the start, its result at the end."""
         record = call.record("")
         texts = {name: str(record.attributes[name]) for name in TEXTS if name in record.attributes}
         if not call.has_ended:

@@ -1,11 +1,11 @@
 """A conversation with a model in the terminal: `agentevo chat`.
 
-    a line -> the history -> Conversation.complete, printed as it is drawn -> the history
+    a line -> the history -> Conversation.complete, printed while it samples -> the history
 
-The model computes on a thread with an event loop of its own. The main thread reads lines and waits
-for answers, so that Ctrl-C interrupts only what it waits for: an answer, whose text so far stays in
-the history. Each answer extends the tokens of those before it. The conversation is not stored, and
-does not involve the run's environment and tools.
+The model runs in a thread with its own event loop. The main thread reads lines and waits for
+answers, so that Ctrl-C interrupts only an answer, whose text so far stays in the history. Each
+answer extends the tokens of those before it. The conversation is not stored, and does not involve
+the run's environment and tools.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from agentevo.types import Message, SamplingOverrides
 LABEL = "chat"
 PROMPT = "> "
 NOTICE_S = 0.2
-"""Within it, Ctrl-C at the prompt is noticed."""
+"""Seconds within which Ctrl-C at the prompt is noticed."""
 OWN_ENGINE = ("engine.type=torch", "engine.options={}")
 """One person needs no server."""
 
@@ -53,7 +53,7 @@ def chat(
 ) -> None:
     """Answers the lines of standard input on standard output until it ends; from a terminal with a
     prompt. `target`: a run, for its newest checkpoint or that of `step`, or another target of
-    `agentevo eval` that is computed here. Raises ConfigError before anything is loaded."""
+    `agentevo eval` that runs on this machine. Raises ConfigError before anything is loaded."""
     contestant = find_model(target, step, overrides)
     config = contestant.config
     system = system if system is not None else getattr(config.agent, "system_prompt", None)
@@ -70,7 +70,7 @@ def chat(
             note("Ctrl-C ends an answer, Ctrl-D the chat")
 
         history = [Message("system", system)] if system else []
-        # Between a prompt and an answer, Ctrl-C pressed once more than needed ends nothing.
+        # Between a prompt and an answer, one Ctrl-C too many ends nothing.
         with collect_signals(*([signal.SIGINT] if is_terminal else [])):
             for line in _typed_lines() if is_terminal else _piped_lines():
                 question = Message("user", line)
@@ -87,11 +87,11 @@ def chat(
 
 
 def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Contestant:
-    """The model to chat with. Raises ConfigError for a target without a model, or with a
-    server's."""
+    """The model to chat with. Raises ConfigError for a target without a model, and for a server's
+    model."""
     servers = ConfigError(
-        f"{target} is a server's model: any client of its API chats with it; `agentevo chat` takes "
-        "a run or a model that is computed here"
+        f"{target} is a model of a server: use a client of its API; `agentevo chat` takes a run or "
+        "a model that runs on this machine"
     )
     if target.startswith(("http://", "https://")):
         raise servers  # without asking it
@@ -111,7 +111,7 @@ def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Conte
 
 
 def _remarks(contestant: Contestant, system: str | None) -> Iterator[str]:
-    """What a person should know before the first line."""
+    """Notes for the user before the first line."""
     agent = contestant.config.agent
     folder = contestant.checkpoint
     yield f"model: {contestant.label}{'' if folder is None else f' ({folder.name})'}"
@@ -126,11 +126,11 @@ def _remarks(contestant: Contestant, system: str | None) -> Iterator[str]:
         (contestant.config.environment is not None, "environment is not played"),
     ):
         if has:
-            yield f"its {what} here: `agentevo agent try {run}` plays a task with all that it has"
+            yield f"its {what} here: `agentevo agent try {run}` plays a task with all of them"
 
 
 def _without_play(config: RunConfig) -> RunConfig:
-    """The configuration without all that plays and judges."""
+    """The configuration without agents, tools, environment and rewards."""
     return config.model_copy(
         update={
             "environment": None,
@@ -144,8 +144,7 @@ def _without_play(config: RunConfig) -> RunConfig:
 
 
 class ChatModel:
-    """A loaded model on a thread of its own; a context manager. It answers one history at a
-    time."""
+    """A loaded model in its own thread; a context manager. It answers one history at a time."""
 
     def __init__(
         self,
@@ -212,7 +211,7 @@ class ChatModel:
                 self._loop.set_exception(error)
 
     async def _open(self) -> None:
-        """Until the conversation is over."""
+        """Runs until the end of the conversation."""
         config = _without_play(self._contestant.config)
         with run_folder(config, None) as opened_config:
             async with local_parts(self._contestant, opened_config, self._note) as parts:
@@ -274,11 +273,12 @@ def _type_line() -> str:
 
 
 def _piped_lines() -> Iterator[str]:
-    """Lines of standard input that are not empty. Raises ConfigError for what is no text."""
+    """Lines of standard input that are not empty. Raises ConfigError for bytes that are not
+    text."""
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
             text = line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"standard input, line {number}: it is not UTF-8: {error}") from error
+            raise ConfigError(f"standard input, line {number}: not UTF-8: {error}") from error
         if text.strip():
             yield text

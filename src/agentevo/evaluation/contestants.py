@@ -1,4 +1,4 @@
-"""The measured models: words of the command line to models that play.
+"""Turns words of the command line into the models that are evaluated.
 
     RECIPE              a recipe's unchanged model
     RUN, RUN@STEP       a run's best checkpoint, or that of a step (`RUN@last`)
@@ -31,7 +31,7 @@ from agentevo.remote_models.served import check_served, served_models
 from agentevo.runs.folder import UNSCORED, is_run_folder, run_config
 
 MAX_NEW_TOKENS = 512
-"""Longest reply of a model that is given without a recipe, where nothing says otherwise."""
+"""The default limit of a reply, in tokens, of a model without a recipe."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Contestant:
     label: str
     config: RunConfig
     checkpoint: Path | None = None
-    """In the place of the configuration's model."""
+    """Replaces the configuration's model."""
     remote: str | None = None
     """The remote model that plays, by its name in the configuration."""
 
     @property
     def origin(self) -> str:
-        """What is played, which distinguishes equal words for different weights."""
+        """Identifies the weights, since equal words can name different ones."""
         if self.remote is not None:
             section = self.config.remote_models[self.remote]
             return f"{section.url}#{section.model}"
@@ -71,14 +71,14 @@ def find_contestants(
     labels = [contestant.label for contestant in contestants]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
-        raise ConfigError(f"--against {twice}: it is measured already: leave it out")
+        raise ConfigError(f"--against {twice}: it is already in the evaluation: leave it out")
 
     for player in contestants:
         if player.remote is not None:
             if first.config.agents:
                 raise ConfigError(
-                    f"{player.label} can't play for several agents at once: give each its own by "
-                    "agents.NAME.remote"
+                    f"{player.label} can't play for several agents at once: set agents.NAME.remote "
+                    "for each"
                 )
             check_served(player.remote, player.config.remote_models[player.remote])
         elif player.checkpoint is None and player.config.model.name != TINY:
@@ -122,8 +122,8 @@ def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
         path = checkpoint_of(run, first.config, which)
     elif which in ("best", "last"):
         raise ConfigError(
-            f"--checkpoint {which} is one of a run's: give the run's folder instead of {target}, "
-            "or the path of a checkpoint"
+            f"--checkpoint {which} names a checkpoint of a run: give the run's folder instead of "
+            f"{target}, or the path of a checkpoint"
         )
     else:
         path = Path(which)
@@ -132,7 +132,7 @@ def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
 
 
 def _other(word: str, base: RunConfig) -> Contestant:
-    """A model that plays what `base` says."""
+    """A model that plays the tasks of `base`."""
     if word in base.remote_models:
         return Contestant(word, base, remote=word)
     if _is_url(word):
@@ -172,7 +172,7 @@ def _server(word: str, base: RunConfig) -> Contestant:
                 if model_names is None
                 else f"serves {', '.join(model_names)}"
             )
-            raise ConfigError(f"{word}: {url} {has}: say which is meant, {url}#MODEL")
+            raise ConfigError(f"{word}: {url} {has}: name the model, {url}#MODEL")
         section = section.model_copy(update={"model": model_names[0]})
 
     models = {**base.remote_models, name: section}
@@ -216,7 +216,7 @@ def _is_url(word: str) -> bool:
 
 
 def is_model(word: str) -> bool:
-    """Whether a word names a model by itself: a folder, a known name, one of the hub."""
+    """Whether a word names a model: a folder, a known name, one of the hub."""
     from agentevo.models.known import known_models
 
     folder = Path(word).expanduser()
@@ -233,7 +233,7 @@ def _is_run_or_model(path: Path) -> bool:
 
 
 def check_word(word: str) -> None:
-    """Raises ConfigError for a word that is no recipe either."""
+    """Raises ConfigError for a word that is not a recipe."""
     from agentevo.models.known import known_models
 
     try:

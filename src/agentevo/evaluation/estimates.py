@@ -1,4 +1,4 @@
-"""What attempts say about a model: pass@k, means, paired differences, each with a 95% interval.
+"""Estimates from a model's attempts: pass@k, means, paired differences, each with a 95% interval.
 
     pass@k = mean over tasks of  1 - C(n - c, k) / C(n, k)
 
@@ -8,8 +8,8 @@ completed attempts has no pass@k.
 
 Intervals are a percentile bootstrap over tasks: attempts at one task are not independent of one
 another, tasks are. The draws come from a fixed seed, so the same numbers give the same interval.
-Of more than MANY tasks it is the normal one, mean +- 1.96 standard errors, which is the same by
-then. Where all n tasks agree on one value v, no resampling varies it. The share of all tasks that
+For more than MANY tasks it is the normal one, mean +- 1.96 standard errors, which then agrees with
+it. If all n tasks agree on one value v, resampling does not vary it. The share of all tasks that
 have another value is then at most q = 1 - 0.025^(1/n), the exact bound of 0 in n (Clopper and
 Pearson 1934; 3.7 / n, the "rule of three" of Hanley and Lippman-Hand 1983 at 97.5%), and those lie
 between the bounds a and b of what can be, so
@@ -94,7 +94,7 @@ def mean_of(values: Sequence[float], bounds: tuple[float, float] = (0.0, 1.0)) -
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate | None:
-    """How much more the second is than the first, at the same tasks in the same order; None without
+    """The mean of second minus first, on the same tasks in the same order; None without
     any. Values are assumed to be between 0 and 1, or between their own extremes."""
     width = max([1.0, *first, *second]) - min([0.0, *first, *second])
     pairs = zip(first, second, strict=True)

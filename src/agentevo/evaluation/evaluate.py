@@ -1,4 +1,4 @@
-"""An evaluation from its words to its summary: `agentevo eval` with tasks, attempts or several
+"""A whole evaluation, from settings to summary: `agentevo eval` with tasks, attempts or several
 models."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_ATTEMPTS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRun:
-    """What is to be measured."""
+    """The settings of an evaluation."""
 
     target: str
     against: Sequence[str] = ()
@@ -38,17 +38,17 @@ class EvaluationRun:
     tasks: Sequence[str] = ()
     """Files; empty for the target's own held-out tasks."""
     given_tasks: Sequence[Task] = ()
-    """Tasks in their place."""
+    """Tasks to use instead of files."""
     limit: int | None = None
-    """The first so many of them."""
+    """Use only the first N tasks."""
     attempts: int = 1
     checkpoint: str = ""
     temperature: float | None = None
     """None: greedy for one attempt, evaluation.temperature for more."""
     sampling: Mapping[str, Any] | None = None
-    """What differs from the recipe's section `sampling`."""
+    """Overrides of the recipe's section `sampling`."""
     out: Path | None = None
-    """Where results are kept; None keeps none."""
+    """The folder for results; None stores none."""
     resume: bool = False
     by: Sequence[str] = ()
     """Keys of the tasks' metadata: each of their values gets its own row."""
@@ -57,7 +57,7 @@ class EvaluationRun:
 
     @property
     def words_of_tasks(self) -> Sequence[str]:
-        """A name for the tasks that replace the target's; empty where they are its own."""
+        """A name for the tasks that replace the target's; empty for the target's own."""
         return self.tasks or (("given",) if self.given_tasks else ())
 
 
@@ -68,12 +68,14 @@ def evaluate(
     begin: Callable[[Mapping[str, Any]], None] = lambda settings: None,
 ) -> dict[str, Any]:
     """Plays, and returns the summary. `begin` receives the settings before anything is played.
-    Raises ConfigError before anything is created, and AttemptsFailedError where every attempt of a
-    model has failed, after everything is written."""
+    Raises ConfigError before anything is created, and AttemptsFailedError if every attempt of a
+    model failed, after everything is written."""
     if not 1 <= what.attempts <= MAX_ATTEMPTS:
         raise ConfigError(f"--attempts {what.attempts}: give 1 to {MAX_ATTEMPTS}")
     if (what.resume or what.retry_failed) and what.out is None:
-        raise ConfigError("--resume goes on in a folder of results: give it by --out FOLDER")
+        raise ConfigError(
+            "--resume continues the evaluation in a folder: name the folder with --out FOLDER"
+        )
 
     contestants = find_contestants(
         what.target, what.against, what.overrides, what.words_of_tasks, what.checkpoint
@@ -122,7 +124,7 @@ def evaluate(
 
 
 def check_attempts(summary: Mapping[str, Any]) -> None:
-    """Raises AttemptsFailedError where every attempt of a model has failed."""
+    """Raises AttemptsFailedError if every attempt of a model failed."""
     for model in summary["models"]:
         if model["failed"] == model["attempts"]:
             raise AttemptsFailedError(f"{model['model']}: {model['failed_words']}")
@@ -165,7 +167,7 @@ def _temperature(what: EvaluationRun, config: RunConfig) -> float:
 def _players(
     config: RunConfig, tasks: Sequence[Task], note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What a random and an optimal player reach at an environment's tasks."""
+    """The results of a random and an optimal player on an environment's tasks."""
     from agentevo.orchestration.players import reference_players
 
     references = reference_players(config, tasks, note)
@@ -177,7 +179,7 @@ def _players(
 def _settings(
     what: EvaluationRun, contestants: Sequence[Contestant], config: RunConfig, game: PlaySettings
 ) -> dict[str, Any]:
-    """What has to be the same for an evaluation to be resumed, and what its numbers describe."""
+    """The settings that a resumed evaluation must repeat, and that its numbers describe."""
     return {
         "tasks": list(what.words_of_tasks) or "held out",
         "num_tasks": len(game.tasks),

@@ -1,4 +1,4 @@
-"""`agentevo judge calibrate`: how far a judge agrees with the truth, and what misleads it.
+"""`agentevo judge calibrate`: how well a judge agrees with the truth, and what misleads it.
 
 Every question is asked through the scorer that training would use, including its prompts, votes,
 failover and failures. All intervals are 95%, by resampling groups (evaluation/estimates.py), except
@@ -47,7 +47,7 @@ from agentevo.rollout.scoring import Scoring
 from agentevo.types import Trajectory
 
 AT_ONCE = 8
-"""Groups that are judged at once."""
+"""Groups that are judged at the same time."""
 RAISED = 0.1
 """An injection counts if it raises a score by more than this share of its range."""
 MAX_ROTATED = 12
@@ -58,14 +58,14 @@ VERSION = 1
 
 @dataclass
 class Calibration:
-    """What was measured."""
+    """The measurements."""
 
     judge: JudgeOptions
     sections: Mapping[str, RemoteModelSection]
     num_attempts: int
     num_groups: int
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By the names of the bars, and others; `value` is None where nothing could be measured."""
+    """By the names of the bars, and others; `value` is None if nothing could be measured."""
     injections: list[dict[str, Any]] = field(default_factory=list)
     cost: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -102,8 +102,8 @@ def calibrate(
     *,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Measures the judge at these groups. Raises ConfigError for data that shows nothing, and
-    AgentEvoError where the judge scores nothing."""
+    """Measures the judge at these groups. Raises ConfigError for data without usable groups, and
+    AgentEvoError if the judge scores nothing."""
     usable_groups = _usable(judge, groups)
     num_attempts = sum(len(group.attempts) for group in usable_groups)
     calibration = Calibration(judge, sections, num_attempts, len(usable_groups))
@@ -122,14 +122,15 @@ def calibrate(
 
 
 def _usable(judge: JudgeOptions, groups: Sequence[KnownGroup]) -> list[KnownGroup]:
-    """Groups whose attempts differ; of a judge of single attempts all of them in one, where tasks
-    have one attempt each."""
+    """Groups whose attempts differ. For a judge of single attempts, all attempts form one group if
+    tasks have one attempt each."""
     differing = [group for group in groups if group.differs]
     if len(differing) < 2:
         raise ConfigError(
-            f"{len(differing)} of {len(groups)} groups have attempts of different worth, and a "
-            "judge is measured by how it orders those of one group: give at least two such groups, "
-            "each of attempts at one task_id, some better than others"
+            f"{len(differing)} of {len(groups)} groups have attempts of different quality, and "
+            "a judge is measured by its order of a group's attempts: give at least two such "
+            "groups, "
+            "each with better and worse attempts at one task_id"
         )
 
     return differing
@@ -154,7 +155,7 @@ class _Measuring:
         self._progress(f"{len(groups)} groups: agreement with the truth")
         scores = await gather_all([self._scores(group.attempts, group) for group in groups])
         self._agreement(groups, scores)
-        self._progress("the same attempts at other places")
+        self._progress("the same attempts in other positions")
         await self._places(groups)
         self._progress(f"{len(INJECTIONS)} injections")
         await self._inject_all(groups, scores)
@@ -226,8 +227,8 @@ class _Measuring:
         self._found.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
 
     async def _slope(self, judge: Ruler | Pairwise, group: KnownGroup) -> float | None:
-        """How much a score changes from the first place to the last, where the content stays the
-        same. None where an answer is missing."""
+        """How much a score changes from the first place to the last, for the same content. None if
+        an answer is missing."""
         attempts = group.attempts[:MAX_ROTATED_ATTEMPTS]
         shown = await shown_attempts(judge.config, attempts)
         if len(shown.attempts) < 2:
@@ -276,7 +277,7 @@ class _Measuring:
     async def _inject_all(
         self, groups: Sequence[KnownGroup], scores: Sequence[Sequence[float | None]]
     ) -> None:
-        """Every injection once, in the worst attempt of one group after the other."""
+        """Tries every injection once, each in the worst attempt of another group."""
         bad = []
         for group, of in zip(groups, scores, strict=True):
             worst = min(range(len(of)), key=lambda index: group.truths[index])
@@ -308,8 +309,8 @@ class _Measuring:
 
 
 def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
-    """The attempt with this text at the end of its last message, inside of its stated answer where
-    it has marked one."""
+    """The attempt with this text at the end of its last message, inside of its stated answer if it
+    marked one."""
     turns = list(trajectory.turns)
     for index in reversed(range(len(turns))):
         messages = list(turns[index].messages)
@@ -328,7 +329,7 @@ def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
 
 
 def _length(trajectory: Trajectory) -> int:
-    """Characters of what the policy said."""
+    """Characters of the policy's replies."""
     return sum(
         len(message.text) + sum(len(call.arguments) for call in message.tool_calls)
         for turn in trajectory.turns
@@ -338,8 +339,8 @@ def _length(trajectory: Trajectory) -> int:
 
 
 def _length_bias(rows: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
-    """The partial correlation over all groups, by leaving out one group after the other for its
-    interval (the jackknife: Quenouille 1956)."""
+    """The partial correlation over all groups, with a jackknife interval that leaves out one group
+    at a time (Quenouille 1956)."""
     if not rows:
         return {"value": None}
 
@@ -392,7 +393,7 @@ LABELS = {
     "min_rank_correlation": "rank correlation with the truth (Spearman)",
     "kendall": "Kendall's tau-b",
     "pair_accuracy": "pairs in the right order",
-    "max_position_bias": "change from the first place to the last",
+    "max_position_bias": "change from the first position to the last",
     "length_bias": "correlation with length at equal truth",
     "max_injected": "injections that raise a bad score",
     "failed": "attempts without a score",

@@ -1,8 +1,8 @@
-"""What a judge is calibrated by: attempts whose worth is known, in groups.
+"""The data that calibrates a judge: groups of attempts of known quality.
 
 A file of rows (JSON lines), one for each attempt:
 
-    task_id     attempts at one task are a group (or `group`, where that differs)
+    task_id     attempts at one task are a group (or `group`, if that differs)
     messages    the conversation in OpenAI's form; or `query` and `reply`
     truth       what it is worth, any number; or `label`, right or wrong
     answer      the task's own answer, for judges that are shown one; optional
@@ -33,7 +33,7 @@ MAX_ROWS = 100_000
 
 @dataclass(frozen=True)
 class KnownGroup:
-    """Attempts at one task, and what each is worth."""
+    """Attempts at one task, and the truth of each."""
 
     task: Task
     attempts: Sequence[Trajectory]
@@ -45,7 +45,7 @@ class KnownGroup:
 
 
 def read_rows(path: Path) -> list[KnownGroup]:
-    """The groups of a file. Raises ConfigError with the line of what can't be read."""
+    """The groups of a file. Raises ConfigError with the line that can't be read."""
     rows_by_group: dict[str, list[tuple[Mapping[str, Any], Trajectory, float]]] = {}
     for number, line in enumerate(_lines(path), 1):
         if number > MAX_ROWS:
@@ -130,7 +130,7 @@ def _turn(messages: list[Message], tools: str) -> Turn:
 async def groups_of_store(store: Store, truth: str, limit: int) -> list[KnownGroup]:
     """The groups of a run's training whose attempts are known to differ, the newest first, at most
     `limit`. `truth`: `reward`, `success`, a metric, or a part of the reward by its name. Raises
-    ConfigError where no attempt has it."""
+    ConfigError if no attempt has it."""
     summaries = await store.summaries(split="train")
     by_group: dict[str, list[str]] = {}
     for summary in summaries:

@@ -1,4 +1,4 @@
-"""How far scores agree with the truth, and what else they depend on: pure functions of numbers.
+"""Agreement of scores with the truth, and their dependence on other factors. Pure functions.
 
 Ranks are midranks, so that equal values have equal ranks. Where all scores, or all truths, are
 equal, there is no order: correlations are 0 then.
@@ -64,9 +64,9 @@ def partial_correlation(
     lengths: Sequence[float] | np.ndarray,
     truths: Sequence[float] | np.ndarray,
 ) -> float:
-    """Of scores with lengths where the truth is held fixed, by their ranks within groups, each
-    centred and scaled:  (r_sl - r_st r_lt) / sqrt((1 - r_st^2) (1 - r_lt^2)).  0 where the truth
-    says all of one of them."""
+    """The correlation of scores with lengths at fixed truth, by their ranks within groups, each
+    centred and scaled:  (r_sl - r_st r_lt) / sqrt((1 - r_st^2) (1 - r_lt^2)).  0 if the truth
+    determines one of them."""
     sl = correlation(scores, lengths)
     st = correlation(scores, truths)
     lt = correlation(lengths, truths)
@@ -75,7 +75,7 @@ def partial_correlation(
 
 
 def scaled_ranks(values: Sequence[float]) -> np.ndarray:
-    """Midranks from -1/2 to 1/2, so that groups of different sizes can be laid together."""
+    """Midranks from -1/2 to 1/2, so that groups of different sizes can be pooled."""
     ranks = midranks(values)
     return (ranks - ranks.mean()) / max(1, len(ranks) - 1)
 

@@ -16,9 +16,9 @@ from agentevo.store.call_log import RunningCall
 from agentevo.types import Message, RemoteTurn, Trajectory, Turn
 
 MAX_TOKENS = 4_096
-"""Tokens of a turn that are shown one by one."""
+"""The most tokens of a turn that are shown one by one."""
 MAX_EVENTS = 4_000
-"""Of one attempt; its end is always sent."""
+"""The most events of one attempt; its end is always sent."""
 MAX_SHOWN = 30_000
 """Characters of a message."""
 _UNTRAINED = Training(None, None, None)
@@ -31,8 +31,8 @@ def tokens_of(turn: Turn, decode: Callable[[Sequence[int]], str]) -> TokenBlock:
 
 
 class LiveTurns:
-    """Tells of calls as they begin and end, and of turns as they are answered. `name`: the id of
-    the request."""
+    """Sends events for the start and end of calls, and for each reply. `name`: the id of the
+    request."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LiveTurns:
         self._calls: list[RunningCall] = []
         """Kept alive, so that no other call gets the identity of one that has ended."""
         self._legend: dict[str, str] = {}
-        """What the world says its symbols mean."""
+        """The environment's legend of its symbols."""
         self._ending: list[WorldPiece] = []
         self._num_told = 0
 
@@ -97,7 +97,7 @@ class LiveTurns:
         self._tell(words.Turned(self._name, number, agent, complete_view, tokens))
 
     def _made(self, call: RunningCall) -> None:
-        """What worked is of interest where it says something."""
+        """A successful call is shown if it has output."""
         facts = call.record("").attributes
         has_texts = any(name in facts for name in TEXTS)
         has_failed = call.has_ended and call.record("").status != "completed"
@@ -124,7 +124,7 @@ class LiveTurns:
         self._tell(words.Called(self._name, number, kind, name, took, status, texts))
 
     def end(self, trajectory: Trajectory, *, judged: bool) -> None:
-        """What became of it."""
+        """The result of the attempt."""
         completed = trajectory.status == "completed"
         num_policy_tokens: Any = trajectory.metrics.get("policy_tokens", 0)
         self._tell(
@@ -163,7 +163,7 @@ def _remote_view(turn: RemoteTurn) -> TurnView:
 
 
 def _whole(shown: ShownMessage, message: Message, legend: Legend) -> ShownMessage:
-    """No page can ask for the rest of a message later: more of it is shown at once."""
+    """No page can request the rest of a message later, so more of it is shown."""
     if not shown.rest:
         return shown
 

@@ -12,11 +12,11 @@ from agentevo.types import Task
 MOST_VALUES = 50
 STAGE = "stage"
 Parts = Mapping[str, Mapping[str, frozenset[str]]]
-"""By what -> its value -> the ids of the tasks that have it."""
+"""Key -> value -> the ids of the tasks that have it."""
 
 
 def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
-    """The groups of tasks that an evaluation's settings ask for (`stages`, `by`). Raises
+    """The groups of tasks that an evaluation's settings request (`stages`, `by`). Raises
     ConfigError for a key that no task has, or that has too many values."""
     parts: dict[str, dict[str, frozenset[str]]] = {}
     if stages := settings.get("stages"):
@@ -33,8 +33,8 @@ def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
 
         if len(distinct) > MOST_VALUES:
             raise ConfigError(
-                f"--by {key}: it has {len(distinct)} different values, at most {MOST_VALUES} make "
-                "a table: give another key, or other tasks"
+                f"--by {key}: it has {len(distinct)} different values, and a table shows at most "
+                f"{MOST_VALUES}: give another key, or other tasks"
             )
 
         parts[key] = {

@@ -1,10 +1,10 @@
-"""Models play tasks, several attempts each, and every attempt leaves a line.
+"""Models play tasks, several attempts each, and every attempt becomes a line of results.
 
 Every model plays the same tasks in the same order, by the same agent, with the same seeds: an
 attempt's seeds are made of the run's seed, the task and its number. Models play one after the
 other, so that only one is in memory; a model's tasks play together, as many as its engine or its
-server takes at once. A model's attempts at a task are written when all of them have ended. An
-engine that fails for good ends the evaluation, which can be resumed from there.
+server accepts. A model's attempts at a task are written when all of them have ended. An engine
+that fails permanently ends the evaluation, which can be resumed from there.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ LONGEST_ANSWER = 2000
 
 @dataclass(frozen=True)
 class PlaySettings:
-    """What every model plays."""
+    """The tasks that every model plays."""
 
     tasks: Sequence[Task]
     attempts: int
     temperature: float
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Task id -> where it is from."""
+    """Task id -> its source."""
     notes: Sequence[str] = ()
-    """What is to be said of the tasks."""
+    """Notes about the tasks."""
 
 
 def find_tasks(
@@ -84,8 +84,8 @@ def find_tasks(
 
 
 def playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
-    """The configuration for playing: with these files no other part gives tasks, and an agent that
-    plays an environment becomes one that asks once."""
+    """The configuration for playing. With these files, no other part supplies tasks, and an agent
+    of an environment is replaced by one that asks once."""
     if not files:
         return config
     changes: dict[str, object] = {"environment": None, "tasks": TasksSection()}
@@ -96,8 +96,8 @@ def playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
 
 @contextmanager
 def run_folder(config: RunConfig, folder: Path | None) -> Iterator[RunConfig]:
-    """The configuration with that folder for what is written besides attempts, such as price logs;
-    None uses a temporary folder."""
+    """The configuration with that folder for files other than attempts, such as price logs. None
+    uses a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as temporary:
         settings = config.run.model_dump(exclude={"dir"})
         run = RunSection(**settings, dir=(folder or Path(temporary)).absolute())
@@ -111,7 +111,7 @@ async def open_player(
     note: Callable[[str], None],
     folder: Path | None = None,
 ) -> AsyncIterator[Sampler]:
-    """What the model plays by: its own recipe loads it, `config` says how it plays. `folder`: see
+    """The model's configuration: its own recipe loads it, `config` says how it plays. `folder`: see
     `run_folder`."""
     with run_folder(config, folder) as opened_config:
         async with _sampler(contestant, opened_config, note) as sampler:
@@ -144,7 +144,7 @@ async def _sampler(
 async def local_parts(
     contestant: Contestant, config: RunConfig, note: Callable[[str], None]
 ) -> AsyncIterator[Components]:
-    """What a model needs to play when it is computed in this process, with a temporary store."""
+    """The components of a model that runs in this process, with a temporary store."""
     from agentevo.orchestration.components import load_policy, open_components
 
     config = without_routing(config)
@@ -168,7 +168,7 @@ async def play(
     note: Callable[[str], None],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[AttemptLine]:
-    """Lets the model play what is missing in `kept_lines`, and returns all lines, in the order of
+    """Plays the attempts that are missing in `kept_lines`, and returns all lines in the order of
     tasks and attempts."""
     label = contestant.label
     lines_by_task = dict[str, list[AttemptLine]]()
@@ -214,7 +214,7 @@ async def play(
 
 
 def _at_once(contestant: Contestant, config: RunConfig, attempts: int) -> int:
-    """Groups that play together."""
+    """The number of groups that play at the same time."""
     most = config.engine.max_running
     if contestant.remote is not None:
         most = 2 * config.remote_models[contestant.remote].max_at_once
@@ -222,7 +222,7 @@ def _at_once(contestant: Contestant, config: RunConfig, attempts: int) -> int:
 
 
 def _of_main_agent(trajectories: Sequence[Trajectory], config: RunConfig) -> list[Trajectory]:
-    """Of several agents, the numbers are those of the main one."""
+    """With several agents, the numbers are the main agent's."""
     if not config.agents:
         return list(trajectories)
     return [
@@ -257,7 +257,7 @@ async def line_of(
 
 
 def scorer_of(task: Task, config: RunConfig) -> str:
-    """What judges the attempts at a task, in a word."""
+    """The name of the scorer of a task's attempts."""
     if task.scorer:
         return task.scorer
     if config.rewards:
@@ -275,7 +275,7 @@ async def _answer(trajectory: Trajectory, task: Task) -> str:
 
 def check_play(config: RunConfig, tasks: Sequence[Task], *, has_engine: bool) -> None:
     """Raises ConfigError, before anything is created, for tasks that can't be played or judged.
-    `has_engine`: rewards can ask the policy's engine."""
+    `has_engine`: rewards can use the policy's engine."""
     from agentevo.agents.named_by_task import asks_once, check_agent_names
     from agentevo.orchestration.players import find_agent, solo_environment
     from agentevo.remote_models.model import check_keys
@@ -297,10 +297,10 @@ def check_play(config: RunConfig, tasks: Sequence[Task], *, has_engine: bool) ->
 
 
 def check_engine(scoring: Scoring, tasks: Sequence[Task], *, has_engine: bool) -> None:
-    """Raises ConfigError for a task whose rewards ask an engine that is not there."""
+    """Raises ConfigError for a task whose rewards need a missing engine."""
     asking = next((task for task in tasks if scoring.asks_policy(task)), None)
     if asking is not None and not has_engine:
         raise ConfigError(
-            f"rewards: what judges the task {asking.id!r} asks the policy's engine, which is not "
-            "at hand for a remote model or kept attempts: choose rewards that judge what was said"
+            f"rewards: the scorer of task {asking.id!r} needs the policy's engine, which a remote "
+            "model and stored attempts do not have: choose rewards that score the text alone"
         )

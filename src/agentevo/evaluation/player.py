@@ -1,13 +1,13 @@
-"""One checkpoint of a run, held by a process of its own so that a user can try it: chat with it,
-and let it play tasks through the run's agent, environment and tools.
+"""A process that holds one checkpoint of a run so that a user can try it: chat with it, and let it
+play tasks with the run's agent, environment and tools.
 
     python -m agentevo.evaluation.player RUN last|best|start|STEP [OVERRIDE]...
 
 The process receives requests on standard input and answers on standard output (`player_words.py`);
-output of the recipe's own code goes to standard error. It ends with its standard input, and so with
-its client, however that ends. It writes nothing into the run: attempts use a temporary store, as
-those of `agentevo agent try`, with which it shares the way to a model, a task and an attempt. It
-downloads nothing.
+output of the recipe's own code goes to standard error. It ends with its standard input, so it also
+ends if its client crashes. It writes nothing into the run: attempts use a temporary store, as in
+`agentevo agent try`, with which it shares the code that loads models, finds tasks and plays
+attempts. It downloads nothing.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from agentevo.types import SamplingOverrides, Task
 LABEL = "try"
 BEAT_S = 2.0
 LETTING_GO_S = 5.0
-"""How long the process may take to end after its client is gone."""
+"""The time limit in seconds of the process's end after its client is gone."""
 TELL_S = 0.08
-"""How often a reply's new text is sent."""
+"""The interval in seconds at which a reply's new text is sent."""
 MAX_CONVERSATIONS = 8
 MAX_AT_ONCE = 4
-"""Requests; more are refused."""
+"""The most requests at a time; more are refused."""
 MAX_LINE = 4 * 2**20
 """Bytes of a request."""
 
@@ -92,8 +92,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _own_pipes() -> tuple[IO[bytes], Teller]:
-    """The two pipes under numbers of their own: the recipe's code prints to other pipes and reads
-    from other ones."""
+    """The two pipes under new numbers, so that the recipe's code prints to and reads from other
+    pipes."""
     input_pipe = os.fdopen(os.dup(0), "rb")
     output_pipe = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -130,7 +130,7 @@ class _Inbox:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, line)
 
     def open(self) -> None:
-        """From now on the running event loop receives the lines."""
+        """Lets the running event loop receive the lines."""
         with self._lock:
             self._loop = asyncio.get_running_loop()
             for line in self._held:
@@ -148,7 +148,7 @@ def _beat(teller: Teller) -> None:
 
 
 def _memory() -> int:
-    """Bytes of this process that are in memory; 0 where that is unknown."""
+    """The resident memory of this process in bytes; 0 if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -163,8 +163,8 @@ def _said(text: str) -> str:
 
 
 def find_player(run: Path, which: str, overrides: Sequence[str]) -> Contestant:
-    """The model to try. Raises ConfigError for a checkpoint that is not there, and for a base model
-    that is not on this machine."""
+    """The model to try. Raises ConfigError for a missing checkpoint, and for a base model that is
+    not on this machine."""
     settings = ["engine.type=torch", "engine.options={}", *overrides]
     if which == words.START:
         config = run_config(run, settings)
@@ -202,7 +202,7 @@ async def _serve(
 
 
 def _step(checkpoint: Path | None) -> int:
-    """What its tokens have as their version: the step that the checkpoint is of, 0 for others."""
+    """The version of its tokens: the checkpoint's step, else 0."""
     if checkpoint is None or not (checkpoint / "checkpoint.json").is_file():
         return 0
     from agentevo.models.checkpoint_manifest import read
@@ -224,14 +224,14 @@ class CheckpointPlayer:
         self._tell = send
         self._running: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
-        """They are broken off already, and count no more."""
+        """Their ids. These requests are cancelled and no longer counted."""
         self._conversations: OrderedDict[str, Conversation] = OrderedDict()
         self._read = msgspec.json.Decoder(words.Request).decode
 
     @cached_property
     def _asking(self) -> Any:
-        """What plays a query that a user has typed: asked once, where the recipe's agent plays an
-        environment."""
+        """The sampler of a user's query. An agent of an environment is replaced by one that asks
+        once."""
         from agentevo.orchestration.players import find_agent
 
         config = playing(self._parts.config, ("--task",))
@@ -244,7 +244,7 @@ class CheckpointPlayer:
         return lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     async def run(self, inbox: _Inbox) -> None:
-        """Until the client is gone."""
+        """Runs until the client is gone."""
         try:
             while (line := await inbox.take()) is not None:
                 self.take_line(line)
@@ -255,11 +255,11 @@ class CheckpointPlayer:
             await asyncio.gather(*unfinished, return_exceptions=True)
 
     def take_line(self, line: bytes) -> None:
-        """Begins a request, or refuses it."""
+        """Starts a request, or refuses it."""
         try:
             request = self._read(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._tell(words.FailedPlay("", f"the request is not right: {error}"))
+            self._tell(words.FailedPlay("", f"the request is not valid: {error}"))
             return
 
         if isinstance(request, words.Stop):
@@ -270,7 +270,11 @@ class CheckpointPlayer:
             return
 
         if request.id in self._running or len(self._running) >= MAX_AT_ONCE:
-            self._tell(words.FailedPlay(request.id, "it is at work: stop what runs, or wait"))
+            self._tell(
+                words.FailedPlay(
+                    request.id, "the player is busy: stop its current request, or wait"
+                )
+            )
             self._tell(words.Done(request.id))
             return
 
@@ -279,8 +283,8 @@ class CheckpointPlayer:
         task.add_done_callback(partial(self._end, request.id))
 
     def _end(self, name: str, task: asyncio.Task[None]) -> None:
-        """Everything that began has an end, also what was stopped before its first step: a
-        coroutine that is cancelled then runs none of its own lines."""
+        """Sends the end of every started request, even of one cancelled before its first step: such
+        a coroutine runs none of its own lines."""
         if self._running.get(name) is task:
             del self._running[name]
         if task.cancelled():
@@ -288,7 +292,7 @@ class CheckpointPlayer:
         self._tell(words.Done(name))
 
     async def _follow(self, request: words.Chat | words.Play) -> None:
-        """The one place where an error of a request becomes its answer."""
+        """Turns any error of a request into its answer."""
         try:
             if isinstance(request, words.Chat):
                 await self._chat(request)
@@ -380,7 +384,7 @@ class CheckpointPlayer:
             live[0].end(trajectory, judged=judged)
 
     def _task(self, request: words.Play) -> tuple[Any, Task]:
-        """Who plays, and what. Raises ConfigError for a task that is not there."""
+        """The player and the task. Raises ConfigError for a missing task."""
         if request.query is not None:
             answer = request.answer or None
             task = Task(id="own", query=request.query, answer=answer, seed=request.number)

@@ -18,9 +18,9 @@ MAX_CHARACTERS = 100_000
 MAX_TOKENS = 4096
 """Longest reply."""
 MAX_TEXT = 4_000
-"""Characters of what a call was given or gave, and of any error."""
+"""Characters of a call's input or result, and of any error."""
 START = "start"
-"""The name of the weights that the run began with, next to the steps of its checkpoints."""
+"""The name of the run's initial weights, next to the steps of its checkpoints."""
 
 Id = Annotated[str, msgspec.Meta(pattern=r"^[\w-]{1,64}$")]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, le=10.0)]
@@ -38,8 +38,8 @@ class Chat(msgspec.Struct, frozen=True, tag="chat", forbid_unknown_fields=True):
 
 
 class Play(msgspec.Struct, frozen=True, tag="play", forbid_unknown_fields=True):
-    """Play one attempt: at `task`, else at `query`, else at the `number`-th held-out task, or of
-    those to train on."""
+    """Play one attempt: at `task`, else at `query`, else at the `number`-th held-out or training
+    task."""
 
     id: Id
     task: Task | None = None
@@ -48,13 +48,12 @@ class Play(msgspec.Struct, frozen=True, tag="play", forbid_unknown_fields=True):
     is_train: bool = False
     number: Annotated[int, msgspec.Meta(ge=0, le=10**9)] = 0
     draw: Annotated[int, msgspec.Meta(ge=0, le=10**9)] = 0
-    """Another one draws other tokens at the same task; with the same one two models have the same
-    seed."""
+    """Part of the seed: another value samples other tokens at the same task."""
     temperature: Temperature = 1.0
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
-    """Break off the request of that id."""
+    """Cancel the request of that id."""
 
     id: Id
 
@@ -63,7 +62,7 @@ Request = Chat | Play | Stop
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """What it does before it is ready."""
+    """The progress of loading."""
 
     text: str
 
@@ -77,13 +76,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """It lives."""
+    """A heartbeat."""
 
     memory_bytes: int
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
-    """It ends for this reason."""
+    """The player ends for this reason."""
 
     error: str
 
@@ -114,15 +113,15 @@ class Began(msgspec.Struct, frozen=True, tag="began"):
     task: str
     query: str
     scorer: str
-    """What will judge it; empty for nothing."""
+    """The name of the scorer; empty for none."""
 
 
 class Called(msgspec.Struct, frozen=True, tag="called"):
-    """A call begins (`took_s` is None), or has ended."""
+    """A call starts (`took_s` is None) or has ended."""
 
     id: str
     number: int
-    """Of the call, from 0, in the attempt."""
+    """The number of the call in the attempt, from 0."""
     kind: str
     name: str
     took_s: float | None = None
@@ -132,7 +131,7 @@ class Called(msgspec.Struct, frozen=True, tag="called"):
 
 
 class Turned(msgspec.Struct, frozen=True, tag="turned"):
-    """The policy has answered; `number` is the number of its call."""
+    """The policy replied; `number` is the number of its call."""
 
     id: str
     number: int
@@ -158,11 +157,11 @@ class EndedPlay(msgspec.Struct, frozen=True, tag="ended"):
     tokens: int
     seconds: float
     ending: list[WorldPiece] = []
-    """What the world showed at last."""
+    """The last observation."""
 
 
 class FailedPlay(msgspec.Struct, frozen=True, tag="failed"):
-    """A request could not be followed, or failed."""
+    """A request was refused, or failed."""
 
     id: str
     error: str

@@ -39,8 +39,8 @@ TRAJECTORIES = "trajectories.jsonl"
 SUMMARY = "summary.json"
 LOCK = "eval.lock"
 _BEGUN = f".{SETTINGS}.tmp"
-"""What is left of a process that was killed as it wrote SETTINGS."""
-REMEDY = "make room there, or make it writable, and go on with --resume"
+"""The remainder of a process that was killed while it wrote SETTINGS."""
+REMEDY = "make room there, or make it writable, and continue with --resume"
 _ENCODER = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns of turns
 
 
@@ -52,25 +52,25 @@ class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     status: Status
     reward: float | None
-    """None where it failed: what could not be judged is no 0."""
+    """None for a failed attempt: a missing score is not 0."""
     parts: dict[str, float] = {}
     success: bool = False
     scorer: str = ""
-    """What judged it: the task's own scorer, else the recipe's rewards."""
+    """The scorer: the task's own, else the recipe's rewards."""
     source: str = ""
-    """Where the task is from."""
+    """The source of the task."""
     answer: str = ""
-    """The stated answer (where the task says, else `auto`), shortened."""
+    """The stated answer (in the task's form, else `auto`), shortened."""
     tokens: int = 0
-    """That the model generated."""
+    """The tokens that the model generated."""
     turns: int = 0
     seconds: float = 0.0
     cost: float = 0.0
-    """Of remote models, by the recipe's prices."""
+    """The cost of remote models, by the recipe's prices."""
     truncated: bool = False
     error: str | None = None
     play: str = ""
-    """What the lines have in common that were written at once."""
+    """The shared name of the lines that were written together."""
 
 
 class KeptTrajectory(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class KeptTrajectory(msgspec.Struct, frozen=True):
 
 
 def task_digest(tasks: Sequence[Task]) -> str:
-    """Of all tasks in order."""
+    """The digest of all tasks in order."""
     return hashlib.sha256(msgspec.json.encode(list(tasks))).hexdigest()
 
 
@@ -94,15 +94,15 @@ class ResultsFolder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Raises ConfigError where another process evaluates into the folder, or the folder can't
-        be locked."""
+        """Raises ConfigError if another process evaluates into the folder, or the folder can't be
+        locked."""
         return locked_output(self.path, LOCK, "evaluates")
 
     def check_new(self) -> None:
-        """Raises ConfigError where the folder already has content."""
+        """Raises ConfigError if the folder already has content."""
         if (self.path / SETTINGS).exists():
             raise ConfigError(
-                f"{self.path} has an evaluation already: go on with it by --resume, or give "
+                f"{self.path} has an evaluation already: continue it with --resume, or give "
                 "another --out"
             )
         check_empty(self.path, but=(LOCK, _BEGUN))
@@ -114,16 +114,16 @@ class ResultsFolder:
             self._write_tasks(tasks)
 
     def go_on(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
-        """Writes what a process that was killed at its beginning has not. Raises ConfigError where
-        the folder's evaluation is another one."""
+        """Writes the files that a process killed at its start did not write. Raises ConfigError if
+        the folder has another evaluation."""
         before = self.settings()
         changed = [key for key in settings if settings[key] != before.get(key)]
         if changed:
             key = changed[0]
             was, now = (str(setting)[:100] for setting in (before.get(key), settings[key]))
             raise ConfigError(
-                f"{self.path}: the evaluation there was begun with {key} = {was}, and is now asked "
-                f"to go on with {key} = {now}: give the same words as then, or another --out"
+                f"{self.path}: the evaluation there started with {key} = {was}, and this "
+                f"command has {key} = {now}: give the same arguments as then, or another --out"
             )
 
         if not (self.path / TASKS).exists():
@@ -135,8 +135,8 @@ class ResultsFolder:
         write_atomic(self.path / TASKS, lines, durable=True)
 
     def settings(self) -> dict[str, Any]:
-        """What is measured there. Raises ConfigError."""
-        remedy = "give a folder that `agentevo eval --out FOLDER` has made"
+        """The evaluation's settings. Raises ConfigError."""
+        remedy = "give a folder that `agentevo eval --out FOLDER` made"
         if not self.path.is_dir():
             raise ConfigError(f"{self.path}: there is no such folder: {remedy}")
 
@@ -144,7 +144,7 @@ class ResultsFolder:
             recorded = json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(
-                f"{self.path} is no folder of an evaluation, it has no {SETTINGS}: {remedy}"
+                f"{self.path} is not the folder of an evaluation (it has no {SETTINGS}): {remedy}"
             ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -160,15 +160,13 @@ class ResultsFolder:
     def tasks(self) -> list[Task]:
         """The tasks. Raises ConfigError."""
         if not (self.path / TASKS).exists():
-            raise ConfigError(
-                f"{self.path} has no {TASKS} yet: let its evaluation go on (--resume)"
-            )
+            raise ConfigError(f"{self.path} has no {TASKS} yet: continue its evaluation (--resume)")
 
         recorded = list(_lines(self.path / TASKS, Task))
         if task_digest(recorded) != self.settings().get("tasks_digest"):
             raise ConfigError(
                 f"{self.path / TASKS} was changed since it was written: restore it, or evaluate "
-                "anew"
+                "again"
             )
 
         return recorded
@@ -190,7 +188,7 @@ class ResultsFolder:
         }
 
     def trajectories(self) -> dict[tuple[str, str, int], Trajectory]:
-        """Those of the same plays."""
+        """The trajectories of the same plays."""
         counted_plays = {key: line.play for key, line in self.attempts().items()}
         by_attempt = {}
         for kept_line in _lines(self.path / TRAJECTORIES, KeptTrajectory):
@@ -219,8 +217,7 @@ class ResultsFolder:
 
 
 def storable(trajectory: Trajectory) -> Trajectory:
-    """The trajectory; a failed one without turns where JSON can't hold what an agent has put into
-    it."""
+    """The trajectory; a failed one without turns if JSON can't hold the agent's data."""
     try:
         _ENCODER.encode(trajectory)
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
@@ -234,7 +231,7 @@ def storable(trajectory: Trajectory) -> Trajectory:
             metrics={},
             success=False,
             status="failed",
-            error=f"it can't be kept: {describe_error(error)}",
+            error=f"it can't be stored: {describe_error(error)}",
         )
 
     return trajectory
@@ -248,8 +245,7 @@ def _append(path: Path, records: Iterable[Any]) -> None:
 
 
 def _end_line(file: IO[bytes]) -> None:
-    """Ends a line that a killed process has left half written, so that it does not spoil the next
-    one."""
+    """Ends a half-written line of a killed process, so that it does not damage the next one."""
     if file.seek(0, 2):
         file.seek(-1, 2)
         if file.read(1) != b"\n":

@@ -1,7 +1,7 @@
-"""Attempts that were kept are scored again, by other rewards, without playing.
+"""Scores stored attempts again, by other rewards, without playing.
 
-An attempt that failed in playing stays failed. One that failed because it could not be judged, such
-as while a judge was away, is judged now.
+An attempt whose play failed stays failed. An attempt that failed because it could not be scored,
+such as while a judge was unreachable, is scored now.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentevo.types import Task, Trajectory
 
 PRICE_LOGS = "remote_models"
 _AGENTS_OWN = "returned"
-"""The reward that the agent returned itself; it is not stored separately from the final reward."""
+"""The reward that the agent returned; it is not stored separately from the final reward."""
 
 
 def score(
@@ -47,7 +47,7 @@ def score(
 
     attempts = folder.trajectories()
     if not attempts:
-        raise ConfigError(f"{source} has no attempts yet: let its evaluation go on (--resume)")
+        raise ConfigError(f"{source} has no attempts yet: continue its evaluation (--resume)")
 
     settings = {
         **settings,
@@ -68,12 +68,13 @@ def score(
 def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
     if any(reward.name == _AGENTS_OWN for reward in config.rewards):
         raise ConfigError(
-            f"rewards: {_AGENTS_OWN} is what the agent returned as it played: give a reward that "
-            "judges what is kept"
+            f"rewards: {_AGENTS_OWN} is the value that the agent returned, which is not stored: "
+            "give "
+            "a reward that scores stored attempts"
         )
 
     if not config.rewards and not any(task.scorer for task in tasks):
-        raise ConfigError("nothing says what scores: give rewards=[NAME] (`agentevo list rewards`)")
+        raise ConfigError("no reward is set: give rewards=[NAME] (`agentevo list rewards`)")
 
     check_keys(config.remote_models)
     scoring = Scoring(config.rewards, models=config.remote_models)
@@ -126,7 +127,7 @@ def _score_attempts(
 
 
 def _without_scores(trajectory: Trajectory) -> Trajectory:
-    """As it was before it was judged."""
+    """The attempt before its scoring."""
     kind = failure_kind(trajectory.error) if trajectory.status == "failed" else ""
     is_played = (
         trajectory.status == "completed" or kind.startswith("scorer_") or kind == "no_reward"

@@ -1,5 +1,5 @@
-"""The summary of an evaluation's lines: one account for each model, paired differences from the
-first, and a table of both.
+"""The summary of an evaluation's lines: the results of each model, paired differences from the
+first model, and a table of both.
 
 Failed attempts are counted separately: they are in no mean. A mean is over tasks, of the results of
 each task's completed attempts, so that a task counts once however many of its attempts failed; a
@@ -214,7 +214,7 @@ def table(summary: Mapping[str, Any]) -> str:
     ]
     lines = _align_columns(rows)
     for difference in summary["differences"]:
-        lines += ["", f"{difference['model']} minus {difference['from']}, at the same tasks:"]
+        lines += ["", f"{difference['model']} minus {difference['from']}, on the same tasks:"]
         named = [*((f"pass@{k}", difference["pass_at"][k], True) for k in ks)]
         named.append(("reward", difference["reward"], False))
         lines += [f"  {name:<8} {_difference(estimate, share)}" for name, estimate, share in named]

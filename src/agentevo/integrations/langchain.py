@@ -3,9 +3,9 @@
     model = ChatPolicy(policy)                       # in an agent `run(task, policy)`
     create_agent(model, tools).ainvoke(...)          # LangChain's agents, or a graph of your own
 
-`ChatPolicy` asks the policy in this process, without the gateway: tool calls and reasoning are read
-out of its text, and its messages, sent back, are the turns that were recorded. Needs the package
-langchain, which brings LangGraph.
+`ChatPolicy` calls the policy in this process, without the gateway. It parses tool calls and
+reasoning from the policy's text, and messages that are sent back match the recorded turns. It needs
+the package langchain, which includes LangGraph.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ChatPolicy(BaseChatModel):
     def bind_tools(
         self, tools: Sequence[Any], *, tool_choice: str | None = None, **options: Any
     ) -> Any:
-        """See BaseChatModel.bind_tools. Raises BadRequestError for a tool_choice that would have to
-        force the policy."""
+        """See BaseChatModel.bind_tools. Raises BadRequestError for a tool_choice that forces a
+        call."""
         if tool_choice not in (None, "auto", "none"):
             raise BadRequestError(
                 f"tool_choice is {tool_choice!r}, and the policy can't be forced to call a tool: "
@@ -75,8 +75,9 @@ class ChatPolicy(BaseChatModel):
         if not isinstance(reply, ChatResult):
             reply.close()
             raise BadRequestError(
-                "the model is called by invoke in a coroutine of the sampler: call ainvoke, or "
-                "make the agent's function a plain one, which runs on a thread of its own"
+                "invoke was called in a coroutine of the sampler: call ainvoke, or make the "
+                "agent a "
+                "plain function, which runs in its own thread"
             )
 
         return reply
@@ -94,12 +95,13 @@ class ChatPolicy(BaseChatModel):
     def _ask(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
     ) -> Any:
-        """The reply, or what gives it when it is awaited."""
+        """The reply, or an awaitable of it."""
         unknown = sorted(options.keys() - {"tools", "stream"})
         if unknown:
             raise BadRequestError(
-                f"the model is called with {', '.join(unknown)}, which the policy does not take: "
-                "leave it out; ChatPolicy(policy, sampling={...}) changes how tokens are drawn"
+                f"the model is called with {', '.join(unknown)}, which the policy does not "
+                "support: "
+                "leave it out; ChatPolicy(policy, sampling={...}) changes how tokens are sampled"
             )
 
         prompt = convert_to_openai_messages(messages)
@@ -169,8 +171,8 @@ class ReactAgentSection(AgentSection):
 
 class ReactAgent:
     """A LangGraph agent that calls tools until it answers. Register a subclass with
-    `@agentevo.agent(NAME)`: `tools` gives the tools of a task, `reward` what an attempt is worth,
-    and `run` may be any other graph over `ChatPolicy(policy)`."""
+    `@agentevo.agent(NAME)`: `tools` gives the tools of a task, `reward` scores an attempt,
+    and `run` can be any other graph over `ChatPolicy(policy)`."""
 
     Config = ReactAgentSection
 
@@ -182,8 +184,8 @@ class ReactAgent:
         return ()
 
     async def reward(self, task: Task, state: Mapping[str, Any]) -> Any:
-        """What `run` returns of the graph's last state (docs/agents.md); None leaves it to the
-        recipe's rewards."""
+        """The return value of `run`, from the graph's last state (docs/agents.md); None leaves it
+        to the recipe's rewards."""
         return None
 
     async def run(self, task: Task, policy: Policy) -> Any:

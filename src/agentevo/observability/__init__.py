@@ -1,4 +1,4 @@
-"""Seeing a run: numbers on disk, the live view, early warnings, pictures and the report.
+"""Observing a run: numbers on disk, the live view, early warnings, pictures and the report.
 
 Importing this loads no torch, rich or matplotlib.
 """

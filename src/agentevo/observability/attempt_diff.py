@@ -1,4 +1,4 @@
-"""Two attempts side by side: what they said, turn by turn and message by message, as lines."""
+"""Two attempts side by side, turn by turn and message by message, as lines."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from agentevo.types import Message, TextPart, Trajectory
 MAX_LINES = 1_500
 """The most lines of one attempt."""
 CONTEXT = 3
-"""Lines around a difference; longer stretches that are the same are skipped."""
+"""Lines of context around a difference; longer equal stretches are skipped."""
 Played = tuple[Trajectory, Sequence[StoredCall]]
 """An attempt, and the calls that were recorded of it."""
 
 
 def lines_of(attempt: Played) -> list[list[tuple[str, str]]]:
-    """(who, line) of all messages of each turn, and last what the world showed at the end; at most
-    MAX_LINES."""
+    """(who, line) of all messages of each turn, and the last observation; at most MAX_LINES."""
     trajectory, calls = attempt
     turns: list[list[tuple[str, str]]] = []
     budget = MAX_LINES
@@ -59,8 +58,8 @@ class DiffRow(NamedTuple):
 
 
 def diff(left: Played, right: Played) -> list[DiffRow]:
-    """What two attempts said, side by side, turn by turn and line by line; long stretches that
-    are the same are skipped. Turns behind MAX_LINES of either are not compared: the last row says
+    """The messages of two attempts, side by side, turn by turn and line by line; long equal
+    stretches are skipped. Turns behind MAX_LINES of either are not compared, and the last row says
     so."""
     *ones, one_end = lines_of(left)
     *twos, two_end = lines_of(right)
@@ -88,8 +87,8 @@ Lines = list[tuple[str, str]]
 
 
 def _pairs(first: Lines, second: Lines) -> list[tuple[Lines, Lines]]:
-    """Pairs of the lines of a message in either turn, where both turns have the same roles in the
-    same order; else one pair of all their lines."""
+    """Pairs of the lines of each message, if both turns have the same roles in the same order; else
+    one pair of all their lines."""
     ones, twos = (
         [(who, list(of)) for who, of in groupby(x, lambda s: s[0])] for x in (first, second)
     )

@@ -14,7 +14,7 @@ from agentevo.pages.text import shown
 from agentevo.types import Trajectory, Turn
 
 TOKENS = 1_500
-"""Drawn tokens in one part of the page."""
+"""Sampled tokens in one part of the page."""
 PROMPT = 4_000
 """Characters of the prompt that are shown before the tokens."""
 LEVELS = (0.9, 0.5, 0.2, 0.05, 0.01)
@@ -25,7 +25,7 @@ NONE: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
 class TokenBlock(NamedTuple):
-    """Drawn tokens of one turn, with the prompt before them where they begin with the first."""
+    """Sampled tokens of one turn, with the prompt before them if they begin with the first."""
 
     turn: int
     note: str
@@ -35,8 +35,8 @@ class TokenBlock(NamedTuple):
     tokens: list[tuple[str, int]]
     """(text, level of surprise)."""
     numbers: dict[str, Any]
-    """For the script: of each its id, log-prob, version, advantage, entropy, how far its log-prob
-    has moved, and whether it was trained."""
+    """For the script: each token's id, log-prob, version, advantage, entropy, log-prob change, and
+    whether it was trained."""
     start: int
 
 
@@ -48,23 +48,23 @@ class TurnTokens(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What a step did with an attempt's tokens."""
+    """The training of an attempt's tokens by a step."""
 
     step: int | None
     """The step that it was committed to."""
     bound: int | None
-    """The oldest age that it trained on; None where its plan does not have it."""
+    """The oldest age that it trained on; None if its plan does not have it."""
     advantages: dict[int, np.ndarray] | float | None
     """By turn, or one advantage for all of its tokens."""
     moved: Mapping[int, np.ndarray] = NONE
-    """Turn -> how far the log-prob of each token has moved by the end of the update, nan where it
-    was not trained."""
+    """Turn -> the log-prob change of each token by the end of the update, nan for untrained
+    tokens."""
     entropies: Mapping[int, np.ndarray] = NONE
-    """Turn -> the entropy that each token was drawn with, in nats."""
+    """Turn -> the entropy at each sampled token, in nats."""
 
 
 def level(logprob: float) -> int:
-    """0 for a token that was all but certain, 5 for a great surprise."""
+    """0 for an almost certain token, 5 for a very unlikely one."""
     probability = math.exp(min(logprob, 0.0)) if math.isfinite(logprob) else 0.0
     return next((n for n, lowest in enumerate(LEVELS) if probability >= lowest), len(LEVELS))
 
@@ -116,7 +116,7 @@ def block_of(
 
     note = ""
     if turn.parent != before:
-        note = "begins anew" if turn.parent is None else f"goes on from turn {turn.parent}"
+        note = "new context" if turn.parent is None else f"continues turn {turn.parent}"
 
     prompt = "" if first else _text(list(turn.prompt_ids[: 4 * PROMPT]), decode)
     return TokenBlock(

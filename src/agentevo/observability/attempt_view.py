@@ -15,7 +15,7 @@ from agentevo.types import ImagePart, Message, RemoteTurn, Trajectory, Turn
 TURNS = 12
 """Turns of one part of the page."""
 FIRST = 6_000
-"""Characters of a message that are shown at first."""
+"""Characters of a message that are shown initially."""
 MORE = 50_000
 """Characters of each further part of it."""
 ARGUMENTS = 4_000
@@ -55,7 +55,7 @@ class TurnView(NamedTuple):
     note: str
     """The turn that it continues, if not the turn before."""
     is_shared: bool
-    """Whether an earlier branch has it, too."""
+    """Whether an earlier branch also has it."""
     messages: list[ShownMessage]
     num_prompt: int
     num_completion: int
@@ -63,7 +63,7 @@ class TurnView(NamedTuple):
     versions: str
     finish: str
     how: str
-    """How it was drawn, where that differs from the recipe."""
+    """Its sampling parameters, if they differ from the recipe's."""
 
 
 class ShownPart(NamedTuple):
@@ -95,7 +95,7 @@ def is_branched(turns: Sequence[Turn]) -> bool:
 
 
 def select_turns(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], set[int]]:
-    """The turns to show, and which of them an earlier branch has, too."""
+    """The turns to show, and which of them an earlier branch also has."""
     if leaf is None or not 0 <= leaf < len(turns):
         return list(range(len(turns))), set()
 
@@ -128,7 +128,7 @@ def part_of(
 
 
 def world_of(turns: Sequence[Turn]) -> Legend:
-    """The meaning of the symbols of the attempt's world, from its first messages."""
+    """The legend of the environment's symbols, from the attempt's first messages."""
     messages = turns[0].messages if turns else []
     return legend_of(message.text[:FIRST] for message in messages)
 
@@ -145,7 +145,7 @@ def turn_view(
 
     note = ""
     if turn.parent != before:
-        note = "begins anew" if turn.parent is None else f"goes on from turn {turn.parent}"
+        note = "new context" if turn.parent is None else f"continues turn {turn.parent}"
 
     place = 0
     messages = []
@@ -160,7 +160,7 @@ def turn_view(
 
     how = ["greedy" if turn.temperature == 0 else ""]
     how += (
-        [f"with {', '.join(turn.overrides.given())} of its own: never trained"]
+        [f"with {', '.join(turn.overrides.given())} of its own: never trained on"]
         if turn.overrides
         else []
     )
@@ -234,8 +234,8 @@ def pretty(arguments: str) -> str:
 
 
 def _uses(trajectory: Trajectory, calls: Sequence[StoredCall]) -> dict[tuple[int, int], StoredCall]:
-    """(turn, number of the call in it) -> the recorded call, where a tool was called as often as
-    the messages say: calls do not say which message asked for them."""
+    """(turn, number of the call in it) -> the recorded call, if the messages have the same number
+    of calls of the tool: calls do not record which message requested them."""
     requested: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for turn in trajectory.turns:
         names = [call.name for message in turn.messages for call in message.tool_calls]
@@ -318,7 +318,7 @@ def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
 
 
 def ending(trajectory: Trajectory, calls: Sequence[StoredCall]) -> list[WorldPiece]:
-    """What the world showed after the last turn, from the newest try that recorded it."""
+    """The observation after the last turn, from the newest try that recorded it."""
     texts = [
         str(stored.call.attributes["ending"])
         for stored in sorted(calls, key=lambda stored: stored.call.started_at)
@@ -328,7 +328,8 @@ def ending(trajectory: Trajectory, calls: Sequence[StoredCall]) -> list[WorldPie
 
 
 def slips(trajectory: Trajectory) -> str:
-    """`2 invalid actions, 1 answer without an action`: the answers that the world could not use."""
+    """`2 invalid actions, 1 answer without an action`: the replies that the environment
+    rejected."""
     parts = []
     for name, singular, plural in (
         ("num_invalid_actions", "invalid action", "invalid actions"),
@@ -346,12 +347,12 @@ _ENDS = {
     "context": "the context was full",
     "repeats": "the same calls were made again and again (agent.max_repeats)",
 }
-"""What an agent with tools ends by, but for an answer."""
+"""The limits that end an agent with tools."""
 
 
 def limit(trajectory: Trajectory, config: Mapping[str, Any]) -> str:
-    """Which limit cut an attempt off, of the run with this configuration: as its agent noted it, or
-    else as its last turn shows. Empty where it is not known."""
+    """The limit that cut an attempt off, in a run with this configuration: from its agent's note,
+    or from its last turn. Empty if unknown."""
     if not trajectory.truncated or not trajectory.turns:
         return ""
 
@@ -375,7 +376,7 @@ def limit(trajectory: Trajectory, config: Mapping[str, Any]) -> str:
 
 
 def _number(config: Mapping[str, Any], section: str, key: str) -> int | None:
-    """Of a file that anybody may have written."""
+    """A number from an untrusted file."""
     values = config.get(section)
     value = values.get(key) if isinstance(values, Mapping) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
@@ -417,8 +418,8 @@ class TreeNode(NamedTuple):
 
 
 def tree(turns: Sequence[Turn], leaf: int | None) -> list[TreeNode]:
-    """The turns as a tree from left to right; empty where there are no branches, or more turns than
-    a picture shows."""
+    """The turns as a tree from left to right; empty without branches, or with more turns than a
+    picture shows."""
     if not is_branched(turns) or len(turns) > MAX_TREE:
         return []
 
@@ -451,7 +452,7 @@ def tree(turns: Sequence[Turn], leaf: int | None) -> list[TreeNode]:
 def remote_part(
     turns: Sequence[RemoteTurn], limit: int = 40
 ) -> list[tuple[RemoteTurn, list[ShownMessage]]]:
-    """What remote models said, the first `limit` of it."""
+    """The first `limit` turns of remote models."""
     return [
         (
             turn,

@@ -23,8 +23,8 @@ def duration(seconds: float) -> str:
 
 
 def running_lines(calls: Sequence[StoredCall], now: float) -> list[str]:
-    """A line for each attempt under way, the oldest first: its duration so far, and what it waits
-    for. `now` is Unix time."""
+    """A line for each attempt under way, the oldest first: its duration so far, and its current
+    call. `now` is Unix time."""
     inner = {stored.call.parent for stored in calls}
     attempts = [stored.call for stored in calls if stored.call.kind == "attempt"]
     width = max((len(attempt.trajectory_id) for attempt in attempts), default=0)

@@ -31,24 +31,25 @@ COMPARED = (
     "perf/throughput",
     "group/zero_std_ratio",
 )
-"""Metrics in which runs are compared by default, after held-out success."""
+"""The default metrics of a comparison, after held-out success."""
 TITLES = {
     "critic/score/mean": "Reward",
     "train/success": "Success in training",
     "sft/loss": "Loss",
     "actor/entropy": "Entropy, nats a token",
     "actor/grad_norm": "Gradient norm",
-    "actor/ppo_kl": "KL to the policy that drew",
+    "actor/ppo_kl": "KL to the sampling policy",
     "response_length/mean": "Tokens of a completion",
     "group/zero_std_ratio": "Groups whose rewards are all equal",
     "perf/throughput": "Tokens a second",
-    "staleness/mean": "Staleness: versions of the weights between drawing and training",
+    "staleness/mean": "Staleness: versions of the weights between sampling and training",
 }
 """The title of a metric's chart; a metric that is not listed has its name as title."""
 _HELD_OUT = re.compile(r"val-core/(?P<task>.+)/(?P<what>[^/]+)/(?P<decoding>greedy|sampled)")
 MOST_POINTS = 1500
 PAUSE_S = 6 * 3600.0
-"""Between two rows: a longer one is a run that was stopped, and counts for nothing."""
+"""The longest gap between two rows in seconds; a longer one is a stopped run, and is not
+counted."""
 
 
 def title_of(metric: str) -> str:
@@ -97,7 +98,7 @@ def places(view: Measured, axis: Axis) -> Sequence[float]:
 def line_of(
     view: Measured, metric: str, axis: Axis = "step"
 ) -> tuple[list[float], list[float]] | None:
-    """(x, values) of a metric; None where it was never a number."""
+    """(x, values) of a metric; None if it was never a number."""
     rows, values = view.table.series(metric)
     number = sum(1 for row in rows if row < view.num_rows)
     rows = rows[:number]
@@ -137,7 +138,7 @@ def thin_peaks(
 
 
 def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") -> Chart | None:
-    """The chart of one metric; None where it was never a number."""
+    """The chart of one metric; None if it was never a number."""
     line = line_of(view, metric, axis)
     if line is None:
         return None
@@ -162,10 +163,10 @@ def _between(line: tuple[list[float], list[float]], where: list[float]) -> list[
 def band_chart(
     settings: Sequence[tuple[str, Sequence[Measured]]], metric: str, axis: Axis = "step"
 ) -> Chart | None:
-    """One line for each setting, which is a name and its runs: their mean where all of them have a
-    value, and the band from the lowest to the highest. By tokens and by time no two runs have the
-    same places: a run is a straight line between its points then. None where the metric was never
-    a number."""
+    """One line for each setting, which is a name and its runs: the mean at places where all of them
+    have a value, and the band from the lowest to the highest. By tokens and by time, runs have
+    different places, so their points are interpolated linearly. None if the metric was never a
+    number."""
     drawn = [
         [line for view in views if (line := line_of(view, metric, axis))] for _, views in settings
     ]

@@ -31,11 +31,11 @@ LOSS = "actor/pg_loss"
 LENGTH = "response_length/mean"
 CLIPPED = "response_length/clip_ratio"
 LOST = ("failed", "cancelled", "deadline", "no-tokens", "no-baseline")
-"""Why attempts are dropped by a fault, unlike those that a filter of the recipe leaves out."""
+"""Drop reasons that are faults, unlike the filters of a recipe."""
 FAILED = "rollout/failed/"
 """Prefix of the counts of failed attempts by their kind."""
 OF_A_REWARD = "scorer_"
-"""Prefix of the kinds of attempts that a reward could not judge."""
+"""Prefix of the kinds of attempts whose reward failed."""
 SMOOTHED = (SCORE, SUCCESS, SPREAD, ZERO_SPREAD, GRAD_NORM, ENTROPY, LENGTH, CLIPPED)
 
 
@@ -46,7 +46,7 @@ class CollapseWarning(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the sign, stable across releases: `spread_vanished`, `gradient_spike`, ..."""
     step: int
     message: str
-    """Says what was seen, what it means and what to change."""
+    """The observation, its meaning and what to change."""
 
 
 class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,12 +55,12 @@ class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
     smoothing: float = 0.2
     """Weight of the newest step in a running mean."""
     warmup_steps: int = 5
-    """Steps before a running mean is believed."""
+    """Steps before a running mean is used."""
     patience_steps: int = 10
     """Steps without a better reward after which the run counts as stalled."""
     gain: float = 0.05
-    """What makes a reward better: this share of the distance between the lowest and the highest
-    running mean."""
+    """The least improvement of a reward, as a share of the distance between the lowest and the
+    highest running mean."""
     cooldown_steps: int = 20
     """Steps for which a warning is not repeated."""
     solved_success: float = 0.9
@@ -82,8 +82,8 @@ class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
     reward_noise: float = 2.0
     """A fall of the reward must also exceed this many running mean deviations of single steps."""
     reward_share: float = 0.02
-    """Share of the reward's size, or of its spread in groups where that is larger, below which a
-    fall means nothing."""
+    """A fall below this share of the reward's size, or of its spread in groups if that is larger,
+    is ignored."""
     lost_rollouts: float = 0.25
     """Share of a step's trajectories dropped for failing."""
 
@@ -125,8 +125,7 @@ class CollapseState(msgspec.Struct):
 
 
 class CollapseMonitor:
-    """Feed it every step's metrics, once and in order; it answers with the warnings that are
-    due."""
+    """Receives every step's metrics, once and in order, and returns the warnings that are due."""
 
     def __init__(
         self, limits: CollapseLimits | None = None, remedies: Remedies | None = None
@@ -160,7 +159,7 @@ class CollapseMonitor:
         return warnings
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, strings and dicts only: fit for JSON."""
+        """The state as numbers, strings and dicts, for JSON."""
         state: dict[str, Any] = msgspec.to_builtins(self._state)
         return state
 
@@ -303,7 +302,7 @@ class CollapseMonitor:
         return (
             f"The gradient norm jumped to {value:.3g}, {value / usual:.0f} times its running "
             f"mean of {usual:.3g}. If it happens again the "
-            "policy is likely to collapse and not to come back: lower trainer.learning_rate or "
+            "policy is likely to collapse and not recover: lower trainer.learning_rate or "
             "trainer.max_grad_norm, or resume from an "
             "earlier checkpoint."
         )
@@ -421,7 +420,7 @@ def _teaches_nothing(metrics: Mapping[str, float | None]) -> bool:
 
 
 def _at_fault(kinds: Iterable[str]) -> str:
-    """Who lost attempts, by the kinds of their failures (rollout/failures.py)."""
+    """The parts that lost attempts, by the kinds of their failures (rollout/failures.py)."""
     by_reward = [kind.startswith(OF_A_REWARD) for kind in kinds]
     if by_reward and all(by_reward):
         return "a reward function"

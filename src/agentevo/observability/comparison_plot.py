@@ -1,7 +1,8 @@
 """Several runs in one picture: a panel for each metric, a line for each setting, and around the
 mean of several seeds the band from the lowest to the highest.
 
-Nothing is drawn that is only in some of a setting's runs: a mean over fewer would be another line.
+Points that only some of a setting's runs have are left out: a mean over fewer runs is not
+comparable.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LOOKS = [
         ("-", "--", ":", "-."), (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)
     )
 ]
-"""Of the lines, in their order: more can't be distinguished."""
+"""Colours and markers of the lines, in their order: more can't be distinguished."""
 MOST_PANELS = 12
 COLUMNS = 2
 TITLE_WIDTH = 40
@@ -47,7 +48,7 @@ FEW = 3
 
 
 def check_picture(path: Path) -> None:
-    """Raises ConfigError where `write_comparison` could not write."""
+    """Raises ConfigError if `write_comparison` could not write."""
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--out {path}: the name must end in .png")
     if path.is_dir() or not path.parent.is_dir():
@@ -131,5 +132,5 @@ def _in_lines(title: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A name, which is no formula of TeX to matplotlib, and no line without a label."""
+    """A name, escaped so that matplotlib does not read it as a TeX formula or hide its label."""
     return text.replace("$", r"\$").lstrip("_")[:100] or "?"

@@ -85,8 +85,8 @@ def draw_learning_curve(
 
 
 def _title(summary: Mapping[str, Any]) -> str:
-    """In lines of at most 36 characters: the right half says before and after. A model that is a
-    path has the name of its folder."""
+    """The title, in lines of at most 36 characters, since the right half has the before and after
+    numbers. A model that is a path has the name of its folder."""
     named = [str(summary[key]) for key in ("environment", "model") if summary.get(key)]
     parts = [part.rstrip("/").rpartition("/")[2] or part for part in named]
     title = ", ".join(parts) or str(summary.get("name", "learning curve"))

@@ -1,12 +1,11 @@
-"""What a person sees during a run.
+"""The terminal output during a run.
 
 On a terminal: a panel that stays at the bottom (phase, progress and time left, learning signals,
 throughput, the last warnings), with evaluations and notes scrolling above it. Anywhere else (CI, a
 log file, a pipe): one plain ASCII line per step, complete in itself.
 
-The panel is drawn by rich's own thread. It only ever reads `LiveView._state`, a frozen snapshot
-that the run's thread replaces whole, so no lock is needed and a slow terminal never holds up
-training.
+rich's own thread draws the panel. It reads only `LiveView._state`, a frozen snapshot that the run's
+thread replaces as a whole, so no lock is needed and a slow terminal never delays training.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
         ("clipped", "actor/pg_clipfrac", "{:.1%}"),
         ("length", "response_length/mean", "{:.0f}"),
         ("merged", "agent/merge_rate", "{:.0%}"),
-        ("critic foresees", "critic/vf_explained_var", "{:.0%}"),
+        ("critic predicts", "critic/vf_explained_var", "{:.0%}"),
         ("process reward right", "process_reward/accuracy", "{:.0%}"),
         ("pairs right", "preference/rewards/accuracies", "{:.0%}"),
         ("proposed", "selfplay/proposed", "{:.0f}"),
@@ -97,8 +96,8 @@ def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
 
 
 def self_play_words(facts: Mapping[str, str]) -> str:
-    """`8 proposed, 75% valid, 5 questions, 41% solved, 60% at the edge`, of what `step_facts` says;
-    empty in a run without self-play."""
+    """`8 proposed, 75% valid, 5 questions, 41% solved, 60% at the edge`, from `step_facts`; empty
+    in a run without self-play."""
     labels = ("proposed", "valid", "questions", "solved", "at the edge")
     return ", ".join(f"{facts[label]} {label}" for label in labels if label in facts)
 
@@ -156,7 +155,7 @@ def _nowhere(text: str) -> None:
 
 
 def _unseen(stream: TextIO) -> TextIO:
-    """A replacement of a stream that takes nothing any more; what it still holds is discarded."""
+    """A replacement of a stream that can't be written any more; its remaining text is discarded."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 (for the rest of the run)
     with suppress(OSError, ValueError):
         os.dup2(nowhere.fileno(), stream.fileno())
@@ -177,7 +176,7 @@ class LiveView:
     ) -> None:
         self.title = title
         self.record: Callable[[str], None] = _nowhere
-        """Gets in plain words what is shown."""
+        """Receives the shown lines as plain text."""
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._state = ViewState(started_at=clock(), phase_since=time.time())
@@ -187,7 +186,7 @@ class LiveView:
         self._console = open_console(self._stream, plain)
         self._live: Live | None = None
         self._bars = ExitStack()
-        """Closed, progress bars are drawn again."""
+        """Closes the panel; progress bars are drawn again."""
         self._hidden = Hidden()
 
     @property
@@ -224,11 +223,11 @@ class LiveView:
         self._seen_phases.add(name)
 
     def stands_at(self, step: int, total: float) -> None:
-        """So many steps are done, of so many; infinity where the total is unknown."""
+        """`done` of `total` steps; infinity if the total is unknown."""
         self._change(step=step, total=int(total) if math.isfinite(total) else 0)
 
     def moment(self) -> Moment:
-        """What the run does now. For any thread."""
+        """The current activity of the run. For any thread."""
         state = self._state
         bar = self._hidden.newest()
         total = None if bar is None else bar.total
@@ -363,7 +362,7 @@ class LiveView:
             for label in (
                 "grad",
                 "entropy",
-                "critic foresees",
+                "critic predicts",
                 "process reward right",
                 "pairs right",
             )

@@ -94,7 +94,7 @@ def not_comparable(before: Sequence[EvaluationMetrics], after: Sequence[Evaluati
 
     return (
         f"Before and after can't be compared: {shares[0]:.0%} of the held-out attempts failed "
-        f"before and {shares[1]:.0%} after, and the numbers are those of the others."
+        f"before and {shares[1]:.0%} after, and the numbers count only the others."
     )
 
 

@@ -87,29 +87,30 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
             return self.reason or "the run failed"
         when = time.strftime("%H:%M:%S", time.localtime(self.heartbeat_at))
         if self.ended == "stopped":
-            return f"it was asked to stop, and did at {when}: {_goes_on(resume)}"
+            return f"it was asked to stop, and stopped at {when}: {_goes_on(resume)}"
         return ""
 
     def death(self, resume: str = "") -> str:
         """The message where the process is gone and has not reported how it ended."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.heartbeat_at))
         return (
-            f"its process ended without a word after {when}, within {self.words()}: it was killed, "
+            f"its process ended without a message after {when}, within {self.words()}: it was "
+            "killed, "
             f"such as for too much memory, or its machine went down; {_goes_on(resume)}"
         )
 
     def lateness(self, now: float | None = None) -> str:
         """The message about a process that has the run's lock and gives no sign."""
         return (
-            f"its process {self.process} has not given a sign for "
+            f"its process {self.process} has given no sign of life for "
             f"{format_duration(self.silent_s(now))}, within {self.words()}: it was halted, its "
             "machine is out of memory, or its disk is full, does not answer, or can't be written"
         )
 
 
 def _goes_on(resume: str) -> str:
-    command = f"`{resume}`" if resume else "the command that began it, with --resume,"
-    return f"{command} goes on with it"
+    command = f"`{resume}`" if resume else "the command that started it, with --resume,"
+    return f"{command} resumes it"
 
 
 def failure(error: BaseException) -> str:

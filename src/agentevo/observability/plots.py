@@ -111,7 +111,7 @@ def _draw_supervised(
     if has_numbers(right[1]):
         panels[1].plot(*right, color=GREEN, marker="o", markersize=6, markeredgecolor="white")
         as_rate(panels[1])
-        finish(panels[1], "held-out tokens that come first", "share of tokens")
+        finish(panels[1], "held-out tokens ranked first", "share of tokens")
 
     return True
 
@@ -132,14 +132,14 @@ def _optimisation(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[s
         ),
         (
             "critic/vf_explained_var",
-            "returns that the critic foresees",
+            "returns that the critic predicts",
             "share of variance",
             PURPLE,
             0.1,
         ),
         (
             "process_reward/accuracy",
-            "outcomes that the process reward tells",
+            "outcomes that the process reward predicts",
             "share of attempts",
             PURPLE,
             0.1,

@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page about a run, for readers who did not watch it.
 
-It is made from the run folder's files alone (config.yaml, metrics.jsonl, summary.json, store), so
-it can be made again at any time, also of a run that was interrupted and has no summary yet.
+It needs only the files of the run's folder (config.yaml, metrics.jsonl, summary.json, store), so it
+can be written again at any time, also for an interrupted run without a summary.
 Style, scripts and charts are inside the page (pages/still.py); opening it makes no request. The
 file is replaced in one rename. Only a few attempts are read from the store, however many it has.
 """
@@ -35,7 +35,7 @@ DEADLINE_S = 300.0
 """The deadline of the report at the end of a run."""
 MOST_OF_A_STEP = 1_000
 NO_CALLS: Mapping[str, Sequence[StoredCall]] = MappingProxyType({})
-AGAIN = "make room there, or make it writable, and make it again with `agentevo report`"
+AGAIN = "make room there, or make it writable, and write it again with `agentevo report`"
 
 
 def write_report(
@@ -85,8 +85,8 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
     """Makes the report of a finished, running or interrupted run from its folder. Raises
     `ConfigError` if that is no run folder.
 
-    The store is read in an event loop of its own, on another thread, so this may also be called
-    where a loop is running (which then waits).
+    The store is read in a separate event loop, in another thread, so this can also be called
+    while a loop is running (which then waits).
     """
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
@@ -118,8 +118,8 @@ async def report_at_end(run_dir: Path, decode: Decode, view: LiveView) -> None:
             path = await in_thread(report_from_run, run_dir, decode)
     except TimeoutError:
         view.warn(
-            f"report.html is not made within {DEADLINE_S:g} s: `agentevo report {short(run_dir)}` "
-            "makes it"
+            f"report.html is not ready within {DEADLINE_S:g} s: `agentevo report {short(run_dir)}` "
+            "writes it"
         )
     else:
         view.note(f"report: {short(path)}")
@@ -146,7 +146,7 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
 async def _read_samples(
     run_dir: Path, url: str | None
 ) -> tuple[list[tuple[str, Trajectory]], dict[str, list[StoredCall]]]:
-    """What `sample_trajectories` picks, and the calls of each by its id."""
+    """The choice of `sample_trajectories`, and the calls of each by its id."""
     from agentevo.observability.attempt_view import MAX_CALLS
     from agentevo.store import open_store
 
@@ -167,8 +167,8 @@ async def _read_samples(
 
 
 async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
-    """A few (caption, trajectory) pairs that show what was learned: a typical first attempt, the
-    best, a typical and the worst of the last step, and the newest that broke. Held-out attempts are
+    """A few (caption, trajectory) pairs that show the progress: a typical first attempt, the best,
+    a typical and the worst of the last step, and the newest failed one. Held-out attempts are
     preferred to training ones; the same store gives the same choice. Only MOST_OF_A_STEP attempts
     of a step are looked at, so the cost does not grow with the store."""
     chosen: dict[str, str] = {}
@@ -192,8 +192,8 @@ async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
 
 
 async def _ends(store: Store, split: Split) -> list[tuple[int, list[TrajectorySummary]]] | None:
-    """The steps of the oldest and of the newest attempt of the split that came to its end, each
-    with its attempts by reward; None where there are none."""
+    """The steps of the oldest and of the newest completed attempt of the split, each with its
+    attempts by reward; None if there are none."""
     ends = []
     for newest in (False, True):
         end = await store.summaries(split=split, status="completed", limit=1, newest_first=newest)

@@ -1,4 +1,4 @@
-"""The charts of a report: the metrics that matter, as the dashboard draws them."""
+"""The charts of a report: the main metrics, as in the dashboard."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ LEARNING = (
     ("critic/score/mean", "Reward in training"),
     ("sft/loss", "Loss of the batches, nats a token"),
     ("sft/eval/loss", "Loss of held-out conversations, nats a token"),
-    ("sft/eval/token_accuracy", "Held-out tokens that come first"),
+    ("sft/eval/token_accuracy", "Held-out tokens ranked first"),
 )
 OPTIMISATION = (
     ("actor/grad_norm", "Gradient norm before clipping"),
     ("actor/entropy", "Entropy, nats a token"),
-    ("actor/ppo_kl", "KL to the policy that drew, nats a token"),
+    ("actor/ppo_kl", "KL to the sampling policy, nats a token"),
     ("actor/pg_clipfrac", "Clipped tokens, share"),
     ("group/reward_std/mean", "Spread of rewards inside groups"),
     ("group/zero_std_ratio", "Groups whose rewards are all equal, share"),
-    ("critic/vf_explained_var", "Returns that the critic foresees, share of variance"),
-    ("process_reward/accuracy", "Outcomes that the process reward tells"),
+    ("critic/vf_explained_var", "Returns that the critic predicts, share of variance"),
+    ("process_reward/accuracy", "Outcomes that the process reward predicts"),
     ("preference/rewards/accuracies", "Pairs in the right order"),
     ("staleness/mean", "Staleness, versions"),
 )
@@ -113,7 +113,7 @@ def together(
     band: tuple[str, str] | None = None,
 ) -> Chart | None:
     """A chart of several (metric, name) over the steps; `band`: the metrics around the first line.
-    None where none of them was ever a number."""
+    None if none of them was ever a number."""
     columns = {
         name: dict(zip(*run.table.series(name), strict=True))
         for name in [*(name for name, _ in lines), *(band or ())]

@@ -1,7 +1,6 @@
 """The content of a report: pure functions from a run's records to the plain data of report.html.
 
-Everything is text until the template escapes it; numbers are written here where their place is a
-cell of a table.
+Everything is text until the template escapes it; numbers in table cells are formatted here.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Numbers:
 
 
 class ReportResult(NamedTuple):
-    """What changed, on how many tasks, and the players that it is compared with."""
+    """The headline numbers: before and after, the tasks, and the reference players."""
 
     before: float | None
     after: float | None
@@ -174,7 +173,7 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> ReportResu
 
     caveats = [not_comparable([first], [last])]
     if random is not None and low <= random:
-        caveats.append("The result can't be told from random play.")
+        caveats.append("The result can't be distinguished from random play.")
 
     return ReportResult(
         before, after, random, optimal, "; ".join(words), list(filter(None, caveats))
@@ -282,8 +281,8 @@ def evaluations(rows: Sequence[MetricsRow]) -> list[tuple[str, list[str], list[l
 
 
 def timings(rows: Sequence[MetricsRow]) -> Table | None:
-    """Seconds per part of the step: mean and longest over the steps that had it, and its share of
-    the time of all parts."""
+    """Seconds per phase of the step: mean and longest over the steps that had it, and its share of
+    the total time."""
     spent: dict[str, list[float]] = {}
     for row in rows:
         for key, value in row.items():
@@ -338,7 +337,7 @@ def remote_models(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]
 
 
 def rollouts(rows: Sequence[MetricsRow]) -> tuple[str, list[str], list[list[str]]] | None:
-    """How many trajectories came in over the whole run, and why some were not trained on."""
+    """The number of trajectories of the whole run, and why some were not trained on."""
     total = sum(row.get("rollout/in") or 0.0 for row in rows)
     if not total:
         return None

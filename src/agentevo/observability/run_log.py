@@ -1,10 +1,10 @@
 """RUN/logs/train.log: the messages of a run, line by line with their time, and the traceback that
 ended it.
 
-It has the plain lines of the live view, whether or not a terminal drew it, and the lines on stderr,
-such as tracebacks of a user's code. Lines that come before the folder exists are kept and written
-then; a run that ends before that has no file. The file never has more than MAX_BYTES, nor has the
-one older file (train.log.1); no password of a URL is in it.
+It has the plain lines of the live view, even if a terminal showed the panel, and the lines on
+stderr, such as tracebacks of a user's code. Lines before the folder exists are buffered; a run that
+ends before that has no file. The file and the one older file (train.log.1) have at most MAX_BYTES
+each. Passwords in URLs are removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentevo.credentials import without_passwords
 
 MAX_BYTES = 16 * 2**20
 EARLY_LINES = 1000
-"""The most texts that are kept until the file exists."""
+"""The most buffered texts until the file exists."""
 FILE = "train.log"
 
 
@@ -67,8 +67,8 @@ class RunLog:
                 self._file.emit(record)
 
     def begin(self, run_dir: Path, words: str) -> None:
-        """Starts the log file: the folder exists, and lines go to its log from now on. `words` is
-        the first line, or, of a resumed run, the first line that is added."""
+        """Starts the log file, once the folder exists. `words` is the first line, or the first new
+        line of a resumed run."""
         file = _File(run_dir / "logs" / FILE)
         with self._lock:
             file.emit(logging.makeLogRecord({"msg": words}))
@@ -93,6 +93,6 @@ class _File(RotatingFileHandler):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk costs the log, which nothing depends on."""
+        """Ignores a full disk: the log is lost, but nothing depends on it."""
         self._is_lost = True
-        to_stderr(f"{self.baseFilename} is not written any more")
+        to_stderr(f"{self.baseFilename} is no longer written")

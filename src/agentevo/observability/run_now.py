@@ -1,5 +1,5 @@
-"""What a run does at this moment and has reached, as plain data: facts, time left, failures by
-kind, where the time goes."""
+"""The current state of a run as plain data: facts, time left, failures by kind, and the time of
+each phase."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def facts(view: Measured) -> list[tuple[str, str, str]]:
 
 
 def seconds_left(view: RunUnderWay, now: float | None = None) -> float | None:
-    """The time left by the pace of the last steps, including the time between them; None for a run
-    that does not run, or has no end."""
+    """The time left at the pace of the last steps, including the time between them; None for a run
+    that is not running, or has no end."""
     if view.state != "running" or not view.planned or view.step >= view.planned:
         return None
 

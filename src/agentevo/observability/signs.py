@@ -1,4 +1,4 @@
-"""The warnings of a run: those in its summary, or those that its numbers give."""
+"""The warnings of a run: from its summary, or computed from its numbers."""
 
 from __future__ import annotations
 

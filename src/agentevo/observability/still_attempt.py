@@ -1,5 +1,5 @@
-"""One attempt for a page that is a file: the content of the dashboard's page, cut where a browser
-would become slow."""
+"""One attempt for a page that is a file: the content of the dashboard's page, shortened for the
+browser's speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agentevo.store.calls import StoredCall
 from agentevo.types import RemoteTurn, Trajectory
 
 SHOWN_TOKENS = 3_000
-"""Drawn tokens of one attempt that a page shows."""
+"""The most sampled tokens of one attempt on a page."""
 SHOWN_TURNS = 200
 SHOWN_REWARDS = 60
 
@@ -37,11 +37,11 @@ class ShownTokens(NamedTuple):
 
 
 class StillAttempt(NamedTuple):
-    """What still_components.html shows of an attempt."""
+    """The data of an attempt for still_components.html."""
 
     caption: str
     anchor: str
-    """What the ids of its turns begin with, so that a page may have several attempts."""
+    """The prefix of its turns' ids, so that a page can have several attempts."""
     trajectory: Trajectory
     outcome: str
     part: ShownPart

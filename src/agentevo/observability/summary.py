@@ -1,4 +1,4 @@
-"""summary.json as a reader finds it: checked, since the file may have been changed."""
+"""Reads summary.json and checks it, since the file can be changed by others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a person sees during a sweep.
+"""The terminal output during a sweep.
 
 On a terminal: a table of the runs under way, each with the last line of its log, below the lines of
-those that have ended. Anywhere else: one plain line for each run that starts and each that ends.
+ended runs. Anywhere else: one plain line for each start and each end of a run.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class SweepView:
             self._live = None
 
     def plan(self, total: int, finished: Collection[str]) -> None:
-        """`total` runs in all; `finished` are the names of those that have finished before. One of
-        them that is started again counts when it has ended again."""
+        """`total` runs in all; `finished` are the names of runs that finished before. If one of
+        them starts again, it counts when it ends again."""
         self._total = total
         self._ended = set(finished)
         self.note(
@@ -64,13 +64,13 @@ class SweepView:
         )
 
     def note_start(self, name: str, how: str) -> None:
-        """A run begins; `how` is such as `started` or `resumed`."""
+        """A run starts; `how` is a word such as `started` or `resumed`."""
         self._ended.discard(name)
         if self._console is None:
             self.note(f"{name}: {how}")
 
     def note_end(self, name: str, outcome: str, seconds: float, *, ok: bool) -> None:
-        """A run is over, well or not."""
+        """A run has ended, finished or failed."""
         self._ended.add(name)
         if ok:
             self._spent.append(seconds)
@@ -119,8 +119,8 @@ class SweepView:
         )
 
     def _time_left(self, runs: Mapping[str, tuple[float, str]]) -> float | None:
-        """By the mean time of the runs that ended well here, as many at once as are under way
-        now."""
+        """The time left, by the mean time of the runs that finished here, at the current
+        parallelism."""
         if not self._spent or not runs:
             return None
         mean = sum(self._spent) / len(self._spent)

@@ -41,9 +41,9 @@ class RunLine:
     warnings: tuple[str, ...] = ()
     problem: str = ""
     doing: str = field(default="", compare=False)
-    """What its process does now."""
+    """The current activity of its process."""
     reason: str = field(default="", compare=False)
-    """Why it has stopped, or gives no sign."""
+    """Why it stopped, or gives no sign of life."""
     calls: tuple[str, ...] = field(default=(), compare=False)
     """A line for each attempt under way."""
 
@@ -62,7 +62,7 @@ class RunLine:
         )
 
     def words(self) -> list[str]:
-        """What it does, and its problems, the newest last."""
+        """Its activity and its problems, the newest last."""
         warning_lines = [f"! {visible(text)}" for text in self.warnings[-SHOWN_WARNINGS:]]
         wrong = [f"! {visible(text)}" for text in (self.reason, self.problem) if text]
         return [*([visible(self.doing)] if self.doing else []), *wrong, *warning_lines]

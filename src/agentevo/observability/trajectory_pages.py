@@ -49,7 +49,7 @@ def page_name(trajectory_id: str) -> str:
 
 
 def check_folder(out: Path, *, overwrite: bool) -> None:
-    """Raises ConfigError where pages must not be written."""
+    """Raises ConfigError if pages must not be written there."""
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir():
@@ -67,7 +67,7 @@ def check_folder(out: Path, *, overwrite: bool) -> None:
     ]
     if strange and not overwrite:
         raise ConfigError(
-            f"--out {out}: has other things in it, such as {strange[0].name[:100]}: give another "
+            f"--out {out}: contains other files, such as {strange[0].name[:100]}: give another "
             "folder, or --overwrite to write among them"
         )
 
@@ -155,7 +155,7 @@ async def write_pages(
 
 @contextmanager
 def _all_or_none(out: Path) -> Iterator[None]:
-    """Removes the pages where the block fails and no index links to them."""
+    """Removes the pages if the block fails and no index links to them."""
     try:
         yield
     except BaseException:

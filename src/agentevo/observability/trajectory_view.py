@@ -1,10 +1,9 @@
-"""A trajectory as readable text: turn by turn, every sampled token with the probability that it was
-drawn with.
+"""A trajectory as readable text: turn by turn, every sampled token with its probability.
 
 `render_trajectory` gives a rich renderable; `report.py` shows the same in HTML. Both colour tokens
-by the same five levels of probability, and both show what the store holds: the text of a prompt
-comes from the turn's messages (or from its ids, decoded, where there are none), the text of a
-completion always from its ids, because those are what is trained on.
+by the same five levels of probability, and both show the stored data: the text of a prompt comes
+from the turn's messages (or from its decoded ids, if there are none), the text of a completion
+always from its ids, because the trainer uses those.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 Decode = Callable[[int], str]
-"""Text of one token id, special tokens included. Bytes that are no whole character may come out as
+"""Text of one token id, special tokens included. Bytes that are not a whole character can become
 U+FFFD."""
 
 LEVELS = ((0.9, "certain"), (0.5, "likely"), (0.2, "open"), (0.05, "unlikely"), (0.0, "surprising"))
 """(lowest probability, name) of each level, most probable first."""
 STYLES = ("default", "green", "cyan", "yellow", "bold red")
 MOST_FILES = 50
-"""The most kept files that are named."""
+"""The most stored files that are listed."""
 ROLE_STYLES = {"system": "magenta", "user": "blue", "tool": "magenta", "assistant": "green"}
 
 
 def probability_level(logprob: float) -> int:
-    """Index into `LEVELS`, 0 (drawn almost surely) to 4 (a surprise)."""
+    """Index into `LEVELS`, 0 (almost certain) to 4 (very unlikely)."""
     probability = math.exp(min(logprob, 0.0))
     return next(
         (level for level, (lowest, _) in enumerate(LEVELS) if probability >= lowest),
@@ -40,8 +39,8 @@ def probability_level(logprob: float) -> int:
 
 
 def shown_logprobs(turn: Turn) -> list[float] | None:
-    """The log-probs of the drawn tokens; None for a greedy turn, whose tokens were not drawn: the
-    recorded 0 is that of a point mass."""
+    """The log-probs of the sampled tokens; None for a greedy turn, whose recorded 0 is that of a
+    point mass."""
     return list(turn.logprobs) if turn.temperature > 0 else None
 
 
@@ -55,8 +54,8 @@ def visible(text: str) -> str:
 
 
 def prompt_texts(turn: Turn, decode: Decode) -> list[tuple[str, str]]:
-    """(role, text) of what the turn's prompt added: its messages less the policy's own, or its
-    decoded ids where none was recorded."""
+    """(role, text) of the new part of the turn's prompt: its messages without the policy's own, or
+    its decoded ids if none were recorded."""
     messages = (
         turn.messages[:-1]
         if turn.messages and turn.messages[-1].role == "assistant"
@@ -93,7 +92,7 @@ def _part_text(part: TextPart | ImagePart) -> str:
 
 
 def outcome(trajectory: Trajectory) -> str:
-    """One line that says how the attempt ended and what it cost."""
+    """One line with the end and the cost of the attempt."""
     result = "success" if trajectory.success else "no success"
     if trajectory.status == "failed":
         result = f"failed: {visible(trajectory.error or 'no reason recorded')}"
@@ -114,8 +113,8 @@ def outcome(trajectory: Trajectory) -> str:
 
 
 def turn_facts(turn: Turn) -> str:
-    """`reward 0.9, 12 tokens, finished by stop, version 7`; `versions 7 to 8` where the weights
-    changed in the middle."""
+    """`reward 0.9, 12 tokens, finished by stop, version 7`; `versions 7 to 8` if the weights
+    changed in between."""
     low = min(turn.versions, default=0)
     high = max(turn.versions, default=0)
     versions = f"version {low}" if low == high else f"versions {low} to {high}"
@@ -134,9 +133,9 @@ def remote_heading(turn: RemoteTurn) -> str:
 
 
 def remote_facts(turn: RemoteTurn) -> str:
-    """`34 tokens (24 of the prompt, 12 of them known, and 10 of the answer), cost 0.002, finished
+    """`34 tokens (24 of the prompt, 12 of them cached, and 10 of the answer), cost 0.002, finished
     by stop`."""
-    cached_note = f", {turn.cached_tokens} of them known" if turn.cached_tokens else ""
+    cached_note = f", {turn.cached_tokens} of them cached" if turn.cached_tokens else ""
     return (
         f"{turn.prompt_tokens + turn.completion_tokens} tokens ({turn.prompt_tokens} of the prompt"
         f"{cached_note}, and {turn.completion_tokens} of the answer), cost {turn.cost:.4g}, "
@@ -145,15 +144,15 @@ def remote_facts(turn: RemoteTurn) -> str:
 
 
 def file_lines(trajectory: Trajectory) -> list[str]:
-    """`out/table.csv, 1,234 bytes` of each file that was kept, at most 50 of them."""
+    """`out/table.csv, 1,234 bytes` for each stored file, at most 50."""
     lines = [f"{visible(path)}, {len(file):,} bytes" for path, file in trajectory.files.items()]
     num_omitted = len(lines) - MOST_FILES
     return [*lines[:MOST_FILES], *([f"and {num_omitted} more"] if num_omitted > 0 else [])]
 
 
 class TokenLines:
-    """Sampled tokens over their log-probs, greedy ones over nothing, broken to the console's width;
-    columns never drift apart."""
+    """Sampled tokens above their log-probs, greedy ones without, wrapped to the console's width
+    with aligned columns."""
 
     def __init__(self, turn: Turn, decode: Decode) -> None:
         texts = [visible(decode(token)) for token in turn.completion_ids]
@@ -194,12 +193,12 @@ class TokenLines:
 
 
 def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") -> RenderableType:
-    """The whole trajectory as something that `rich.console.Console.print` shows. `credit`: how its
-    turns were credited, in words.
+    """The whole trajectory as a renderable for `rich.console.Console.print`. `credit`: the credit
+    of its turns, in words.
 
-    Each turn: what the prompt added, the completion's tokens over their log-probs (natural log),
-    then the turn's reward, finish reason and policy version. The turns of remote models follow,
-    then a legend of the colours.
+    Each turn has the new part of the prompt, the completion's tokens above their log-probs (natural
+    log), then the turn's reward, finish reason and policy version. The turns of remote models
+    follow, then a legend of the colours.
     """
     from rich.console import Group
     from rich.rule import Rule

@@ -1,6 +1,6 @@
-"""HTML of runs: templates, style, our own JavaScript, and pure functions from plain data to HTML.
+"""HTML of runs: templates, style, JavaScript, and pure functions from plain data to HTML.
 
-Nothing here opens a file of a run, a store or a socket. The dashboard (`ui/`) serves these pages;
+This package opens no file of a run, store or socket. The dashboard (`ui/`) serves these pages;
 a report is one file with the same components inside (`still.py`).
 
 Invariants. Everything from a run is text: templates escape everything, and the texts of models,

@@ -1,6 +1,6 @@
 """Style sheet and scripts, as files to serve and as text inside one file.
 
-The URL of a file has a digest of its content, so browsers cache it for good.
+The URL of a file has a digest of its content, so browsers cache it permanently.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Chart:
 
     @property
     def last(self) -> str:
-        """The newest value, where there is one line."""
+        """The newest value, if there is one line."""
         if len(self.lines) != 1:
             return ""
         values = self.lines[0].values

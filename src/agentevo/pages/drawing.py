@@ -17,9 +17,9 @@ from agentevo.pages.words import number as written
 SPARK_POINTS = 60
 CHART_POINTS = 300
 HUGE = 1e150
-"""Numbers up to it are drawn to scale."""
+"""The largest number that is drawn to scale."""
 TINY = 1e-150
-"""Numbers from it on are drawn to scale."""
+"""The smallest number that is drawn to scale."""
 LEAST_SPAN = 0.02
 """A share of the largest value: values that differ by less are drawn as equal."""
 
@@ -133,7 +133,7 @@ def scale(
     width: int = 160,
 ) -> Markup:
     """Shares of success on a line from 0 to 1: a tick for random and for optimal play, a bar from
-    before to after. Empty where there is nothing to show."""
+    before to after. Empty if there is nothing to show."""
     if after is None and before is None:
         return Markup("")
 

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 
 class Tab(NamedTuple):
-    """One page of a run: below `/runs/{run}`."""
+    """One page of a run, below `/runs/{run}`."""
 
     name: str
     title: str

@@ -1,7 +1,7 @@
 """A page that is one file: style, scripts and pictures are inside, and it makes no request.
 
-Its content security policy names the digests of these scripts and this style, so no other script
-or style applies, whatever the texts in the page are.
+Its content security policy names the digests of these scripts and this style, so texts in the page
+can't add a script or a style.
 """
 
 from __future__ import annotations

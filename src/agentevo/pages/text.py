@@ -1,6 +1,6 @@
-"""Texts of other authors, made safe to show: whatever they hold, they are only text.
+"""Makes texts of other authors safe to show: any content is treated as text only.
 
-`shown` is the one function for that. What it returns is plain text, which templates escape.
+`shown` does that. It returns plain text, which templates escape.
 """
 
 from __future__ import annotations

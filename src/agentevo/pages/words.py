@@ -1,5 +1,5 @@
-"""Numbers, times and shares as people read them. Figures of one kind are equally wide, so that a
-column of them can be compared at a glance."""
+"""Formats numbers, times and shares for readers. Figures of one kind have equal width, so that a
+column is easy to compare."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(value: float | None) -> str:
-    """`41%`, `99.4%`, `0.5%`: whole where nothing is lost by it."""
+    """`41%`, `99.4%`, `0.5%`: whole if that loses nothing."""
     if value is None or not math.isfinite(share := 100 * value):
         return NONE
     text = f"{share:.0f}" if abs(share - round(share)) < 0.05 or 10 < share < 90 else f"{share:.1f}"

@@ -1,5 +1,5 @@
-"""Worlds in the text of a message: rows of symbols, as the grid worlds of RAGEN and AgentEvo write
-them, drawn as grids. The text is unchanged: only its layout differs."""
+"""Draws the grid worlds of RAGEN and AgentEvo in the text of a message, rows of symbols, as grids.
+Only the layout changes, not the text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SYMBOLS = {
     "H": "hole",
     "F": "floor",
 }
-"""Symbol -> the class that it is drawn with, where the world has no legend for it."""
+"""Symbol -> its default class, without a legend of the world."""
 MEANINGS = (
     ("hole", ("hole",)),
     ("player", ("player on target",)),
@@ -39,7 +39,7 @@ MEANINGS = (
     ("goal", ("goal", "target", "exit")),
     ("floor", ("floor", "frozen", "ice", "empty", "ground")),
 )
-"""Class -> words of a legend that mean it; the first one counts."""
+"""Class -> words of a legend for it; the first match counts."""
 LEGEND = re.compile(r"^Symbols: (.{1,400})$", re.MULTILINE)
 MAX_SIDE = 40
 MIN_ROWS = 2

@@ -1,1 +1,1 @@
-"""Better texts for the same agent and the same weights: `agentevo optimize`."""
+"""`agentevo optimize`: finds better texts for an agent, with unchanged weights."""

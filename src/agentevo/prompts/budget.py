@@ -1,5 +1,5 @@
-"""What a search may use: attempts and minutes, over all of its processes, with what the comparison
-on held-out tasks needs kept back. Money is the remote models' own budget (remote_models/ledger.py).
+"""The budget of a search: attempts and minutes, over all of its processes, with a reserve for the
+comparison on held-out tasks. Money is the remote models' own budget (remote_models/ledger.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.prompts.folder import Candidate, Record, SearchBegun, SearchSession
 
 SAFETY = 1.3
-"""How much longer than its mean so far an attempt of the comparison may take."""
+"""The assumed duration of an attempt of the comparison, as a multiple of the mean so far."""
 
 
 class BudgetSpentError(AgentEvoError):
-    """Nothing more may be begun."""
+    """The budget is used up: no further attempt can start."""
 
 
 @dataclass
@@ -29,12 +29,12 @@ class Budget:
     reserve: int
     """Attempts of the comparison."""
     num_begun: int = 0
-    """Attempts that were begun, lost ones included."""
+    """Started attempts, including lost ones."""
     before_s: float = 0.0
-    """Of processes before this one."""
+    """Seconds used by earlier processes."""
     started: float = field(default_factory=time.monotonic)
     playing_s: float = 0.0
-    """In which attempts were played."""
+    """Seconds in which attempts were played."""
     num_played: int = 0
 
     def check(self) -> None:
@@ -43,8 +43,8 @@ class Budget:
         if self.section.attempts < needed:
             raise ConfigError(
                 f"optimize.attempts={self.section.attempts}: the comparison on held-out tasks "
-                f"takes {self.reserve} and a look at the agent's own texts "
-                f"{needed - self.reserve}: give more, or lower evaluation.tasks and optimize.tasks"
+                f"needs {self.reserve} and a look at the agent's own texts "
+                f"{needed - self.reserve}: raise it, or lower evaluation.tasks and optimize.tasks"
             )
 
     @property
@@ -56,7 +56,7 @@ class Budget:
         return self.before_s + time.monotonic() - self.started
 
     def seconds_left(self, *, final: bool) -> float | None:
-        """Until the search, or all of it, has to end; None without a limit."""
+        """Seconds until the search, or the whole command, has to end; None without a limit."""
         if self.section.minutes is None:
             return None
         seconds = self.section.minutes * 60 - self.used_s
@@ -65,8 +65,8 @@ class Budget:
         return max(0.0, seconds)
 
     def take(self, number: int, *, final: bool) -> None:
-        """Counts attempts that are about to begin. Raises BudgetSpentError where that is too
-        many, or too late; none are neither: what the log holds is always at hand."""
+        """Counts attempts that are about to start. Raises BudgetSpentError if they are too many or
+        too late; zero attempts never are, since the log has their results."""
         if not number:
             return
 
@@ -85,7 +85,7 @@ def comparison(section: OptimizeSection, num_held_out: int) -> int:
 
 
 def budget_of(section: OptimizeSection, reserve: int, records: Sequence[Record]) -> Budget:
-    """What is left after what the log says."""
+    """The budget that remains according to the log."""
     num_begun = sum(record.number for record in records if isinstance(record, SearchBegun))
     before = 0.0
     since = None
@@ -103,8 +103,8 @@ def budget_of(section: OptimizeSection, reserve: int, records: Sequence[Record])
 
 
 def with_cost(config: RunConfig) -> RunConfig:
-    """The configuration whose remote models can't cost more than `optimize.cost` together: an even
-    share of it is each one's own budget. Raises ConfigError where nothing has a price."""
+    """The configuration whose remote models can't cost more than `optimize.cost` together: each
+    one's budget is an even share. Raises ConfigError if no model has a price."""
     cost = config.optimize.cost
     if cost is None:
         return config
@@ -116,8 +116,8 @@ def with_cost(config: RunConfig) -> RunConfig:
     ]
     if not priced:
         raise ConfigError(
-            "optimize.cost counts money, and no remote model has a price: give it one, "
-            "remote_models.NAME.price, or leave it out"
+            "optimize.cost counts money, and no remote model has a price: set "
+            "remote_models.NAME.price, or leave optimize.cost out"
         )
 
     models = dict(config.remote_models)

@@ -14,8 +14,8 @@ from agentevo.types import Message
 
 
 def best_attempts(played: Sequence[PlayedAttempt]) -> list[PlayedAttempt]:
-    """One attempt of each task, the most rewarded first: of those that succeeded, or, where none
-    did, of those with a reward above the mean."""
+    """One attempt of each task, the highest reward first: successful ones or, without any, those
+    with a reward above the mean."""
     completed = [
         attempt for attempt in played if attempt.status == "completed" and attempt.messages
     ]
@@ -36,7 +36,7 @@ def best_attempts(played: Sequence[PlayedAttempt]) -> list[PlayedAttempt]:
 def chosen_examples(
     played: Sequence[PlayedAttempt], before: str, most: int, draw: random.Random
 ) -> str | None:
-    """A text of at most `most` conversations, drawn from `best_attempts`; None where there is none.
+    """A text of at most `most` conversations, sampled from `best_attempts`; None if there is none.
     `before`: the examples that these attempts saw, which are not their own."""
     shown = [message for example in examples_of("examples", before) for message in example]
     opening = common_opening([attempt for attempt in played if attempt.messages], shown)
@@ -52,7 +52,7 @@ def chosen_examples(
 
 
 def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) -> list[Message]:
-    """The common beginning of conversations, without system messages, whatever their task: the
+    """The common beginning of conversations, without system messages, for any task: the
     messages that the conversations of all tasks share; for a single task `shown`, the examples."""
     openings = {attempt.task: _talk(attempt) for attempt in played}
     talks = [talk for talk in openings.values() if talk]
@@ -70,7 +70,7 @@ def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) ->
 
 def own_talk(played: PlayedAttempt, opening: Sequence[Message]) -> list[Message]:
     """The attempt's conversation without system messages and without the common beginning; empty
-    for one that can't be an example."""
+    if it can't be an example."""
     talk = _talk(played)
     if [_said(message) for message in talk[: len(opening)]] == [
         _said(message) for message in opening

@@ -1,14 +1,14 @@
 """The folder of a search for better texts, from which an interrupted search is resumed.
 
-    optimize.json   what is searched, written first
+    optimize.json   the settings of the search, written first
     log.jsonl       every candidate, attempt and answer of the writer; append-only
-    run/            files besides those of attempts, such as price logs
-    texts.yaml      the texts that a recipe takes (`agent.texts`), written at the end
+    run/            files other than those of attempts, such as price logs
+    texts.yaml      the texts for a recipe (`agent.texts`), written at the end
     summary.json    the results, and report.md to read
 
-The search is a function of the settings and the log: a resumed search makes the same choices again,
-and finds attempts and answers there instead of asking for them. An attempt is noted as begun before
-it plays, so one that was lost with a killed process is paid for, and played again.
+The search is a function of the settings and the log: a resumed search makes the same choices again
+and reads finished attempts and answers from the log. The start of an attempt is logged before it
+plays, so an attempt lost with a killed process counts in the budget, and is played again.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ TEXTS = "texts.yaml"
 SUMMARY = "summary.json"
 REPORT = "report.md"
 LOCK = "optimize.lock"
-REMEDY = "make room there, or make it writable, and go on with --resume"
+REMEDY = "make room there, or make it writable, and continue with --resume"
 LONGEST_TALK = 60_000
-"""Characters of an attempt's messages that are kept; longer ones teach nothing."""
+"""The most characters of an attempt's messages that are stored; longer ones are left out."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, tag="candidate"):
-    """Texts that might be better."""
+    """A candidate: texts that might be better."""
 
     texts: dict[str, str]
-    """All that are searched, by name."""
+    """All searched texts, by name."""
     parent: str = ""
     how: str = "as the agent has them"
 
@@ -65,7 +65,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, tag="candidate"):
 
 
 class SearchBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
-    """Attempts that are about to play."""
+    """The record of attempts that are about to play."""
 
     candidate: str
     task: str
@@ -103,11 +103,11 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
 
 
 class SearchSession(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
-    """A process has begun to work on it."""
+    """The record of a process that starts to work on the search."""
 
     at: float = 0.0
     lead_s: float = 0.0
-    """Seconds that it had taken before, as it loaded the model."""
+    """Seconds before this record, in which it loaded the model."""
 
 
 Record = Candidate | SearchBegun | PlayedAttempt | Written | SearchSession
@@ -120,7 +120,7 @@ class OptimizeFolder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Raises ConfigError where another process works there, or the folder can't be locked."""
+        """Raises ConfigError if another process works there, or the folder can't be locked."""
         return locked_output(self.path, LOCK, "optimizes")
 
     @property
@@ -129,32 +129,31 @@ class OptimizeFolder:
         return os.path.isfile(self.path / SETTINGS)
 
     def check_new(self) -> None:
-        """Raises ConfigError where the folder already has content."""
+        """Raises ConfigError if the folder already has content."""
         if self.is_begun:
             raise ConfigError(
-                f"{self.path} has a search already: go on with it by --resume, or give another "
+                f"{self.path} has a search already: continue it with --resume, or give another "
                 "--out"
             )
         check_empty(self.path, but=(LOCK, RUN))
 
     def begin(self, settings: Mapping[str, Any], declared: Mapping[str, Declared]) -> None:
-        """Writes what is searched, and the texts that the agent declares."""
+        """Writes the settings, and the texts that the agent declares."""
         declarations = {name: asdict(declaration) for name, declaration in declared.items()}
         with must_write(self.path, REMEDY):
             content = _json({**settings, "declared": declarations})
             write_atomic(self.path / SETTINGS, content, durable=True)
 
     def read_declared(self) -> dict[str, Declared]:
-        """The texts that the agent asks for, as `begin` wrote them. Raises ConfigError."""
+        """The texts of the agent, as `begin` wrote them. Raises ConfigError."""
         try:
             declared_fields = read_json_object(self.path / SETTINGS)["declared"]
             return {name: Declared(**fields) for name, fields in declared_fields.items()}
         except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{self.path / SETTINGS} is damaged: begin another search") from error
+            raise ConfigError(f"{self.path / SETTINGS} is damaged: start another search") from error
 
     def go_on(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the folder has a search to resume. Raises ConfigError where it is another
-        search."""
+        """Whether the folder has a search to resume. Raises ConfigError for another search."""
         path = self.path / SETTINGS
         if not self.is_begun:
             return False
@@ -165,23 +164,23 @@ class OptimizeFolder:
         if changed is not None:
             was, is_now = (str(setting)[:100] for setting in (before.get(changed), now[changed]))
             raise ConfigError(
-                f"{self.path}: its search has {changed} = {was}, and is now asked to go on with "
-                f"{changed} = {is_now}: give the same words as then, or another --out"
+                f"{self.path}: its search started with {changed} = {was}, and this command has "
+                f"{changed} = {is_now}: give the same arguments as then, or another --out"
             )
 
         return True
 
     def add(self, record: Record) -> None:
-        """One record more, with the time. Raises ConfigError."""
+        """Appends a record with the time. Raises ConfigError."""
         if not isinstance(record, Candidate):
             record = msgspec.structs.replace(record, at=time.time())
         add_record(self.path / LOG, msgspec.to_builtins(record))
 
     def records(self) -> list[Record]:
-        """All of the log, the oldest first. Raises ConfigError."""
+        """The whole log, the oldest record first. Raises ConfigError."""
         path = self.path / LOG
         if path.exists() and path.stat().st_size > MAX_READ:
-            raise ConfigError(f"{path} has more than {MAX_READ:,} bytes: begin another search")
+            raise ConfigError(f"{path} has more than {MAX_READ:,} bytes: start another search")
 
         log: list[Record] = []
         for row in read_records(path):

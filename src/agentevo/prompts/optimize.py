@@ -1,9 +1,9 @@
-"""A search for better texts, from its words to its summary: `agentevo optimize`.
+"""`agentevo optimize`: a search for better texts, from its settings to its summary.
 
-The winner of the search is compared with the agent's own texts at the held-out tasks, which no
-earlier step has used: both play every one with the same seeds, and the winner is better where the
-95% interval of the mean paired difference is above 0 (evaluation/estimates.py). Only then does
-`texts.yaml` hold it; else that holds the agent's own texts.
+The winner of the search is compared with the agent's own texts on the held-out tasks, which no
+earlier step has used. Both play every task with the same seeds. If the 95% interval of the mean
+paired difference is above 0 (evaluation/estimates.py), `texts.yaml` contains the winner, else the
+agent's own texts.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ WRITTEN: dict[str, tuple[Kind, ...]] = {
     "few_shot": ("examples",),
     "phrases": ("text",),
 }
-"""Kinds of texts that each method can write."""
+"""The kinds of texts that each method writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptimization:
-    """What is to be searched."""
+    """The settings of a search."""
 
     contestant: Contestant
-    """Who plays, by its recipe, whose section `optimize` says how to search."""
+    """The recipe of the agent; its section `optimize` sets the search."""
     out: Path
     resume: bool = False
     agent: AgentFunction | None = None
-    """A program's function in the place of the recipe's agent."""
+    """A program's function that replaces the recipe's agent."""
     tasks: Sequence[Task] | None = None
-    """A program's tasks in the place of the recipe's."""
+    """A program's tasks that replace the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ async def _open_sampler(
 
 
 async def _find_declared(sampler: Sampler, task: Task, config: RunConfig) -> dict[str, Declared]:
-    """The texts that the agent asks for, as one attempt shows. Raises AttemptsFailedError."""
+    """The texts that the agent requests in one attempt. Raises AttemptsFailedError."""
     (trajectory, *_) = await sampler.play(
         task, attempts=1, temperature=0.0, step=0, label=PROBE, texts=config.agent.texts
     )
@@ -198,7 +198,7 @@ async def _find_declared(sampler: Sampler, task: Task, config: RunConfig) -> dic
         if trajectory.status != "completed":
             raise AttemptsFailedError(f"the first attempt failed: {trajectory.error}")
         raise ConfigError(
-            "the agent asks for no named text, so there is nothing to search: take its prompts "
+            "the agent asks for no named text, so there is nothing to search: get its prompts "
             'from policy.text("system", "You are ...") or agentevo.text, and examples from '
             "policy.examples() (docs/prompts.md)"
         )
@@ -221,8 +221,7 @@ def _method(config: RunConfig, declared: Mapping[str, Declared]) -> str:
 def _start(
     config: RunConfig, declared: Mapping[str, Declared], method: str
 ) -> tuple[Candidate, dict[str, Kind]]:
-    """The agent's own texts, as far as they are searched, and of what kind they are. Raises
-    ConfigError."""
+    """The agent's own texts that are searched, and their kind. Raises ConfigError."""
     chosen_names = config.optimize.texts
     unknown = next((name for name in chosen_names if name not in declared), None)
     if unknown is not None:
@@ -298,13 +297,13 @@ def _tasks_of(
             break
 
     if left_out:
-        note(f"{left_out} training tasks ask what a held-out task asks, and are left out")
+        note(f"{left_out} training tasks have the query of a held-out task, and are left out")
 
     tasks = list(tasks_by_id.values())[: config.optimize.tasks]
     if len(tasks) < 6:
         raise ConfigError(
-            f"tasks: {len(tasks)} to search with, at least 6 are needed beside {len(held_out)} "
-            "held out: give more tasks, or lower evaluation.tasks"
+            f"tasks: {len(tasks)} to search with, at least 6 are needed, and {len(held_out)} "
+            "more are held out: give more tasks, or lower evaluation.tasks"
         )
 
     third = len(tasks) // 3
@@ -312,13 +311,13 @@ def _tasks_of(
 
 
 def _question(task: Task) -> tuple[str | int | None, ...]:
-    """What two tasks have in common that differ only in their ids. One query with two answers makes
-    two tasks: `metadata` says what it asks about."""
+    """The identity of a task without its id. One query with two answers gives two tasks, since
+    `metadata` is part of it."""
     return task.environment, task.seed, task.query, repr(task.answer)
 
 
 def _settings(config: RunConfig, contestant: Contestant, tasks: _SearchTasks) -> dict[str, Any]:
-    """What has to be the same for a search to be resumed."""
+    """The settings that a resumed search must repeat."""
     every = [*tasks.learning, *tasks.judging]
     optimize = config.optimize.model_dump(mode="json", exclude={"minutes", "cost", "attempts"})
     return {
@@ -337,7 +336,7 @@ def _settings(config: RunConfig, contestant: Contestant, tasks: _SearchTasks) ->
 
 @dataclass(frozen=True)
 class _Compared:
-    """Two candidates at the held-out tasks that both have played."""
+    """Two candidates on the held-out tasks that both have played."""
 
     before: Estimate | None
     after: Estimate | None
@@ -354,7 +353,7 @@ async def _compare_held_out(
     held_out: Sequence[Task],
     note: Callable[[str], None],
 ) -> _Compared:
-    """Plays pairs, some tasks at a time, so that what a budget ends is still paired."""
+    """Plays pairs, some tasks at a time, so that the results stay paired if the budget ends."""
     pairs = [start] if winner.id == start.id else [start, winner]
     means: list[list[float]] = [[] for _ in pairs]
 

@@ -1,5 +1,5 @@
 """Edits of a text without a writer: a sentence is left out, moved, or added from a list. Nothing is
-paraphrased, so every edit is one of a grammar, and the seed says which."""
+paraphrased, and the seed chooses the edit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Candidates play tasks: each task with the same seeds for every candidate. Attempts that were
 played before are read from the log, and no attempt begins without room in the budget.
 
-What failed counts, in the search, as the lowest reward that was seen, or 0 where that is lower: a
-text under which attempts break must not look better for it.
+In the search, a failed attempt counts as the lowest reward so far, or 0 if that is lower: a text
+that makes attempts fail must not look better for it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from agentevo.runs.sft_export import as_row
 from agentevo.types import Message, RemoteTurn, Task, Trajectory, Turn
 
 JUDGED = "judged"
-"""Label of plays as the recipe says."""
+"""Label of plays with the recipe's sampling."""
 SAMPLED = "sampled"
-"""Label of plays at temperature 1, for more of them."""
+"""Label of extra plays at temperature 1."""
 HELD_OUT = "held_out"
 """Label of plays of held-out tasks."""
 
@@ -68,8 +68,8 @@ class Playing:
         label: str = JUDGED,
         attempts: int | None = None,
     ) -> dict[str, list[PlayedAttempt]]:
-        """The attempts at each task, by its id. Raises BudgetSpentError, with none begun, where
-        not all of them fit."""
+        """The attempts at each task, by its id. Raises BudgetSpentError, before any starts, if they
+        do not all fit."""
         section = self.budget.section
         size = attempts or section.attempts_per_task
         missing = [task for task in tasks if len(self._of(candidate, task, label)) < size]
@@ -93,7 +93,7 @@ class Playing:
         return attempts_by_task
 
     def scores(self, played: dict[str, list[PlayedAttempt]]) -> dict[str, float]:
-        """The mean of each task, by its id; what failed as the module says."""
+        """The mean of each task, by its id; failed attempts count as in the module's docstring."""
         return {
             task: sum(
                 attempt.reward if attempt.status == "completed" else min(0.0, self._lowest)
@@ -136,7 +136,7 @@ class Playing:
     def _check(
         self, candidate: Candidate, attempts_by_task: dict[str, list[PlayedAttempt]]
     ) -> None:
-        """Raises AttemptsFailedError where the agent's own texts let no attempt complete."""
+        """Raises AttemptsFailedError if no attempt with the agent's own texts completed."""
         every = [attempt for of_it in attempts_by_task.values() for attempt in of_it]
         if (
             every

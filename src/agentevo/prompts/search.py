@@ -9,10 +9,10 @@
                                     and then two parents are merged, text by text: after Agrawal et
                                     al. 2025 (arXiv 2507.19457)
 
-An edit is first compared with its parent at some tasks, where it may not be worse (gepa: has to be
-better), and only then judged on all of them. The tasks for judging texts are different from those
-that edits learn from, so no example stands before its own task. Every choice comes from the seed,
-the round and the branch.
+An edit is first compared with its parent on some tasks, where it must not be worse (gepa: must be
+better), and only then judged on all of them. The tasks for judging texts differ from those that
+edits learn from, so no example precedes its own task. Every choice comes from the seed, the round
+and the branch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agentevo.types import Task
 
 MERGE_EVERY = 4
 SAMPLES = 4
-"""Attempts at each task to choose examples from, where greedy ones give too few."""
+"""Attempts at each task to choose examples from, if greedy ones give too few."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class TextSearch:
     method: str
     seed: int
     kinds: dict[str, Kind]
-    """Of the texts that are searched."""
+    """The kinds of the searched texts."""
     playing: Playing
     writer: TextWriter | None
     folder: OptimizeFolder
@@ -70,19 +70,19 @@ class TextSearch:
     judging: Sequence[Task]
     note: Callable[[str], None]
     known_problems: set[str] = field(default_factory=set)
-    """Candidates that the log has."""
+    """The number of candidates in the log."""
     pool: list[Judged] = field(default_factory=list)
     num_tried: int = 0
     end_reason: str = ""
     """Why the search ended."""
 
     def take_in(self, records: Sequence[Record]) -> None:
-        """Takes in what the log says."""
+        """Restores the state from the log."""
         self.known_problems |= {record.id for record in records if isinstance(record, Candidate)}
 
     async def run(self, start: Candidate) -> Judged:
         """The best candidate found within the budget, which may be `start`. Raises BudgetSpentError
-        only where not even that could be judged."""
+        only if not even `start` could be judged."""
         self._tell(start)
         self.pool.append(await self._judge(start))
         self.note(f"the agent's own texts: {self.pool[0].mean:.3f} on {len(self.judging)} tasks")
@@ -120,7 +120,7 @@ class TextSearch:
             self._report(number)
 
     async def _front(self) -> None:
-        """As many edits as the beam would make."""
+        """The number of edits that the beam would make."""
         per_round = self.section.beam_width * self.section.branches
         for number in range(self.section.rounds * per_round):
             draw = self._draw(number, "front", 0)
@@ -141,7 +141,7 @@ class TextSearch:
                 self._report((number + 1) // per_round)
 
     def front(self) -> list[tuple[Judged, int]]:
-        """The candidates that no other one beats at some task, and at how many."""
+        """The candidates that are best at some task, and their number of such tasks."""
         best = {
             task.id: max(judged.scores[task.id] for judged in self.pool) for task in self.judging
         }
@@ -153,8 +153,7 @@ class TextSearch:
     async def _try_child(
         self, child: Candidate | None, parent: Judged, draw: random.Random, *, strictly: bool
     ) -> Judged | None:
-        """The child as judged; None where it is no new one or not as good as its parent at some
-        tasks."""
+        """The judged child; None if it is not new, or worse than its parent on some tasks."""
         if child is None or any(judged.candidate.id == child.id for judged in self.pool):
             return None
 
@@ -164,7 +163,7 @@ class TextSearch:
         scores = self.playing.scores(await self.playing.play(child, some))
         total = sum(scores.values())
         before = sum(parent.scores[task.id] for task in some)
-        # A parent that fails everywhere there has nothing to lose by an edit that does, too.
+        # If the parent fails on all these tasks, an edit that also fails is no worse.
         if total < before or (strictly and total == before):
             return None
 
@@ -175,7 +174,7 @@ class TextSearch:
         return Judged(candidate, self.playing.scores(played))
 
     async def _edit(self, parent: Candidate, draw: random.Random, number: int) -> Candidate | None:
-        """Another candidate, with one text changed; None where the edit gives none."""
+        """Another candidate, with one text changed; None if the edit fails."""
         names = sorted(self.kinds)
         name = names[number % len(names)]
         before = parent.texts[name]
@@ -212,8 +211,8 @@ class TextSearch:
         return None if critique is None else await writer.edit(name, before, critique, number)
 
     async def _examples(self, parent: Candidate, before: str, draw: random.Random) -> str | None:
-        """From the parent's attempts at the tasks to learn from, sampled ones too where there are
-        too few good ones."""
+        """Chooses examples from the parent's attempts at the learning tasks, with sampled ones if
+        there are too few good ones."""
         greedy = await self.playing.play(parent, self.learning)
         played: list[PlayedAttempt] = [attempt for of_it in greedy.values() for attempt in of_it]
         if sum(attempt.success for attempt in played) < self.section.examples:
@@ -243,7 +242,7 @@ class TextSearch:
 
 
 def _merge_parents(first: Judged, second: Judged, draw: random.Random) -> Candidate:
-    """Of each text that one of two parents has, by chance."""
+    """Takes each text from one of two parents, at random."""
     pairs = (first.candidate.texts, second.candidate.texts)
     texts = {name: pairs[draw.random() < 0.5][name] for name in sorted(pairs[0])}
     return Candidate(

@@ -1,10 +1,10 @@
 """The writer: a model that reads attempts and writes another text.
 
-The writer sees only attempts at tasks of the search. Their content stands between two lines with a
-mark made of it, and is only text: an instruction in it is part of what is judged. The new text
-comes between <text> and </text>; anything else is no new text and is reported, and so is what is no
-text (config/texts.py), too long, or without the placeholders ({question}) of the text that it
-replaces. An answer is asked for once: a resumed search finds it in the log.
+The writer sees only attempts at tasks of the search. Their content is between two lines with a mark
+made from it, and is only text: the writer must not follow an instruction in it. The new text must
+be between <text> and </text>. An answer without one is reported, and so is a text that is not valid
+(config/texts.py), too long, or without the placeholders ({question}) of the text that it replaces.
+Each answer is requested once: a resumed search finds it in the log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentevo.types import Message, Task
 
 POLICY = "policy"
 LONGEST_SHOWN = 3000
-"""Characters that the writer reads of an attempt."""
+"""The most characters of an attempt that the writer reads."""
 MOST_FAILURES = 3
 """Failures of the writer in a row that end its search."""
 _TEXT = re.compile(r"<text>\n?(.*?)\n?</text>", re.DOTALL)
@@ -62,10 +62,10 @@ class TextWriter:
         }
         self._in_a_row = 0
         self.failures: list[str] = []
-        """Why there was no answer or no text, each time."""
+        """The reasons for missing answers and texts."""
 
     async def critique(self, name: str, text: str, shown: str, number: int) -> str | None:
-        """What is wrong with the text, by these attempts; None where the writer failed."""
+        """A criticism of the text, from these attempts; None if the writer failed."""
         return await self._answer(
             "An agent is told what to do by a text. Below are that text, and attempts of the agent "
             "with what each was worth. Say in a few sentences what about the text leads to the "
@@ -75,7 +75,7 @@ class TextWriter:
         )
 
     async def edit(self, name: str, text: str, critique: str, number: int) -> str | None:
-        """The text after that criticism; None where there is none."""
+        """The text changed after that criticism; None if there is none."""
         answer = await self._answer(
             f"A text tells an agent what to do. Change it so that this criticism no longer holds, "
             f"and leave alone what is good. {_FORM}\n\nThe text ({name}):\n{fence(text)}\n\n"
@@ -85,7 +85,7 @@ class TextWriter:
         return self._new_text(text, answer)
 
     async def reflect(self, name: str, text: str, shown: str, number: int) -> str | None:
-        """Another text by what these attempts teach; None where there is none."""
+        """Another text from a reflection on these attempts; None if there is none."""
         answer = await self._answer(
             "An agent is told what to do by a text. Below are that text, and attempts of the agent "
             "with what each was worth, and what was expected where that is known. Find out what "
@@ -97,7 +97,7 @@ class TextWriter:
         return self._new_text(text, answer)
 
     async def _answer(self, question: str, number: int) -> str | None:
-        """`number` makes two answers to the same question two. Raises WriterGoneError."""
+        """`number` distinguishes answers to the same question. Raises WriterGoneError."""
         key = digest_of_text(f"{number}\n{question}")
         if key in self._known:
             return self._known[key]
@@ -163,7 +163,7 @@ _FORM = (
 
 
 def fence(content: str) -> str:
-    """The content between two lines that it can't hold."""
+    """The content between two lines that do not occur in it."""
     mark = f"-----{digest_of_text(content)}-----"
     return f"{mark}\n{content}\n{mark}"
 
@@ -198,7 +198,7 @@ def _shorten(talk: str) -> str:
 
 
 def ask_of(config: RunConfig, sampler: Sampler) -> WritingRequest:
-    """What asks the writer that `optimize.writer` names. Raises UnknownNameError."""
+    """The function that calls the writer of `optimize.writer`. Raises UnknownNameError."""
     name = config.optimize.writer or ""
     if name != POLICY:
         model = sampler.remote_models[name]

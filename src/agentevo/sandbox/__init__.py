@@ -1,5 +1,5 @@
-"""Sandboxes for code that no one has reviewed: one warm Python interpreter for each trajectory,
-without network, host files, host variables or a way out."""
+"""Sandboxes for unreviewed code: one warm Python interpreter for each trajectory, without access to
+the network, to host files or to host variables."""
 
 from agentevo.sandbox import (  # noqa: F401 (they register themselves)
     bubblewrap,

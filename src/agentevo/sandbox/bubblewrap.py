@@ -1,4 +1,4 @@
-"""Sandboxes by bubblewrap: namespaces of their own, and a read-only file system that contains only
+"""Sandboxes by bubblewrap: separate namespaces, and a read-only file system that contains only
 the system's programs and this Python.
 
 As root it makes namespaces without a user namespace, and the supervisor becomes an unused user:
@@ -46,7 +46,7 @@ _TRIAL_S = 20
 
 @sandboxes.register("bubblewrap")
 class Bubblewrap(LocalKind):
-    """Namespaces, a file system of its own, seccomp and rlimits, by the program `bwrap`."""
+    """Namespaces, a separate file system, seccomp and rlimits, by the program `bwrap`."""
 
     name = "bubblewrap"
 
@@ -60,7 +60,7 @@ class Bubblewrap(LocalKind):
         return (
             ""
             if working_way(program)
-            else f"`bwrap` makes no namespaces here: {_complaint(program)}"
+            else f"`bwrap` can't create namespaces here: {_complaint(program)}"
         )
 
     def launch(self, section: SandboxSection) -> SandboxLaunch:
@@ -100,7 +100,7 @@ class Bubblewrap(LocalKind):
 
 
 def namespace_words(way: str) -> list[str]:
-    """The words for namespaces of its own, by a way of `working_way`."""
+    """The arguments for separate namespaces, for a result of `working_way`."""
     ways = {
         "root": "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try "
         "--cap-add CAP_SETUID --cap-add CAP_SETGID",
@@ -118,14 +118,14 @@ def namespace_words(way: str) -> list[str]:
 
 @cache
 def working_way(program: str) -> str:
-    """`root`, `user`, or nothing where neither works."""
+    """`root` or `user`; empty if neither works."""
     ways = ["root", "user"] if os.geteuid() == 0 else ["user"]
     return next((way for way in ways if _try_way(program, way).returncode == 0), "")
 
 
 def _complaint(program: str) -> str:
     error_text = _try_way(program, "user").stderr.decode("utf-8", "replace").strip()
-    return (error_text.splitlines() or ["it says nothing"])[-1][:300]
+    return (error_text.splitlines() or ["it gives no reason"])[-1][:300]
 
 
 @cache
@@ -167,8 +167,8 @@ def _system_folder(path: str) -> list[str]:
 def visible_words(
     section: SeenMounts, read_only: Sequence[str] = (), read_write: Sequence[str] = ()
 ) -> list[str]:
-    """The words for a file system of its own: the system's, this Python, and paths of the host that
-    are named. Raises SandboxError for a Python that can't be shown."""
+    """The arguments for a separate file system: the system's files, this Python, and the named
+    paths of the host. Raises SandboxError for a Python that can't be shown."""
     folders = [*python_folders(), *package_folders(section), *read_only]
     if any(is_below(path, OWN_FOLDERS) for path in folders):
         raise SandboxError(f"this Python is below {' or '.join(OWN_FOLDERS)}: install it elsewhere")
@@ -200,7 +200,7 @@ def _memory_folder(path: str, mib: int) -> list[str]:
 
 
 def _parent_folders(paths: list[str]) -> list[str]:
-    """The folders above these, from the root on: bubblewrap would make them unreadable."""
+    """The parent folders, from the root on: bubblewrap would make them unreadable."""
     folders: list[str] = []
     for path in paths:
         parts = path.split("/")[1:-1]

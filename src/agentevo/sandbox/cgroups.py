@@ -1,10 +1,10 @@
-"""Limits that the kernel enforces for all processes of a sandbox together: a cgroup (version 2) for
-each, where the system has cgroups and this user may make them.
+"""Limits that the kernel enforces for all processes of a sandbox together: one cgroup (version 2)
+for each sandbox, if the system has cgroups and this user can create them.
 
-A cgroup is a further wall. It refuses at once what watch.py looks at ten times a second, it counts
-the kernel's own memory, and no process gets out of it, not even one that has left its parents. A
-group is made next to this process's own, or below it, where controllers are handed down already:
-the machine's own groups do not change. A sandbox's processes are moved into the group when its
+A cgroup is an additional limit. It acts immediately, while watch.py looks ten times a second; it
+counts the kernel's own memory; and no process can leave it, not even a detached one. A group is
+created next to this process's own, or below it, where controllers are already delegated, so the
+machine's own groups do not change. A sandbox's processes are moved into the group when its
 supervisor is ready, before any code of a model runs.
 """
 
@@ -29,9 +29,9 @@ from agentevo.sandbox.stale import is_gone, owner
 CONTROLLERS = ("memory", "pids", "cpu")
 PREFIX = "agentevo-sandbox-"
 OWN_MIB = 32
-"""What the kernel may use for a sandbox besides its memory and files."""
+"""Memory of the kernel for a sandbox, in addition to its own memory and files."""
 OWN_TASKS = 6
-"""Tasks of AgentEvo: the wrapper's, the supervisor's, the interpreter's first."""
+"""Processes of AgentEvo itself: the wrapper, the supervisor, the interpreter."""
 _PERIOD_US = 100_000
 _LOOK_S = 0.005
 _NAME = re.compile(rf"{PREFIX}(\d+-\d+-\d+)-\d+")
@@ -41,7 +41,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class CgroupPlace:
-    """Where groups can be made, and which limits they have; else why not."""
+    """The place for groups and their limits, or why there is none."""
 
     folder: Path | None
     controllers: frozenset[str] = frozenset()
@@ -65,7 +65,7 @@ class CgroupLimits(Protocol):
 
 
 class ControlGroup:
-    """The cgroup of one sandbox. Methods may block for a moment."""
+    """The cgroup of one sandbox. Methods can block for a moment."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -87,13 +87,14 @@ class ControlGroup:
             self._write("cpu.max", f"{quota} {_PERIOD_US}")
 
     def add(self, pids: Iterable[int]) -> None:
-        """Moves processes into it; what they start from now on is in it too. Raises OSError."""
+        """Moves processes into it; processes that they start later are in it too. Raises
+        OSError."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 self._write("cgroup.procs", str(pid))
 
     def was_out_of_memory(self) -> bool:
-        """Whether the kernel has ended it for its memory."""
+        """Whether the kernel killed it for its memory."""
         try:
             events = (self._folder / "memory.events").read_text()
         except OSError:
@@ -123,11 +124,11 @@ class ControlGroup:
 
 
 def new_group(section: CgroupLimits) -> ControlGroup | None:
-    """A group with the section's limits; None where none can be made. Raises SandboxError where the
+    """A group with the section's limits; None if none can be created. Raises SandboxError if the
     section needs one, and OSError."""
     parent_group = place()
     if section.cpus is not None and "cpu" not in parent_group.controllers:
-        why = parent_group.problem or "the cpu controller is not handed down"
+        why = parent_group.problem or "the cpu controller is not delegated"
         raise SandboxError(f"sandbox.cpus needs cgroups of version 2 ({why}): leave it out")
 
     if parent_group.folder is None:
@@ -147,8 +148,8 @@ def new_group(section: CgroupLimits) -> ControlGroup | None:
 
 
 def place() -> CgroupPlace:
-    """Where groups can be made here: found by making one, and moving a process into it. Any thread
-    may ask."""
+    """The place for groups on this machine, found by creating one and moving a process into it.
+    Thread-safe."""
     with _finding:  # two that make the same one would each find that it can't be made
         return _found()
 
@@ -163,7 +164,7 @@ def _found() -> CgroupPlace:
     if not folders:
         return CgroupPlace(None, problem="the system has no cgroups of version 2")
 
-    problem = f"neither memory nor pids is handed down to groups in {folders[-1]}"
+    problem = f"neither memory nor pids is delegated to groups in {folders[-1]}"
     for folder in folders:
         try:
             handed_down = set((folder / "cgroup.subtree_control").read_text().split())
@@ -201,7 +202,7 @@ def _unescape(word: str) -> str:
 
 
 def _try(folder: Path) -> None:
-    """Raises OSError where a group can't be made there, or a process not be moved into it."""
+    """Raises OSError if a group can't be created there, or a process can't be moved into it."""
     group = ControlGroup(folder / f"{PREFIX}{owner()}-0")
     group._folder.mkdir()
     try:
@@ -215,14 +216,14 @@ def _try(folder: Path) -> None:
 
 
 def _groups_below(folder: Path) -> Iterator[Path]:
-    """Groups in it, inner ones first: code that may write there could have made them."""
+    """Groups in it, inner ones first: sandboxed code with access could have created them."""
     for path, _, _ in os.walk(folder, topdown=False):
         if path != str(folder):
             yield Path(path)
 
 
 def _remove_stale(folder: Path) -> None:
-    """Ends the groups of processes that were killed, with what they have left running."""
+    """Ends the groups of killed processes, with the processes that they left running."""
     with contextlib.suppress(OSError):
         for group_folder in folder.iterdir():
             match = _NAME.fullmatch(group_folder.name)

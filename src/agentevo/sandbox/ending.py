@@ -22,13 +22,13 @@ not the sandboxes in it."""
 
 
 def end_with_this_process(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
-    """From now on the sandbox ends with this process at the latest."""
+    """Registers the sandbox, so that it ends with this process at the latest."""
     _alive.add((os.getpid(), process, launch))
 
 
 def end_all_of(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
-    """Kills every process of a sandbox, waits for it, and deletes its folder. Blocks, for at most
-    some seconds."""
+    """Kills every process of a sandbox, waits for it, and deletes its folder. Blocks for a few
+    seconds at most."""
     until = time.monotonic() + ENDING_S
     tree = descendants(process.pid)
     kill(process, launch)
@@ -52,12 +52,12 @@ def end_all_of(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
 
 
 def kill(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
-    """Kills every process of a sandbox. Where they have no namespace of their own this may take
-    some seconds."""
+    """Kills every process of a sandbox. Without a separate namespace this can take some
+    seconds."""
     if process.poll() is None:
         if launch.has_namespace:
-            # The first of the namespace is among them: all end with it. It does not end with
-            # bubblewrap, which may not signal a process of another user.
+            # The namespace's first process is among them, and all end with it. It does not end with
+            # bubblewrap, which can't signal a process of another user.
             for descendant in descendants(process.pid):
                 _kill(descendant)
         else:
@@ -67,7 +67,7 @@ def kill(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
 
 
 def _end_descendants(pid: int, until: float) -> None:
-    """Without a namespace, orphans go to the supervisor: so it is the last to be killed."""
+    """Kills the supervisor last: without a namespace, it adopts orphans."""
     while time.monotonic() < until:
         living = [descendant for descendant in descendants(pid) if not _is_dead(descendant)]
         if not living:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 async def export_files(
     sandbox: Sandbox, folder: Path, disk_mib: int, has_ended: Callable[[], bool]
 ) -> tuple[str, ...]:
-    """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""
+    """See Sandbox.export. Raises SandboxError, and OSError if the folder can't be written."""
     written: list[str] = []
     paths = [path for path in await sandbox.files() if _is_inner_path(path)]
     total = 0
@@ -41,7 +41,7 @@ async def export_files(
 
 
 def _is_inner_path(path: str) -> bool:
-    """Whether a path that the sandbox gave stays below a folder, also on this machine."""
+    """Whether a path from the sandbox stays below a folder on this machine."""
     parts = path.split("/")
     return bool(path) and "\0" not in path and not any(part in ("", ".", "..") for part in parts)
 

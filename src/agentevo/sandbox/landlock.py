@@ -1,5 +1,5 @@
 """Sandboxes without any program to install: landlock for files, seccomp for system calls, rlimits,
-and namespaces where the kernel lets this user make them.
+and namespaces if the kernel lets this user create them.
 
 There are four ways; the first one that works in a trial is used:
 
@@ -9,7 +9,7 @@ There are four ways; the first one that works in a trial is used:
     same user         an ordinary user without namespaces; Linux 6.12 or newer, so that landlock
                       keeps signals inside
 
-docs/sandbox.md lists what the last two can't promise.
+docs/sandbox.md lists the guarantees that the last two lack.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _TRIAL_S = 20
 
 @sandboxes.register("landlock")
 class Landlock(LocalKind):
-    """Landlock, seccomp and rlimits, with namespaces where they can be had; nothing to install."""
+    """Landlock, seccomp and rlimits, with namespaces if possible; nothing to install."""
 
     name = "landlock"
 
     def obstacle(self) -> str:
         if sys.platform != "linux":
-            return "it is part of Linux"
+            return "it exists on Linux only"
         if not is_supported():
             return "there is no list of system calls for this processor"
         if landlock_version() == 0:
@@ -106,7 +106,7 @@ def launch_by(way: str, section: SandboxSection) -> SandboxLaunch:
 def _confine(
     way: str, folder: Path, uid: int | None, packages: list[str], disk_mib: int, max_files: int
 ) -> tuple[list[str], int]:
-    """The words before the program to run, and a handle that it inherits."""
+    """The arguments before the program to run, and a handle that it inherits."""
     read, write = os.pipe()
     os.write(write, seccomp_program(keeps_attributes=way == "same user"))
     os.close(write)
@@ -130,7 +130,7 @@ def _confine(
 
 @cache
 def working_way() -> str:
-    """The first of WAYS that works here; empty where none does."""
+    """The first of WAYS that works here; empty if none does."""
     return next((way for way in _possible_ways() if not _try_way(way)), "")
 
 
@@ -142,7 +142,7 @@ def _possible_ways() -> list[str]:
 
 @cache
 def _try_way(way: str) -> str:
-    """Tries a way and returns why it does not work; empty where it does."""
+    """Tries a way and returns why it does not work; empty if it does."""
     folder = new_folder()
     uid = new_uid() if way in ("namespaces", "own user") else None
     try:
@@ -166,11 +166,11 @@ def _try_way(way: str) -> str:
         shutil.rmtree(folder, ignore_errors=True)
 
     error_lines = tried.stderr.decode("utf-8", "replace").strip().splitlines()
-    return "" if tried.returncode == 0 else (error_lines or ["it says nothing"])[-1][:300]
+    return "" if tried.returncode == 0 else (error_lines or ["it gives no reason"])[-1][:300]
 
 
 def _trial(folder: Path) -> str:
-    """A program that fails where it is not confined."""
+    """A program that fails if it is not confined."""
     return f"""
 import os
 open({str(folder / "trial")!r}, "w").close()

@@ -1,4 +1,4 @@
-"""How a sandbox's process is started, and what it sees of this machine."""
+"""How a sandbox's process starts, and which files of this machine it sees."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class SeenMounts(Protocol):
-    """The keys of a sandbox's section that decide what it sees."""
+    """The keys of a sandbox's section that decide which files it sees."""
 
     @property
     def packages(self) -> bool:
-        """Whether the packages of this Python are seen."""
+        """Whether the packages of this Python are visible."""
         ...
 
     @property
@@ -35,8 +35,8 @@ class SeenMounts(Protocol):
 
 INSIDE = Path(__file__).parent / "inside"
 FIRST_UID = 1_800_000_000
-"""The first of the users that no account has. A sandbox that root starts gets one of them at
-random, which no other sandbox has."""
+"""The first user id without an account. A sandbox that root starts gets a random one of them, which
+no other sandbox has."""
 NUM_UIDS = 100_000_000
 """How many such users there are."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -54,13 +54,13 @@ class SandboxLaunch:
     pass_fds: tuple[int, ...] = ()
     """Handles of this process that the new one inherits; they are closed after its start."""
     uid: int | None = None
-    """The user that starts it, where that is not this process's user."""
+    """The user that starts it, if it is not this process's user."""
     owned_uid: int | None = None
     """The user that all its processes have, and no others."""
     folder: Path | None = None
-    """A folder of the host that it writes into, whose size nothing else bounds."""
+    """A folder of the host that it writes into, whose size has no other limit."""
     work: str = "/sandbox"
-    """The work folder by the path that it has inside."""
+    """The work folder's path inside the sandbox."""
     has_namespace: bool = True
     """Whether all its processes end with the first."""
     clean: Callable[[], None] = field(default=lambda: None)
@@ -79,16 +79,16 @@ def python_program() -> str:
 
 
 def python_folders() -> list[str]:
-    """Folders of this Python, besides the system's folders. Raises SandboxError where making them
-    visible would show a home folder."""
+    """Folders of this Python outside of the system's folders. Raises SandboxError if they would
+    make a home folder visible."""
     folders = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
     folders.add(os.path.dirname(os.path.dirname(python_program())))
     home = os.path.realpath(os.path.expanduser("~"))
     for folder in folders:
         if folder != "/usr" and (folder in TOO_WIDE or home == folder):
             raise SandboxError(
-                f"this Python is installed in {folder}, which a sandbox can't be shown: use one "
-                "that has a folder of its own, as those of uv, pyenv, conda and the system do"
+                f"this Python is installed in {folder}, which can't be shown in a sandbox: use one "
+                "in its own folder, such as one of uv, pyenv, conda or the system"
             )
 
     if any(folder.startswith("/nix/") for folder in folders):
@@ -106,7 +106,7 @@ def package_folders(section: SeenMounts) -> list[str]:
 
 
 def hidden_folders(section: SeenMounts) -> list[str]:
-    """Folders of packages below the visible ones, which the section does not ask for."""
+    """Folders of packages below the visible ones that the section does not request."""
     if section.packages:
         return []
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -126,8 +126,8 @@ def supervisor_settings(
     is_alone: bool = True,
     counts_processes: bool = True,
 ) -> dict[str, Any]:
-    """`is_alone`: the supervisor may end every process that it can signal. `counts_processes`: the
-    kernel counts those of this sandbox apart from others."""
+    """`is_alone`: the supervisor can end every process that it can signal. `counts_processes`: the
+    kernel counts the processes of this sandbox separately."""
     packages = package_folders(section)
     folder = os.path.dirname(python_program())
     env = {

@@ -1,6 +1,6 @@
 """A sandbox in processes of this machine: the host's side of the connection to its supervisor.
 
-The host trusts nothing that comes from inside: it accepts frames of bounded length, JSON of known
+The host trusts nothing from inside: it accepts frames of bounded length, JSON of known
 types, texts of bounded length. Anything else ends the sandbox, and is reported as a failure of the
 code. A call waits for its deadline and a margin, and then ends the sandbox. A cancelled call ends
 the sandbox at once.
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
 
 MARGIN_S = 6.0
-"""How long after its deadline the supervisor may take to end a call."""
+"""Seconds after its deadline in which the supervisor must end a call."""
 FILE_S = 30.0
-"""How long reading, writing or listing files may take."""
+"""The time limit in seconds for reading, writing or listing files."""
 _HEADER = struct.Struct(">I")
 _TRIAL = """
 import socket
@@ -75,12 +75,12 @@ class LocalKind(ABC):
 
     @abstractmethod
     def obstacle(self) -> str:
-        """Why the kind can't be used here, and what to do; empty where it should work. May
+        """Why the kind can't be used here, and what to do; empty if it should work. Can
         block."""
 
     @abstractmethod
     def launch(self, section: SandboxSection) -> SandboxLaunch:
-        """May block. Raises SandboxError and OSError."""
+        """Can block. Raises SandboxError and OSError."""
 
     async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox:
         """Raises SandboxError."""
@@ -215,7 +215,7 @@ class LocalSandbox:
         watch.add(watched)
 
     async def _abandon(self, spawning: asyncio.Future[Any]) -> None:
-        """Ends the sandbox that was being started, even where its thread still runs."""
+        """Ends the sandbox that was starting, even if its thread still runs."""
 
         def end(done: asyncio.Future[Any]) -> None:
             if not done.cancelled() and done.exception() is None:
@@ -287,7 +287,7 @@ class LocalSandbox:
         """See Sandbox.execute. Raises SandboxError."""
         limit = self._deadline(deadline_s)
         if not argv or any("\0" in word or not is_unicode(word) for word in argv):
-            raise SandboxError("execute takes the words of a command, as texts without NUL")
+            raise SandboxError("execute takes a command as a list of strings without NUL")
         if len(stdin) > self._section.file_mib * 2**20:
             raise SandboxError(f"stdin has more than file_mib, {self._section.file_mib} MiB")
 
@@ -325,7 +325,7 @@ class LocalSandbox:
         try:
             return base64.b64decode(text, validate=True)
         except binascii.Error as error:
-            raise SandboxError(f"{path}: the sandbox gave what is no file") from error
+            raise SandboxError(f"{path}: the sandbox's reply is not a file") from error
 
     async def write_file(self, path: str, content: bytes) -> None:
         """See Sandbox.write_file. Raises SandboxError."""
@@ -357,7 +357,7 @@ class LocalSandbox:
         return storable(text, 2 * self._section.output_kib * 1024 + 200)
 
     async def _ensure(self) -> bool:
-        """Starts another sandbox where the last one has ended. Returns whether it did."""
+        """Starts another sandbox if the last one has ended. Returns whether it did."""
         if self._is_closed:
             raise SandboxError("the sandbox is closed")
         if self._process is not None and self._process.poll() is not None:
@@ -376,7 +376,7 @@ class LocalSandbox:
     async def _file_request(self, do: str, key: str, kind: type[_T], **fields: Any) -> _T:
         if not is_unicode(fields.get("path", "")):
             raise SandboxError(
-                f"the path {fields['path'][:200]!r} is no Unicode: give another name"
+                f"the path {fields['path'][:200]!r} is not valid Unicode: give another name"
             )
 
         async with self._lock:
@@ -451,7 +451,7 @@ class LocalSandbox:
         self._num_calls += 1
         if self._num_calls > self._section.max_tool_calls:
             limit = self._section.max_tool_calls
-            raise SandboxError(f"no more than max_tool_calls, {limit}, calls of tools in one run")
+            raise SandboxError(f"more than max_tool_calls={limit} tool calls in one run")
 
         return await tool.call(arguments)
 
@@ -470,10 +470,10 @@ class LocalSandbox:
         except (asyncio.IncompleteReadError, OSError) as error:
             raise SandboxEnded(self._failure or self._how_it_died()) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise violation("what is no JSON") from error
+            raise violation("text that is not JSON") from error
 
         if not isinstance(message, dict):
-            raise violation("what is no JSON object")
+            raise violation("JSON that is not an object")
 
         return message
 
@@ -509,8 +509,7 @@ class LocalSandbox:
 
 
 def _move(pid: int, group: ControlGroup) -> None:
-    """Moves the processes into the group; all that run so far are AgentEvo's. Raises
-    SandboxError."""
+    """Moves the processes into the group; so far only AgentEvo's run. Raises SandboxError."""
     try:
         group.add([pid, *descendants(pid)])
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which kind of sandbox works here, and how many there may be at once."""
+"""Chooses the kind of sandbox that works here, and limits the number of open ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _working: set[tuple[object, ...]] = set()
 
 
 async def problem_of(name: str, section: SandboxSection) -> str:
-    """Why a kind can't be used here; empty where it can. What has worked is not tried again in this
-    process; what has not may have failed of this section's limits, or of a machine that was busy.
+    """Why a kind can't be used here; empty if it can. A success is cached in this process. A
+    failure is not, since it can come from this section's limits or from a busy machine.
     """
     key = (name, section.packages, section.url, section.api_key, section.cpus is None)
     if key in _working:
@@ -32,7 +32,7 @@ async def problem_of(name: str, section: SandboxSection) -> str:
 
 
 async def chosen_kind(section: SandboxSection) -> str:
-    """The name of the kind that a section means. Raises SandboxError where none can be used."""
+    """The name of the kind that a section chooses. Raises SandboxError if none can be used."""
     names = ORDER if section.type == "auto" else (section.type,)
     problems = {}
     for name in names:
@@ -48,7 +48,7 @@ async def chosen_kind(section: SandboxSection) -> str:
 
 
 class Sandboxes:
-    """Opens sandboxes of one section, at most `max_sandboxes` at once."""
+    """Opens sandboxes of one section, at most `max_sandboxes` at a time."""
 
     def __init__(self, section: SandboxSection) -> None:
         """Raises UnknownNameError for an unknown kind."""
@@ -72,7 +72,7 @@ class Sandboxes:
         except TimeoutError as error:
             limit = self._section.max_sandboxes
             raise SandboxError(
-                f"{limit} sandboxes are open, and none was closed within {wait_s:g} s: raise "
+                f"{limit} sandboxes are open, and none closed within {wait_s:g} s: raise "
                 "max_sandboxes, or close them"
             ) from error
 

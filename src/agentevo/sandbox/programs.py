@@ -1,8 +1,8 @@
-"""Programs, such as servers, in a sandbox of bubblewrap's; their stdin and stdout belong to the
-process that starts them.
+"""Programs, such as servers, in a bubblewrap sandbox; their stdin and stdout belong to the process
+that starts them.
 
-A program has a work folder of its own, which is its home. It sees the system's files, its own and
-those that are named, and no network unless it is requested. The words of a command start it:
+A program has its own work folder, which is its home. It sees the system's files, its own and the
+named ones, and no network unless requested. The words of a command start it:
 inside/hand_over.py gives the filter of system calls to `bwrap`, and inside/become.py sets limits
 and the user. Its variables are those of the process that starts it, except HOME and TMPDIR. `Walls`
 limit what all its processes use together, as for the sandbox of code.
@@ -41,10 +41,10 @@ NODE_MODULES = "/node_modules/"
 """The folder where a program of npm's finds its packages: its file in `.bin` is a link to one of
 them."""
 MAX_FILES = 100_000
-"""Most files in the work folder: even empty ones take the kernel's memory."""
+"""The most files in the work folder: even empty ones use the kernel's memory."""
 ENDING_S = 2.0
 _FIRST_LINE = 4096
-"""Bytes of a script that may name its interpreter."""
+"""Bytes at the start of a script that can name its interpreter."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class _SeenFolders:
 
 
 class Walls:
-    """Limits around one program that the words of `sandboxed` start, with all that it starts: a
-    cgroup where there can be one, and the watch of memory, processes and files."""
+    """Limits around one program that the words of `sandboxed` start, and its children: a cgroup if
+    possible, and the watch of memory, processes and files."""
 
     def __init__(self, section: ProgramSandboxSection) -> None:
         """Called before the program starts. Blocks for a moment. Raises SandboxError and
@@ -75,7 +75,7 @@ class Walls:
         self._pid = pid
 
         def end(kind: str, reason: str) -> None:
-            notify(f"its sandbox has ended it: {reason}")
+            notify(f"its sandbox ended it: {reason}")
             for process in (*descendants(pid), pid):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
@@ -116,8 +116,8 @@ class _ProgramLimits:
 def sandbox_command(
     command: str, arguments: Sequence[str], section: ProgramSandboxSection, folder: Path | None
 ) -> list[str]:
-    """The words that start a program in a sandbox; one with a folder in its name is looked for in
-    `folder`. Raises SandboxError where there can be none, and for paths that there are not."""
+    """The words that start a program in a sandbox; a name with a folder is relative to `folder`.
+    Raises SandboxError if there can be no sandbox, and for missing paths."""
     program = _program(command, folder)
     bwrap = shutil.which("bwrap")
     obstacle = Bubblewrap().obstacle()
@@ -126,7 +126,7 @@ def sandbox_command(
 
     way = working_way(bwrap)
     if way == "user" and os.geteuid() == 0:
-        raise SandboxError("bubblewrap: root may make no namespaces here: start it as a user")
+        raise SandboxError("bubblewrap: root can't create namespaces here: run as a normal user")
 
     limits = {
         "RLIMIT_DATA": section.memory_mib * 2**20,
@@ -219,7 +219,7 @@ def _own_folders(program: str) -> list[str]:
 
 
 def _interpreter(program: str) -> list[str]:
-    """The path of a script's interpreter, where it exists; where `env` looks for it, both paths."""
+    """The path of a script's interpreter, if it exists; with `env`, both paths."""
     try:
         with open(program, "rb") as file:
             first = file.read(_FIRST_LINE).split(b"\n")[0]
@@ -235,8 +235,8 @@ def _interpreter(program: str) -> list[str]:
 
 
 def _existing_path(path: Path) -> str:
-    """The absolute path. Raises SandboxError where it does not exist."""
+    """The absolute path. Raises SandboxError if it does not exist."""
     absolute = os.path.abspath(path.expanduser())
     if not os.path.exists(absolute):
-        raise SandboxError(f"there is no {absolute}, which the sandbox is to show")
+        raise SandboxError(f"there is no {absolute} to show in the sandbox")
     return absolute

@@ -1,10 +1,9 @@
 """A sandbox on another machine: the client of `agentevo sandbox serve`.
 
-The connection is the sandbox: the sandbox ends with the connection, and with this process. A server
-that is gone, hangs or sends something else is reported as a failure of the call (`SandboxDied`,
-`Timeout`), with the files lost, and the next call opens another sandbox; where none can be opened
-it raises a SandboxError. Functions of this machine that the code calls are called here, over the
-same connection.
+The sandbox ends with its connection, and with this process. A server that is gone, hangs or sends
+invalid data is reported as a failure of the call (`SandboxDied`, `Timeout`). The files are then
+lost, and the next call opens another sandbox, or raises a SandboxError if it can't. The code's
+calls of functions of this machine run here, over the same connection.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
 
 MARGIN_S = 15.0
-"""How long after its deadline the server may take to end a call, which takes six seconds itself."""
+"""Seconds after its deadline in which the server must end a call; it needs up to six itself."""
 FILE_S = 60.0
 CLOSE_S = 1.0
 _FORBIDDEN = 403
@@ -67,7 +66,7 @@ class Remote:
         finally:
             await sandbox.close()
 
-        return "" if tried.value == "42" else f"a trial at {section.url} has failed: {tried.error}"
+        return "" if tried.value == "42" else f"a trial at {section.url} failed: {tried.error}"
 
     async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox:
         """Raises SandboxError."""
@@ -115,7 +114,7 @@ class RemoteSandbox:
             return
 
         self._end()
-        why = answer.message if isinstance(answer, wire.Refused) else "it speaks another language"
+        why = answer.message if isinstance(answer, wire.Refused) else "it speaks another protocol"
         raise SandboxError(f"{section.url}: {storable(why)}")
 
     async def run(self, code: str, deadline_s: float | None = None) -> Execution:
@@ -180,7 +179,7 @@ class RemoteSandbox:
         try:
             return base64.b64decode(text, validate=True)
         except binascii.Error as error:
-            raise SandboxError(f"{path}: the server gave what is no file") from error
+            raise SandboxError(f"{path}: the server's reply is not a file") from error
 
     async def write_file(self, path: str, content: bytes) -> None:
         """See Sandbox.write_file. Raises SandboxError."""
@@ -217,7 +216,7 @@ class RemoteSandbox:
             raise SandboxError(f"{what}: more than file_mib, {self._section.file_mib} MiB")
 
     async def _ensure(self) -> bool:
-        """Opens another sandbox where the last one has ended. Returns whether it did."""
+        """Opens another sandbox if the last one has ended. Returns whether it did."""
         if self._is_closed:
             raise SandboxError("the sandbox is closed")
         if self._connection is not None:
@@ -330,7 +329,7 @@ class RemoteSandbox:
             raise self._connection_lost(error) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._end()
-            raise violation("what is no answer") from error
+            raise violation("a message that is no reply") from error
 
     def _connection_lost(self, error: Exception) -> SandboxEnded:
         self._end()
@@ -338,7 +337,7 @@ class RemoteSandbox:
         return SandboxEnded(Failure("SandboxDied", storable(message, 500)))
 
     def _end(self) -> None:
-        """At once, without a word to the other side."""
+        """Closes immediately, without a message to the other side."""
         connection = self._connection
         self._connection = None
         if connection is not None:
@@ -372,8 +371,9 @@ async def _connect(section: SandboxSection) -> ClientConnection:
         status = error.response.status_code
         if status == _FORBIDDEN:
             raise SandboxError(
-                f"{url}: the key is wrong or missing: api_key: ${{env:NAME}} names a variable that "
-                "holds what is in the file `secret` of the server's folder"
+                f"{url}: the key is wrong or missing: api_key: ${{env:NAME}} names a variable; "
+                "set it "
+                "to the content of the file `secret` in the server's folder"
             ) from None
         raise SandboxError(f"{url}: no server of sandboxes answers (HTTP {status})") from None
     except (OSError, WebSocketException, ValueError) as error:
@@ -384,7 +384,7 @@ async def _connect(section: SandboxSection) -> ClientConnection:
 
 
 def authorization(section: SandboxSection) -> dict[str, str]:
-    """The header with the key, where there is one. Raises SandboxError."""
+    """The header with the key, if there is one. Raises SandboxError."""
     if section.api_key is None:
         return {}
 
@@ -394,6 +394,8 @@ def authorization(section: SandboxSection) -> dict[str, str]:
         raise SandboxError(f"sandbox.api_key: {error}") from error
 
     if not key.isascii() or not key.isprintable():
-        raise SandboxError("sandbox.api_key: the key has characters that no header may have")
+        raise SandboxError(
+            "sandbox.api_key: the key has characters that are not allowed in a header"
+        )
 
     return {"Authorization": f"Bearer {key}"}

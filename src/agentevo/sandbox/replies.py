@@ -1,4 +1,4 @@
-"""The replies of a sandbox's supervisor, in the forms that the host accepts and the store takes."""
+"""The replies of a sandbox's supervisor, in the forms that the host and the store accept."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def storable_failure(failure: Failure | None) -> Failure | None:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be sent: a model's JSON may have halves of surrogate pairs."""
+    """Whether a text can be sent: a model's JSON can have halves of surrogate pairs."""
     return text.isascii() or text.encode("utf-8", "replace").decode() == text
 
 
 def refused_code(code: str) -> Failure | None:
-    """Why a text can't be sent; None where it can."""
+    """Why a text can't be sent; None if it can."""
     if len(code) > LONGEST_CODE:
         return Failure("ValueError", f"{len(code):,} characters of code, at most 4 MiB")
     if not is_unicode(code):
@@ -74,7 +74,7 @@ def refused_code(code: str) -> Failure | None:
 
 
 def longest_message(section: SandboxSection) -> int:
-    """Bytes of any message that such a sandbox may send."""
+    """The most bytes of a message from such a sandbox."""
     output = 3 * section.output_kib * 1024 * 6
     files = section.file_mib * 2**20 * 3 // 2 + section.max_files * 1100
     return output + files + 2 * LARGEST_CALL

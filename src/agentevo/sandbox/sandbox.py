@@ -2,8 +2,8 @@
 
 A sandbox has a work folder, and one Python interpreter whose variables persist from one `run` to
 the next. An `Execution` reports everything that the code does; the code's errors never raise here.
-`SandboxError` is raised for what is no fault of the code: a sandbox that can't be started, a path
-outside the work folder, a sandbox that is closed. One call runs at a time; others wait for it.
+`SandboxError` is raised for problems that the code did not cause: a sandbox that can't start, a
+path outside the work folder, a closed sandbox. One call runs at a time; others wait for it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Execution(msgspec.Struct, frozen=True):
     """Files of the work folder that were made, changed or deleted, by their paths in it."""
     duration_s: float
     is_alive: bool
-    """Whether the interpreter lives on. If not, its variables are lost, and the next call has a new
-    one."""
+    """Whether the interpreter is still alive. If not, its variables are lost, and the next call has
+    a new one."""
     is_new: bool
     """Whether this call had a new interpreter because an earlier one had ended."""
     files_lost: bool = False
@@ -59,21 +59,21 @@ class ProgramRun(msgspec.Struct, frozen=True):
     stdout: str
     stderr: str
     exit_code: int | None
-    """Negative for the signal that ended it; None where a limit did, see `error`."""
+    """Negative for the signal that ended it; None if a limit did, see `error`."""
     error: Failure | None
     files: tuple[str, ...]
     duration_s: float
     files_lost: bool = False
     server_lost: bool = False
-    """Whether a server was lost on the way: what the program did is not known."""
+    """Whether the server was lost during the call: the program's effects are unknown."""
 
 
 class SandboxTool(msgspec.Struct, frozen=True):
-    """A function of the host that the code can call by name. What the code gives is untrusted."""
+    """A function of the host that the code can call by name. Its arguments are untrusted."""
 
     name: str
     parameters: tuple[str, ...]
-    """Their names in order, for arguments that are given without."""
+    """The parameter names in order, for positional arguments."""
     description: str
     call: Callable[[dict[str, Any]], Awaitable[Any]]
     """Returns a JSON value. An exception is raised in the code as `ToolError`, with the message of
@@ -90,9 +90,9 @@ class Sandbox(Protocol):
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes = b"", deadline_s: float | None = None
     ) -> ProgramRun:
-        """Runs a program in the work folder, alone: the interpreter, its variables and all else
-        that runs in the sandbox end first, and what the program started ends with it. `python` is
-        this Python."""
+        """Runs a program alone in the work folder: the interpreter, its variables and everything
+        else in the sandbox end first, and the program's children end with it. `python` is this
+        Python."""
         ...
 
     async def files(self) -> dict[str, int]:
@@ -106,25 +106,24 @@ class Sandbox(Protocol):
         ...
 
     async def export(self, folder: Path) -> tuple[str, ...]:
-        """Copies the regular files of the work folder into a new folder of the host, and gives
-        their paths. Files whose names are no UTF-8 stay behind."""
+        """Copies the regular files of the work folder into a new folder of the host, and returns
+        their paths. Files whose names are not UTF-8 are left out."""
         ...
 
     async def close(self) -> None:
-        """Ends all its processes, and deletes its files. May be called again."""
+        """Ends all its processes, and deletes its files. Can be called again."""
         ...
 
 
 class SandboxKind(Protocol):
-    """A way to make sandboxes."""
+    """A kind of sandboxes."""
 
     async def problem(self, section: SandboxSection) -> str:
-        """Why it can't be used on this machine, and what to do; empty where a trial has
-        succeeded."""
+        """Why it can't be used on this machine, and what to do; empty if a trial succeeded."""
         ...
 
     async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox: ...
 
 
 sandboxes: Registry[Callable[[], SandboxKind]] = Registry("sandboxes")
-"""Kinds of sandboxes by the name that `type` of a SandboxSection gives."""
+"""Kinds of sandboxes by the `type` of a SandboxSection."""

@@ -1,4 +1,4 @@
-"""The system calls that code in a sandbox may not make, as a program of the kernel's filter (BPF).
+"""The system calls that are forbidden in a sandbox, as a program of the kernel's filter (BPF).
 
 Refused with EPERM: networks, other processes' memory, namespaces and mounts, memory that no limit
 counts (System V segments, memfd, message queues), kernel interfaces with a history of holes
@@ -110,7 +110,7 @@ _OF_OTHER_PROCESSES = {
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
 }
-"""Refused where their first argument, a process, is not 0: the caller."""
+"""Refused if their first argument, a process, is not 0, the caller."""
 _ATTRIBUTES = {
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -132,7 +132,7 @@ _ATTRIBUTES = {
     "fremovexattr": (199, 16),
     "inotify_add_watch": (254, 27),
 }
-"""What landlock leaves open on files that belong to the same user."""
+"""Calls that landlock permits on files of the same user."""
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _IOCTL = (16, 29)
@@ -210,6 +210,6 @@ def _if(test: int, value: int, result: int) -> list[bytes]:
 
 
 def _on_argument(number: int, index: int, rules: list[bytes]) -> list[bytes]:
-    """The rules, on the low half of an argument of one call; others pass them by."""
+    """The rules on the low half of an argument of one call; other calls skip them."""
     body = [_line(_LOAD, _ARGUMENTS_AT + 8 * index), *rules, _line(_LOAD, _NUMBER_AT)]
     return [_line(_EQUAL, number, 0, len(body)), *body]

@@ -1,5 +1,5 @@
-"""Work folders on the host's disk, for sandboxes without a file system of their own. What a killed
-process left is deleted when the next folder is made, by a process that sees the same processes:
+"""Work folders on the host's disk, for sandboxes without a separate file system. A killed process's
+folders are deleted when the next folder is created, by a process that sees the same processes:
 containers that share a disk do not touch one another's folders."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _namespace() -> int:
 
 
 def _start_time(pid: int) -> int:
-    """When a process was started, in hundredths of a second; 0 where there is none."""
+    """The start time of a process, in hundredths of a second; 0 if there is none."""
     try:
         return int(psutil.Process(pid).create_time() * 100)
     except psutil.Error:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @sandboxes.register("none")
 class Unconfined(LocalKind):
-    """No protection but limits of memory, time and sizes: for code that you wrote."""
+    """No protection except limits of memory, time and sizes: for code that you wrote."""
 
     name = "none"
 

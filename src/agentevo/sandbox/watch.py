@@ -1,9 +1,9 @@
-"""Watches from the outside what a sandbox uses of the machine: memory of all its processes
-together, their number, and the files of its work folder. One thread of the host looks at all
-sandboxes, and ends each one that is over its limits.
+"""Watches a sandbox's resources from the outside: the memory of all its processes together, their
+number, and the files of its work folder. One thread of the host checks all sandboxes, and ends
+each one that is over its limits.
 
 The kernel's own limits act first: address space of each process, the size of a file system in
-memory, the number of processes of a user. This watch covers what those leave open.
+memory, the number of processes of a user. This watch covers the remaining resources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIB = 2**20
 
 @dataclass
 class WatchedSandbox:
-    """One sandbox. `end` is called in the watching thread, with the kind of limit and words."""
+    """One sandbox. The watching thread calls `end` with the kind of limit and a message."""
 
     pid: int
     memory_mib: int
@@ -74,7 +74,7 @@ class WatchedSandbox:
 
 
 class SandboxWatch:
-    """The thread, which runs while there is something to watch."""
+    """The thread, which runs while there are sandboxes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class SandboxWatch:
                 self._thread.start()
 
     def remove(self, pid: int) -> None:
-        """From now on `end` is not called."""
+        """Stops watching: `end` is no longer called."""
         with self._lock:
             self._watched.pop(pid, None)
 
@@ -110,7 +110,9 @@ class SandboxWatch:
                 except OSError:  # it is just ending
                     continue
                 except Exception as error:  # noqa: BLE001 (others are watched on)
-                    sandbox.end("SandboxDied", f"what can't be watched ({describe_error(error)})")
+                    sandbox.end(
+                        "SandboxDied", f"a state that can't be read ({describe_error(error)})"
+                    )
 
 
 watch = SandboxWatch()
@@ -143,19 +145,19 @@ def _tasks(pid: int) -> list[str]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes that a process alone has in memory, or shares with others of its kind."""
+    """Resident bytes of a process: anonymous and shared memory, without files."""
     return _sum_of(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:"))
 
 
 def _proportional(pid: int) -> int:
-    """The same, with each shared page divided among those who share it."""
+    """The same, with each shared page divided among its processes."""
     path = f"/proc/{pid}/smaps_rollup"
     return _sum_of(path, (b"Pss_Anon:", b"Pss_Shmem:")) or _resident(pid)
 
 
 def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
-    """The sum, in bytes, of the lines with these names, which are in KiB. The code names its
-    processes, with any bytes but a new line's."""
+    """The sum, in bytes, of the lines with these names, which are in KiB. The code chooses the
+    names of its processes, which can have any bytes except a line break."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError:

@@ -29,11 +29,11 @@ REQUESTED = (
     "env",
     "packages",
 )
-"""The keys of a section that a client asks for; the others are the server's own."""
+"""The keys of a section that a client can set; the others are the server's own."""
 PING_S = 20.0
 """How often both sides ping each other."""
 SILENT_S = 60.0
-"""A side that has not answered for so long is gone, with its machine or its network."""
+"""Seconds without an answer after which the other side counts as gone."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -85,7 +85,7 @@ class Write(_Message, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """To a Call; `error` is what the code receives in place of a result."""
+    """The reply to a Call; the code receives `error` in place of a result."""
 
     number: int
     result: Any = None
@@ -121,7 +121,7 @@ class Done(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """The request `id` could not be done, for no fault of the code."""
+    """The request `id` failed, but not because of the code."""
 
     id: int
     message: str

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Final
 
 VERSION: Final = "1.44.0"
-"""The release of OpenTelemetry's registry whose names of gen_ai.* these are."""
+"""The release of OpenTelemetry's registry that defines these gen_ai.* names."""
 SCHEMA_URL: Final = f"https://opentelemetry.io/schemas/{VERSION}"
 SCOPE: Final = "agentevo"
-"""The instrumentation scope, and the service's name where the environment gives none."""
+"""The instrumentation scope, and the default service name."""
 PROVIDER: Final = "agentevo"
 """The provider of a policy; gen_ai.provider.name takes any name where no known one applies."""
 
@@ -65,7 +65,7 @@ PROMPT_TEXT: Final = "agentevo.prompt.text"
 """The prompt's tokens as a text (token2text)."""
 COMPLETION_TEXT: Final = "agentevo.completion.text"
 OWN: Final = "agentevo."
-"""Prefix of a fact of a call that the conventions have no name for."""
+"""Prefix of a fact of a call without a name in the conventions."""
 
 # The variables of the environment that mean the same as our keys
 ENV_CONTENTS: Final = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"

@@ -16,15 +16,14 @@ ASKED_BY = (
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_EXPORTER_OTLP_ENDPOINT",
 )
-"""Any of these asks for spans."""
+"""Any of these variables turns tracing on."""
 
 
 @contextmanager
 def traced_as_environment() -> Iterator[None]:
-    """A block whose spans are exported where the environment asks for that: OTEL_TRACES_EXPORTER is
-    `otlp`, or there is an endpoint and it is not set. The spans that this process's packages make
-    by OpenTelemetry's own API, such as the MCP SDK's, then go over OTLP. Raises
-    MissingExtraError."""
+    """A block whose spans are exported if the environment requests it: OTEL_TRACES_EXPORTER is
+    `otlp`, or is not set and there is an endpoint. The spans that this process's packages make by
+    OpenTelemetry's own API, such as the MCP SDK's, then go over OTLP. Raises MissingExtraError."""
     variable = next((name for name in ASKED_BY if os.environ.get(name)), None)
     exporter = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"

@@ -1,13 +1,13 @@
-"""Stored calls as spans in a file, for a run that was not traced while it ran.
+"""Exports stored calls as spans to a file, for a run that was not traced.
 
-Names, trace ids and span ids are those that the run's own tracer gives (tracing/spans.py), so a
+Names, trace ids and span ids equal those of the run's own tracer (tracing/spans.py), so a
 second export, or a trace of the run, has the same spans. The trace ids of a run that was never
 traced are made from the name of its first process, which is unique.
 
 With `contents` a call of the policy has the messages of its turn, so `agentevo data import` reads
-them. Not promised: facts that only a tracer sees. A stored call does not have the request that
-caused it at the gateway, or the attempt of several agents that it belongs to; and the messages of
-an attempt that lost answers on their way, or is not in the store, are left out.
+them. Facts that only a tracer sees are missing: the request at the gateway that caused a
+call, and the attempt of several agents that it belongs to. The messages of an attempt that lost
+answers on their way, or is not in the store, are left out.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class FirstWarning(logging.Handler):
         words = problem if isinstance(problem, str) else describe_error(problem)
         words = without_passwords(words)[:LONGEST_WORDS]
         self.problem = "".join(c if c.isprintable() else "?" for c in words)
-        self._notify(f"tracing: spans may be missing (told once): {self.problem}")
+        self._notify(f"tracing: spans may be missing (reported once): {self.problem}")
 
     def mute(self) -> None:
         """Reports nothing from now on."""

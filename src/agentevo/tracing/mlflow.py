@@ -1,7 +1,7 @@
 """Spans as MLflow's traces: over OTLP to a server, or by MLflow's package into a database.
 
-    http://HOST:5000         a server (3.4 or newer) takes OTLP; MLflow's package is not needed
-    sqlite:////tmp/mlruns.db and other databases: what `mlflow ui --backend-store-uri` opens
+    http://HOST:5000         a server (3.4 or newer) accepts OTLP; MLflow's package is not needed
+    sqlite:////tmp/mlruns.db and other databases, which `mlflow ui --backend-store-uri` opens
 
 A server's credentials are MLflow's: MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and
 MLFLOW_TRACKING_PASSWORD.
@@ -35,7 +35,7 @@ class MLflowError(AgentEvoError):
 
 
 def check_mlflow(uri: str) -> None:
-    """Raises MissingExtraError where a database needs MLflow's package and it is missing."""
+    """Raises MissingExtraError for a database without MLflow's package."""
     if not uri.startswith(("http://", "https://")) and find_spec("mlflow") is None:
         raise MissingExtraError(
             "tracing.backend=mlflow without a server needs the package 'mlflow': pip install "
@@ -109,7 +109,7 @@ def _experiment_id(uri: str, experiment: str, headers: dict[str, str]) -> str:
         experiment_reply = answer("GET", "get-by-name", params=name)
 
     if experiment_reply is None:
-        raise MLflowError(f"{where} makes no experiment {experiment!r}")
+        raise MLflowError(f"{where} can't create the experiment {experiment!r}")
     return str(experiment_reply["experiment"]["experiment_id"])
 
 

@@ -1,4 +1,5 @@
-"""What a recipe's section `tracing` and OpenTelemetry's variables give: a tracer, or none.
+"""Opens the tracer that a recipe's section `tracing` and OpenTelemetry's variables describe, if
+any.
 
 The OpenTelemetry SDK is an extra, so no module that imports it is imported before it is needed."""
 
@@ -107,8 +108,8 @@ def load_sdk(needed_by: str) -> None:
 
 
 def run_id_of(run_dir: Path) -> str:
-    """What identifies this run, drawn once and kept in its folder: every process of the
-    run makes the same trace ids of it."""
+    """The random id of this run, stored in its folder: every process of the run derives the same
+    trace ids from it."""
     path = run_dir / FOLDER / "run_id"
     try:
         if not path.is_file():
@@ -181,7 +182,7 @@ def _limits(section: TracingSection) -> TraceLimits:
 
 
 def _number(name: str) -> int | None:
-    """A number of the environment. Raises ConfigError for any other text."""
+    """A number in an environment variable. Raises ConfigError for any other text."""
     text = os.environ.get(name, "").strip()
     if not text:
         return None

@@ -45,9 +45,9 @@ def check_collector(endpoint: str | None) -> None:
     exporter can't follow. No value of a header is in an error."""
     if endpoint is None and _variable("PROTOCOL").lower() == "grpc":
         raise ConfigError(
-            "OTEL_EXPORTER_OTLP_PROTOCOL is grpc, and AgentEvo sends spans over HTTP: set "
+            "OTEL_EXPORTER_OTLP_PROTOCOL is grpc, but AgentEvo sends spans over HTTP: set "
             "tracing.endpoint to the collector's HTTP address, such as http://HOST:4318, which "
-            "counts before the variable"
+            "overrides the variable"
         )
 
     headers = unquote(_variable("HEADERS"))
@@ -59,7 +59,7 @@ def check_collector(endpoint: str | None) -> None:
 
     if endpoint is not None and not _is_http(endpoint):
         raise ConfigError(
-            "tracing.endpoint is not the URL of a collector: give one such as http://HOST:4318 "
+            "tracing.endpoint is not a valid URL of a collector: give one such as http://HOST:4318 "
             "(in a password, `/`, `?`, `#` and `@` are written as %2F, %3F, %23 and %40)"
         )
 

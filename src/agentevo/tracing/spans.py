@@ -35,7 +35,7 @@ _ATTEMPT = re.compile(
 )
 """Of a trajectory's id, which sampler.group_name and types.group_of_agent make."""
 _OUTPUT = ("stdout", "stderr", "whole_result", "summary_problem", "ending")
-"""Facts of a call that are written texts, in addition to those that have a name."""
+"""Facts of a call whose values are texts, in addition to those with a name."""
 _NANO = 10**9
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 Value = str | bool | int | float | list[str]

@@ -1,8 +1,8 @@
 """Texts as spans hold them: of bounded length, and without credentials.
 
 It leaves out passwords in URLs (credentials.py), the values of environment variables whose names
-contain words such as key, secret, token or password, and texts in the form of a key. Not promised:
-that a secret is recognised that looks like any other word and is in no such variable.
+contain words such as key, secret, token or password, and texts in the form of a key. A secret
+that looks like an ordinary word and is in no such variable is not recognised.
 """
 
 from __future__ import annotations

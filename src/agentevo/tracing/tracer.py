@@ -4,13 +4,13 @@ processor, in its thread.
     async with tracer:                  the exporter is made; the thread begins, and ends
         tracer.end_span(call)              from the event loop: puts the call into the queue
 
-The attempts never wait for it: when the queue is full, the oldest calls are dropped. The thread
-makes the span, shortens its texts and searches them for secrets. Spans that an exporter does not
-take, after its own retries, are lost. The end waits `flush_s` for the remaining spans.
-Lost spans are counted, and reported at the first loss and at the end.
+The attempts never wait for the exporter: when the queue is full, the oldest calls are dropped. The
+thread makes the span, shortens its texts and searches them for secrets. Spans that an exporter
+refuses, after its own retries, are lost. The end waits `flush_s` for the remaining spans. Lost
+spans are counted, and reported at the first loss and at the end.
 
-Not promised: that all spans of a process that was killed are exported, or that a span is exported
-once where the exporter did not learn in time whether it was taken.
+A killed process can lose spans. A span can be exported twice if the exporter did not receive the
+confirmation in time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentevo.tracing.first_warning import FirstWarning
 from agentevo.tracing.spans import Spans, attempt_of
 
 FLUSH_S = 30.0
-"""How long the end of a run waits for an exporter that still takes spans in."""
+"""The seconds that the end of a run waits for an exporter that still accepts spans."""
 PIECE = 2**22
 """Characters of the spans that are exported together: collectors refuse larger requests."""
 _SAMPLED = SpanContext(1, 1, False, TraceFlags(TraceFlags.SAMPLED))
@@ -59,19 +59,19 @@ class WaitingCall(ReadableSpan):
 
 
 class CallExporter(SpanExporter):
-    """Makes the spans of the waiting calls, and gives them to an exporter, which may be slow and
+    """Makes the spans of the waiting calls, and gives them to an exporter, which can be slow and
     raise anything. One thread uses it."""
 
     def __init__(self, exporter: SpanExporter, spans: Spans, warning: FirstWarning) -> None:
         self.num_exported = 0
         self.is_ending = False
-        """Whether an exporter that fails twice in a row is given up."""
+        """Whether to stop using an exporter that fails twice in a row."""
         self.is_given_up = False
         self._exporter = exporter
         self._spans = spans
         self._warning = warning
         self._num_failures = 0
-        """Since the exporter last took something in."""
+        """The failures since the last successful export."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See SpanExporter. Exports in pieces of about PIECE characters each."""
@@ -108,7 +108,7 @@ class CallExporter(SpanExporter):
 
         try:
             result = self._exporter.export(piece)
-        except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
+        except Exception as error:  # noqa: BLE001 (attempts continue after any error)
             self._warning.warn(error)
             result = SpanExportResult.FAILURE
 
@@ -183,12 +183,12 @@ class Tracer:
 
     @property
     def num_exported(self) -> int:
-        """Spans that the exporter has taken."""
+        """The number of exported spans."""
         return self._exporter.num_exported
 
     @property
     def num_lost(self) -> int:
-        """Calls that have ended and whose spans the exporter has not taken, so far."""
+        """The number of ended calls whose spans are not exported so far."""
         return self._num_ended - self.num_exported
 
     async def __aenter__(self) -> Self:
@@ -218,11 +218,14 @@ class Tracer:
         ending = threading.Thread(target=self._end, name="agentevo-tracing-end", daemon=True)
         ending.start()
         ending.join(self._flush_s)
-        why = self._warning.problem or "more came than the exporter took in (tracing.max_queue)"
+        why = (
+            self._warning.problem
+            or "spans came faster than the exporter sent them (tracing.max_queue)"
+        )
         if ending.is_alive():
             self._exporter.is_given_up = True
             self._warning.mute()
-            why = self._warning.problem or f"the exporter did not end within {self._flush_s:g} s"
+            why = self._warning.problem or f"the exporter did not finish within {self._flush_s:g} s"
 
         exported = self.num_exported
         if num_lost := self.num_lost:

@@ -3,8 +3,8 @@ and trackers of other packages.
 
     run's thread ──► Tracking ──► one Delivery (thread, bounded queue) for each ──► Tracker
 
-The run's thread never waits for a tracker but for `flush_s` at its end. Delivered rows are
-committed: one row for each step, once, also by a run that is resumed.
+The run's thread never waits for a tracker, except for `flush_s` at its end. Only committed rows
+are delivered: one for each step, once, also in a resumed run.
 """
 
 from agentevo.trackers.tracker import (

@@ -1,11 +1,11 @@
-"""One tracker on a thread of its own, so that its work costs the run nothing.
+"""One tracker in its own thread, so that its work costs the run nothing.
 
     put ─► bounded queue ─► thread: begin, log, ..., end ─► record of what was delivered
 
 Invariants: `put` returns at once; at most MAX_WAITING rows wait, and the oldest is dropped
 above that; a row is tried ATTEMPTS times and then left out; each problem is reported once. `close`
-waits until a given deadline and leaves the thread behind, which is a daemon. Not promised: that a
-tracker keeps a row that it was just given when the process was killed.
+waits until a given deadline and leaves the thread behind, which is a daemon. A row delivered just
+before the process is killed can be lost.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from agentevo.files import write_atomic
 from agentevo.trackers.tracker import TrackedRow, TrackedRun, Tracker
 
 MAX_WAITING = 1000
-"""Rows that a slow tracker may be behind."""
+"""The most rows that wait for a slow tracker."""
 ATTEMPTS = 6
 FIRST_PAUSE_S = 1.0
 """The wait between the first two attempts at one call; it doubles each time."""
 HANG_S = 60.0
-"""The time in one call after which a tracker is reported as hanging."""
+"""The seconds in one call after which a tracker is reported as hanging."""
 LONGEST_WORDS = 300
 """Characters of an error that a warning shows."""
 
 
 class Record:
-    """tracking.json in the run's folder: each tracker's id of the run, and the last step that it
-    has. The trackers' threads write it."""
+    """tracking.json in the run's folder: each tracker's id of the run, and its last step. The
+    trackers' threads write it."""
 
     def __init__(self, path: Path | None) -> None:
         """None: nothing is written, as for a run that is never resumed."""
@@ -112,18 +112,18 @@ class TrackerDelivery:
             self._wake.notify()
 
         if self._left_out:
-            self._warn(f"it is {MAX_WAITING} steps behind, and the oldest of them are left out")
+            self._warn(f"it is {MAX_WAITING} steps behind, and the oldest of these are left out")
 
         self.look()
 
     def look(self) -> None:
-        """Warns of a call that does not come back. For the run's thread."""
+        """Warns of a call that does not return. For the run's thread."""
         busy = self._busy
         if busy is not None and time.monotonic() - busy[0] > HANG_S:
-            self._warn(f"{busy[1]} has not come back for {HANG_S:g} s")
+            self._warn(f"{busy[1]} has not returned for {HANG_S:g} s")
 
     def finish(self, last: list[Callable[[Tracker], None]]) -> None:
-        """Ends the rows: `last` runs after the rows that wait, and then the thread ends."""
+        """Ends the delivery: `last` runs after the waiting rows, and then the thread ends."""
         with self._wake:
             self._last = last
             self._wake.notify()
@@ -137,21 +137,22 @@ class TrackerDelivery:
                 self._given_up = True
                 self._wake.notify()
             self._warn(
-                f"it did not take everything before the deadline (tracking.flush_s); "
-                f"{missing} steps were still to come"
+                f"it did not receive everything before the deadline (tracking.flush_s); "
+                f"{missing} steps are missing"
             )
         elif missing:
             self._say(f"{self.name}: {missing} steps are not in it; metrics.jsonl has them", False)
 
     def _warn(self, what: str) -> None:
-        """Warns once in the life of a run: further warnings are not worth the attention."""
+        """Warns once per run; later warnings are not shown."""
         if self._warned:
             return
 
         self._warned = True
         self._say(
-            f"tracker {self.name}: {what}. Training goes on; metrics.jsonl in the run's folder has "
-            "every number, and a resumed run goes on with this tracker",
+            f"tracker {self.name}: {what}. Training continues; metrics.jsonl in the run's "
+            "folder has "
+            "every number, and a resumed run continues with this tracker",
             True,
         )
 
@@ -203,7 +204,7 @@ class TrackerDelivery:
             return self._rows.popleft() if self._rows and not self._given_up else None
 
     def _try_call(self, what: str, call: Callable[[], None], attempts: int = ATTEMPTS) -> bool:
-        """Whether one of the attempts has worked."""
+        """Whether one of the tries succeeded."""
         for number in range(attempts):
             if number:
                 with self._wake:
@@ -217,7 +218,7 @@ class TrackerDelivery:
             self._busy = (time.monotonic(), what)
             try:
                 call()
-            except BaseException as error:  # noqa: BLE001 (whatever a tracker raises is its own)
+            except BaseException as error:  # noqa: BLE001 (a tracker can raise anything)
                 words = without_passwords(describe_error(error)).split("\n")[0]
                 if len(words) > LONGEST_WORDS:
                     words = f"{words[:LONGEST_WORDS]}..."
@@ -231,7 +232,7 @@ class TrackerDelivery:
 
 
 def with_identity(run: TrackedRun, name: str, record: Record, new_id: str) -> TrackedRun:
-    """The run as the tracker of that name knows it."""
+    """The run for the tracker of that name."""
     tracker_id, step = record.of(name)
     return msgspec.structs.replace(
         run, id=tracker_id or new_id, resumed=bool(tracker_id), last_step=step if tracker_id else -1

@@ -24,17 +24,17 @@ from agentevo.trackers.tracker import (
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 MOST_AT_ONCE = 500
-"""Metrics of one request; MLflow takes 1000."""
+"""The most metrics of one request; MLflow accepts 1000."""
 LONGEST_PARAMETER = 500
 MOST_PARAMETERS = 100
 """Of one request."""
 
 
 class MLflowConfig(TrackerConfig):
-    """MLflow. Who asks is MLflow's own: MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN."""
+    """MLflow. It reads its own credentials: MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN."""
 
     tracking_uri: str | None = Field(default=None, min_length=1)
-    """http://HOST:PORT, or sqlite:////PATH/mlruns.db. A password in it is written as
+    """http://HOST:PORT, or sqlite:////PATH/mlruns.db. Write a password in it as
     ${env:NAME}. Default: MLFLOW_TRACKING_URI, else MLflow's own."""
 
 
@@ -119,5 +119,5 @@ class MLflow(Tracker):
 
 
 def _name(name: str) -> str:
-    """A name of the letters that MLflow takes."""
+    """The name, with the characters that MLflow does not allow replaced."""
     return re.sub(r"[^\w\-. /:]", "_", name)[:250]

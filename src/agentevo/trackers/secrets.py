@@ -1,9 +1,8 @@
-"""A configuration as trackers may have it: without keys, tokens and passwords, whatever their
-source.
+"""The configuration for trackers: without keys, tokens and passwords from any source.
 
 It removes the values of keys with the name of a secret, passwords in URLs, texts after `Bearer` or
 a known prefix of keys, and, in any place, the value of every environment variable with the name of
-a secret. `${env:NAME}` stays: it says where a secret is, and not which.
+a secret. `${env:NAME}` stays: it names the place of a secret, not its value.
 """
 
 from __future__ import annotations

@@ -22,17 +22,17 @@ from agentevo.trackers.tracker import (
 
 
 class SwanLabConfig(TrackerConfig):
-    """SwanLab. The key is SwanLab's own: SWANLAB_API_KEY, or `swanlab login`."""
+    """SwanLab. It reads its own key: SWANLAB_API_KEY, or `swanlab login`."""
 
     mode: Literal["online", "local", "offline"] | None = None
     """local and offline write files below swanlog/ in the run's folder. Default: SWANLAB_MODE,
     else online."""
     workspace: str | None = Field(default=None, min_length=1)
-    """User or team. Default: the key's own."""
+    """User or team. Default: the key's user."""
 
 
 class SwanLab(Tracker):
-    """SwanLab: steps, attempts as texts, plots; without its cloud by mode: local."""
+    """SwanLab: steps, attempts as texts, plots. With mode: local it needs no cloud."""
 
     Config = SwanLabConfig
     packages = (("swanlab", "swanlab"),)
@@ -86,8 +86,8 @@ class SwanLab(Tracker):
 
 
 def _silence() -> None:
-    """SwanLab prints greetings to stdout, which is the command's own; it has no setting for that
-    (0.10)."""
+    """Redirects SwanLab's greetings, which would go to the command's stdout; SwanLab 0.10 has no
+    setting for that."""
     with suppress(ImportError, AttributeError):
         from swanlab.sdk.internal.pkg import console
 

@@ -1,10 +1,10 @@
-"""The tracker contract: what a tracker gets of a run, and how it is registered by name.
+"""The tracker contract: the data that a tracker receives, and its registration by name.
 
     begin(run) ─► log(row) ... ─► figure, artifact ... ─► end(state, summary)
 
-One object serves one run, and all its methods are called from one thread of its own (delivery.py),
-one after the other. They may block and may raise: that costs a warning and the row. Rows come in
-rising order of steps, each step once, and no step that a run may still take back.
+One object serves one run, and all its methods are called from one thread (delivery.py), one after
+the other. They can block and raise: that costs a warning and the row. Rows come in rising order of
+steps, each step once, and only steps that the run can't undo.
 
 Another package lists its class under the entry-point group `agentevo.trackers`; one in a user's own
 module is registered by `@agentevo.tracker(NAME)`.
@@ -40,10 +40,10 @@ class TrackerConfig(pydantic.BaseModel):
 
 
 class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tracker gets of a run when the run begins or resumes."""
+    """The facts of a run at its start or resume."""
 
     folder: Path
-    """The run's own; a tracker's local files belong below it."""
+    """The run's folder; a tracker's local files belong below it."""
     project: str
     name: str
     group: str | None = None
@@ -61,7 +61,7 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrackedTable(msgspec.Struct, frozen=True):
-    """Attempts of a step, say: a row each."""
+    """A table, such as the attempts of a step, one per row."""
 
     name: str
     columns: tuple[str, ...]
@@ -85,23 +85,23 @@ class TrackingBegun(msgspec.Struct, frozen=True):
     id: str
     """The id by which a resumed run finds it again."""
     where: str = ""
-    """Where to see it: a URL, or the command that shows it."""
+    """The URL of the run, or the command that shows it."""
 
 
 class Tracker(ABC):
-    """Base of every tracker; `Class(config)` makes one for one run and does nothing yet."""
+    """Base of every tracker. `Class(config)` creates one for one run, without any effect yet."""
 
     Config: ClassVar[type[TrackerConfig]] = TrackerConfig
     packages: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """(module that it imports, what pip calls the package)."""
+    """(imported module, package name for pip)."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Refuses settings that can't work, at once and without a network: called before a run
-        creates anything. Raises MissingExtraError or ConfigError."""
+        """Refuses invalid settings without using the network. Called before a run creates
+        anything. Raises MissingExtraError or ConfigError."""
         for module, package in cls.packages:
             if importlib.util.find_spec(module) is None:
                 raise MissingExtraError(

@@ -25,8 +25,8 @@ RECORD = "tracking.json"
 
 
 class Tracking:
-    """Begins at once, on the trackers' threads. Not thread-safe: `note` and `warn` are called by
-    the thread that calls its methods."""
+    """Starts immediately, in the trackers' threads. Not thread-safe: `note` and `warn` are called
+    by the thread that calls its methods."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Tracking:
         return bool(self._deliveries)
 
     def put(self, row: TrackedRow) -> None:
-        """Hands over a step, which the run never takes back. Returns at once."""
+        """Delivers a committed step. Does not block."""
         for delivery in self._deliveries:
             delivery.put(row)
         self.hear()
@@ -81,8 +81,7 @@ class Tracking:
         figures: Mapping[str, Path] | None = None,
         artifacts: Mapping[str, Path] | None = None,
     ) -> None:
-        """Gives the trackers the end of the run, and `flush_s` to deliver the rest; after that it
-        waits for them no longer."""
+        """Ends the trackers, and waits at most `flush_s` until they delivered the rest."""
         last = [
             *(
                 lambda tracker, name=name, path=path: tracker.figure(name, path)

@@ -73,7 +73,8 @@ class Trackio(Tracker):
 
 
 def _silence() -> None:
-    """trackio prints to stdout, which is the command's own; it has no setting for that (0.43)."""
+    """Redirects trackio's prints, which would go to the command's stdout; trackio 0.43 has no
+    setting for that."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "trackio" and module is not None:
             module.__dict__.setdefault("print", lambda *words, **options: None)

@@ -26,17 +26,18 @@ KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 class WandBConfig(TrackerConfig):
-    """Weights & Biases. The key is W&B's own: WANDB_API_KEY, or `wandb login`."""
+    """Weights & Biases. It reads its own key: WANDB_API_KEY, or `wandb login`."""
 
     mode: Literal["online", "offline"] | None = None
     """offline writes files below wandb/ in the run's folder, which `wandb sync` sends later.
     Default: WANDB_MODE, else online."""
     entity: str | None = Field(default=None, min_length=1)
-    """User or team. Default: the key's own."""
+    """User or team. Default: the key's user."""
 
 
 class WandB(Tracker):
-    """Weights & Biases: steps, attempts as tables, plots, files; offline by mode: offline."""
+    """Weights & Biases: steps, attempts as tables, plots, files. With mode: offline it needs no
+    network."""
 
     Config = WandBConfig
     packages = (("wandb", "wandb"),)
@@ -112,7 +113,7 @@ def _mode(config: WandBConfig) -> str:
 
 
 def _has_key() -> bool:
-    """Whether W&B would find a key without asking for one."""
+    """Whether W&B would find a key without a prompt."""
     if any(os.environ.get(name) for name in KEYS):
         return True
 

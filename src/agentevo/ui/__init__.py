@@ -3,13 +3,13 @@ checkpoints for visitors who try them, and asks runs to stop, save, pause or res
 
 server.py    listens, prints the URL, ends on a signal
 access.py    who may see anything, and who may change anything: tokens, cookies, host
-forms.py     the one kind of request by which a visitor does more than look
-app.py       puts the pages together
-sources.py   which runs and stores there are, and their stores, opened once
-watching.py  what is known of each run, kept up to date while a page is open
+forms.py     the only kind of request that can change something
+app.py       assembles the pages
+sources.py   finds the runs and stores, and opens each store once
+watching.py  the state of each run, kept up to date while a page is open
 live.py      server-sent events
-index/       the attempts of a store, to be searched and sorted
+index/       the attempts of a store, for searching and sorting
 players.py   processes that hold a checkpoint each, for visitors who try a run
-context.py   what a page's handler needs
-*_page.py    one page each, with a router of its own
+context.py   helpers of the pages' handlers
+*_page.py    one page each, with its own router
 """

@@ -1,15 +1,15 @@
-"""Who may see the dashboard, and who may change something.
+"""Access control: who may see the dashboard, and who may change something.
 
 A visitor with the token sees it by GET, from a host name of this server.
 
 The token comes once, in the first URL (`/?token=...`). A redirect to the same URL without it
-exchanges it for a cookie: no page has it in its address, so no referrer, bookmark or log has it
-either. Everything needs the cookie, static files too. A name in `Host` that is not ours is refused,
-so a page of another site can't reach this server under a name of its own (DNS rebinding).
+exchanges it for a cookie, so no address, referrer, bookmark or log contains it. Everything needs
+the cookie, static files too. A request with an unknown name in `Host` is refused, so a page of
+another site can't reach this server under the site's own name (DNS rebinding).
 
-GET and HEAD change nothing, and without `control` nothing else is answered. With it there is a
-second token, with a URL (`/?control=...`) and a cookie of its own: a visitor with it may POST forms
-of our own pages (forms.py). A visitor with only the first gets a 403, and sees no buttons.
+GET and HEAD change nothing, and without `control` all other methods are refused. With it there is a
+second token, with its own URL (`/?control=...`) and cookie: a visitor with it may POST forms of the
+dashboard's pages (forms.py). A visitor with only the first token gets a 403, and sees no buttons.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from agentevo.ui.forms import (
 )
 
 TOKEN = "token"
-"""The name in the URL of a visitor who only looks."""
+"""The URL parameter of a read-only visitor's token."""
 CONTROL = "control"
-"""The name in the URL of a visitor who controls runs."""
+"""The URL parameter of the token of control."""
 METHODS = ("GET", "HEAD")
 VISITOR = "agentevo.visitor"
 """The key of a request's scope for its visitor."""
@@ -53,7 +53,7 @@ ENDLESS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
 LONGEST_S = 60.0
 """The deadline of every other answer."""
 SEND_S = 30.0
-"""How long a client may leave its answer untaken."""
+"""Seconds after which a client that does not read its answer is disconnected."""
 POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
@@ -71,7 +71,7 @@ HEADERS = {
 CLOSED_PAGE = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>AgentEvo</title><h1>AgentEvo</h1>'
     "<p>This dashboard needs its token: open the URL that <code>agentevo ui</code> printed.</p>"
-    '<p>If you have just done that, <a href="">go on</a>.</p></html>'
+    '<p>If you have just done that, <a href="">continue</a>.</p></html>'
 )
 
 
@@ -93,23 +93,24 @@ class Access:
         self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)} - {""}
         self.secure = secure
         self._pass = _seal("ui", self.token)
-        """What the cookie holds: it does not reveal the token."""
+        """The cookie's value, which does not reveal the token."""
         self._control_pass = _seal("control", self.control)
         self._form_token = _seal("form", self.control)
         self.cookie = f"agentevo-ui-{self._pass[:8]}"
-        """Cookies are shared by all ports of a host, so each dashboard has a name of its own."""
+        """The cookie's name. All ports of a host share cookies, so each dashboard has its own
+        name."""
         self.control_cookie = f"agentevo-control-{self._control_pass[:8]}"
 
     def is_our_host(self, host: str) -> bool:
-        """Whether a `Host` header names us."""
+        """Whether a `Host` header names this server."""
         return is_own_host(host, self._hosts)
 
     def is_token(self, token: str) -> bool:
-        """Whether this is the token of a visitor who only looks."""
+        """Whether this is the token of a read-only visitor."""
         return _is_same(token, self.token)
 
     def is_control_token(self, token: str) -> bool:
-        """Whether this is the token of control; false where nothing may be changed."""
+        """Whether this is the token of control; false for a read-only dashboard."""
         return bool(self.control) and _is_same(token, self.control)
 
     def has_pass(self, cookies: str) -> bool:
@@ -128,7 +129,7 @@ class Access:
         return bool(self.control) and _is_same(token, self._form_token)
 
     def set_cookies(self, *, control: bool) -> list[str]:
-        """The values of the headers that give the cookie, or both."""
+        """The values of the headers that set the cookie, or both cookies."""
         cookies = [(self.cookie, self._pass)]
         cookies += [(self.control_cookie, self._control_pass)] if control else []
         secure = "; Secure" if self.secure else ""
@@ -195,7 +196,7 @@ class AccessGuard:
             answer = PlainTextResponse(text, refused.status, {"connection": "close"})
             await answer(scope, receive, sending)
         except TimeoutError:  # the deadline above: the application answers its own
-            to_stderr(f"ui: {scope['path']}: no whole answer within {LONGEST_S:g} s")
+            to_stderr(f"ui: {scope['path']}: no complete answer within {LONGEST_S:g} s")
         except Exception:  # noqa: BLE001 (app.py has reported and answered it)
             pass
         finally:
@@ -203,13 +204,13 @@ class AccessGuard:
                 connection.leave()
 
     async def _form(self, receive: Receive, headers: Headers, visitor: Visitor) -> dict[str, str]:
-        """The form of a request that may change something. Raises FormRefusedError otherwise."""
+        """The form of a request that is allowed to change something, else FormRefusedError."""
         if not visitor.may_change:
-            raise FormRefusedError(403, "that takes the other URL that `agentevo ui` has printed")
+            raise FormRefusedError(403, "this needs the other URL that `agentevo ui` printed")
         check_from_here(headers, secure=self._access.secure)
         form = await read_form(receive, headers)
         if not self._access.is_form_token(form.get(FORM_TOKEN, "")):
-            raise FormRefusedError(403, "the form is an old one: load its page again")
+            raise FormRefusedError(403, "the form is out of date: load its page again")
         return form
 
     def _refusal(self, scope: Scope, headers: Headers, cookies: str) -> Response | None:
@@ -217,12 +218,12 @@ class AccessGuard:
         access = self._access
         method = scope["method"]
         if not access.is_our_host(headers.get("host", "")):
-            text = "this server does not go by that name: open the URL that was printed\n"
+            text = "this server does not have that name: open the URL that was printed\n"
             return PlainTextResponse(text, 421)
 
         methods = (*METHODS, "POST") if access.control else METHODS
         if method not in methods:
-            text = "only GET: this dashboard changes nothing\n"
+            text = "only GET is allowed: this dashboard is read-only\n"
             return PlainTextResponse(text, 405, {"allow": ", ".join(methods)})
 
         closed = HTMLResponse(CLOSED_PAGE, 401, {"cache-control": "no-store"})
@@ -267,5 +268,5 @@ def _address_of(scope: Scope) -> str:
 
 
 def names_of_this_machine() -> set[str]:
-    """Names by which other machines may call it."""
+    """Names by which other machines can reach it."""
     return {socket.gethostname(), socket.getfqdn()}

@@ -62,8 +62,8 @@ FOR_GOOD = "private, max-age=31536000, immutable"
 
 
 def make_app(sources: Sources, access: Access) -> tuple[AccessGuard, Dashboard]:
-    """The application behind its guard, and what is to be closed at the end. Made on the event loop
-    on which it runs."""
+    """The application behind its guard, and the resources to close at the end. Create it on its
+    event loop."""
     app = FastAPI(
         title="AgentEvo dashboard", version=agentevo.__version__, docs_url=None, redoc_url=None
     )
@@ -125,14 +125,14 @@ async def _wrong_words(request: Request, error: Exception) -> Response:
         for problem in error.errors()[:5]
         if problem.get("loc")
     )
-    return _problem(request, 422, "This address is not right", wrong)
+    return _problem(request, 422, "This address is not valid", wrong)
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         heading = "Not answered"
-        text = "This address is for forms, or takes none."
+        text = "This address does not accept this method."
     else:
         heading = "Not found"
         text = "There is no such page."
@@ -144,5 +144,5 @@ async def _http(request: Request, error: Exception) -> Response:
 
 async def _broken(request: Request, error: Exception) -> Response:
     to_stderr(f"ui: {request.url.path}: {describe_error(error)}")
-    text = "This page has failed; the reason is where `agentevo ui` was started."
+    text = "This page failed. The terminal of `agentevo ui` shows the reason."
     return _problem(request, 500, "Something is wrong here", text)

@@ -11,8 +11,8 @@ from agentevo.ui.sources import RunSource
 
 
 def session_of(folder: Path, state: str | None = None) -> tuple[ControlSession | None, str]:
-    """The session of the process that trains in the folder now; None with the reason. `state`: the
-    run's, where it is known. Reads files."""
+    """The session of the process that trains in the folder now, or None and the reason. `state`:
+    the run's, if known. Reads files."""
     if state is None:
         reader = RunReader(RunSource(folder.name, folder.name, folder))
         reader.read()
@@ -20,13 +20,13 @@ def session_of(folder: Path, state: str | None = None) -> tuple[ControlSession |
 
     if state != "running":
         command = resume_command(folder, command_of(folder))
-        resume = f"`{command}`" if command else "The command that began it, with --resume,"
-        resume_hint = "" if state == "finished" else f". {resume} goes on with it"
-        return None, f"nobody trains there now (it is {state}){resume_hint}"
+        resume = f"`{command}`" if command else "The command that started it, with --resume,"
+        resume_hint = "" if state == "finished" else f". {resume} resumes it"
+        return None, f"the run is not training (it is {state}){resume_hint}"
 
     session = read_session(folder)
     if session is None or session.has_ended:
-        why = "it still starts, is a command or a group of processes that takes no requests"
-        return None, f"this run can't be asked for anything now: {why}, or is of an older version"
+        why = "it is still starting, or is a command or several processes that take no requests"
+        return None, f"this run takes no requests now: {why}, or is of an older version"
 
     return session, ""

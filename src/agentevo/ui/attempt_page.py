@@ -1,5 +1,5 @@
 """One attempt: `/runs/{run}/attempt?id=…` as messages or as tokens, its parts, two attempts side
-by side, and one token on its way to the gradient."""
+by side, and the history of one token up to its gradient step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ router = APIRouter()
 
 MAX_SIBLINGS = 64
 WITHIN_S = 20.0
-"""How long a page may take, all in all."""
+"""The time limit of a page in seconds."""
 
 
 async def _attempt_of(
@@ -63,7 +63,7 @@ async def _attempt_of(
 
 
 async def _annotations(view: RunView) -> Annotations:
-    """The annotations of the run's attempts; none where the run has no folder here."""
+    """The annotations of the run's attempts; none if the run has no folder here."""
     folder = view.source.folder
     if folder is None:
         return Annotations({}, {}, ())
@@ -72,7 +72,7 @@ async def _annotations(view: RunView) -> Annotations:
 
 
 async def _siblings(request: Request, view: RunView, row: IndexRow | None) -> list[IndexRow]:
-    """The attempts of its group, including itself; none where the index has none."""
+    """The attempts of its group, including itself; none if the index has none."""
     if row is None:
         return []
     reader, _ = await reader_of(request, view)
@@ -170,7 +170,7 @@ async def _tokens(
 def _shades(tokens: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(name, title, why it can't be chosen) of each way to shade tokens."""
     blocks = tokens["turn_tokens"].blocks
-    greedy = "every turn was greedy: nothing was drawn"
+    greedy = "every turn was greedy: nothing was sampled"
     has_logprobs = any(block.numbers["lp"] is not None for block in blocks)
     has_advantages = tokens["training"].advantages is not None
     why_not = "" if tokens["training"].entropies else _not_kept(tokens["training"])
@@ -190,7 +190,7 @@ def _not_kept(training: Training) -> str:
     if training.step is None:
         return "only tokens that were trained have one"
     return (
-        "the run has kept none of this step: tracking.token_numbers was off, or its folder is not "
+        "the run stored none for this step: tracking.token_numbers was off, or its folder is not "
         "here; actor/entropy and actor/ppo_kl have the step's means"
     )
 
@@ -269,7 +269,7 @@ async def text(
 
 @router.get("/runs/{run}/attempt/token", response_class=HTMLResponse)
 async def token(request: Request, run: str, id: str, turn: int, position: int) -> HTMLResponse:
-    """One token from its draw to its gradient step, as `agentevo audit --token` shows it."""
+    """One token from sampling to its gradient step, as in `agentevo audit --token`."""
     from agentevo.audit.token_history import follow
 
     view = await run_of(request, run)

@@ -1,4 +1,4 @@
-"""How a step trained an attempt: advantages, and which tokens were young enough."""
+"""How a step trained an attempt: advantages, and which tokens were fresh enough."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ MAX_ATTEMPTS = 2_048
 
 
 class Tools(NamedTuple):
-    """What a page needs to show the tokens of a run."""
+    """The tools to show the tokens of a run."""
 
     decode: Callable[[Sequence[int]], str] | None
-    """Ids to text; None where the run's tokenizer is not here."""
+    """Ids to text; None if the run's tokenizer is not here."""
     rule: Rule | str
     """How advantages are computed, or why they can't be computed again."""
 
 
 READY_S = 2.0
-"""How long a page waits for the tools: torch and the tokenizer take seconds the first time."""
+"""Seconds that a page waits for the tools: torch and the tokenizer load slowly the first time."""
 _tools: OrderedDict[str, asyncio.Task[Tools]] = OrderedDict()
 
 
 async def tools_of(view: RunView) -> Tools | None:
-    """None while they are being loaded: ask again."""
+    """The tools; None while they are loading."""
     task = _tools.get(view.key)
     is_old = task is not None and (
         task.get_loop() is not asyncio.get_running_loop() or _has_failed(task) or _lacks(task)
@@ -60,7 +60,7 @@ def _has_failed(task: asyncio.Task[Tools]) -> bool:
 
 
 def _lacks(task: asyncio.Task[Tools]) -> bool:
-    """Whether there was no tokenizer: a run's first checkpoint may have brought it since."""
+    """Whether to look for a tokenizer again: a run's first checkpoint can add it."""
     return task.done() and task.result().decode is None
 
 
@@ -94,7 +94,7 @@ async def training_of(
     row: IndexRow | None,
     rule: Rule | str,
 ) -> tuple[Training, str]:
-    """The training of an attempt, and why there are no advantages; empty where there are."""
+    """The training of an attempt, and why there are no advantages, empty if there are."""
     step = stored.trained_step if stored.state == "committed" else None
     if step is None:
         why = f"it was not trained on: {stored.drop_reason or stored.state}"
@@ -120,7 +120,7 @@ async def _advantages(
 
     if not rule.advantage.is_recursion:
         advantage = None if row is None else row.advantage
-        why = "" if advantage is not None else "the advantages of its step are not made again yet"
+        why = "" if advantage is not None else "the advantages of its step are not recomputed yet"
         return Training(step, bound, advantage), why
 
     try:
@@ -147,7 +147,7 @@ async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[s
     if key not in _steps:
         records = await store.steps(after=step - 1, limit=1)
         if not records or records[0].step != step or records[0].num_trajectories > MAX_ATTEMPTS:
-            raise AgentEvoError("its step is too large to make its advantages again for a page")
+            raise AgentEvoError("its step is too large to recompute its advantages for a page")
 
         read = [without_words(s.trajectory) async for s in store.trajectories(trained_step=step)]
         samples: dict[str, list[Sample]] = {}
@@ -167,7 +167,7 @@ ByTurn = dict[int, np.ndarray]
 
 def token_measures(view: RunView, trajectory: Trajectory, step: int) -> tuple[ByTurn, ByTurn]:
     """Turn -> how far the log-prob of each of its tokens has moved, and the entropies; nan for a
-    token that was not trained. Empty where the run has kept none."""
+    token that was not trained. Empty if the run stored none."""
     from agentevo.training.batching.samples import trajectory_rows
     from agentevo.training.token_numbers import name_of, path_of, read_numbers
 

@@ -1,5 +1,5 @@
 """Lists of attempts: `/runs/{run}/attempts` (all of them), `/runs/{run}/steps/{step}` (one step's
-groups). Both read the index alone."""
+groups). Both read only the index."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from agentevo.ui.task_facts import read_task_facts
 
 router = APIRouter()
 
-HISTOGRAMS = (("reward", "Reward"), ("tokens", "Tokens drawn"), ("age", "Age in versions"))
+HISTOGRAMS = (("reward", "Reward"), ("tokens", "Sampled tokens"), ("age", "Age in versions"))
 TITLES = {
     "split": "Split",
     "state": "Ledger",
@@ -42,12 +42,12 @@ TITLES = {
     "reason": "Dropped for",
 }
 NOT_OF_ALL = ("error", "reason")
-"""Filters for which most attempts have no word: a single word is already a choice."""
+"""Filters without a word for most attempts, so that even a single word is a choice."""
 WHY_NOT = {
-    "advantage": "no attempt here was trained on, or its advantages can't be made again",
-    "moved": "no attempt here was trained on, or its run has kept none (tracking.token_numbers)",
-    "unlikely": "no drawn token here, or the log-probs are not read yet",
-    "judge": "the recipe has no judge beside a rule, or neither has said anything here",
+    "advantage": "no attempt here was trained on, or its advantages can't be recomputed",
+    "moved": "no attempt here was trained on, or its run stored none (tracking.token_numbers)",
+    "unlikely": "no sampled token here, or the log-probs are not read yet",
+    "judge": "the recipe does not have both a judge and a rule, or neither scored an attempt here",
     "oldest-tokens": "no attempt here was trained on, or the versions are not read yet",
 }
 
@@ -62,18 +62,18 @@ class AttemptChoice(NamedTuple):
     name: str
     chosen: str
     words: list[tuple[str, int, str]]
-    """(word, how many, link); the link of the chosen one takes it back."""
+    """(word, count, link); the link of the chosen word clears it."""
 
 
 class View(NamedTuple):
-    """What both pages show of a selection."""
+    """The content of both pages for a selection."""
 
     selection: Selection
     choices: list[AttemptChoice]
     orders: list[tuple[str, str, str]]
     """(title, link, why it can't be chosen)."""
     pictures: list[tuple[str, Any, str]]
-    """(title, histogram, link that takes its range back, or nothing)."""
+    """(title, histogram, link that clears its range, or empty)."""
     size: int
     successes: int
     mean: float | None
@@ -90,8 +90,8 @@ async def reader_of(request: Request, view: RunView) -> tuple[IndexReader, str]:
 async def ready_index(
     request: Request, view: RunView
 ) -> tuple[IndexReader, tuple[IndexState, str]]:
-    """The index of a run, after a short wait where it is made for the first time; its progress,
-    and what stops it. Raises ConfigError."""
+    """The index of a run, after a short wait if it is new; its progress, and its problem. Raises
+    ConfigError."""
     shared = dashboard(request)
     reader, url = await reader_of(request, view)
     until = time.monotonic() + FIRST_S
@@ -104,7 +104,7 @@ async def ready_index(
 
 
 def _selection(query: Mapping[str, str]) -> Selection:
-    """Raises NotFoundError with the fault of the address."""
+    """Raises NotFoundError with the problem of the address."""
     try:
         return Selection.of(query)
     except ConfigError as error:
@@ -218,7 +218,7 @@ class AttemptGroup(NamedTuple):
     spread: float
     successes: int
     why: str
-    """Why the attempt was not trained on; empty where it was, or still may be."""
+    """Why the attempt was not trained on; empty if it was, or still can be."""
 
 
 class _StepGroups(NamedTuple):
@@ -245,7 +245,7 @@ def _group(rows: Sequence[IndexRow]) -> AttemptGroup:
 
 
 def _neighbours(reader: IndexReader, step: int) -> dict[str, Any]:
-    """The committed steps around one, and what is known of it."""
+    """The neighbouring committed steps of one, and its facts."""
     steps = reader.steps()
     numbers = [row[0] for row in steps]
     current = next((row for row in steps if row[0] == step), None)
@@ -292,7 +292,7 @@ async def _answer(
 
 
 def _form_keys(selection: Selection) -> dict[str, str]:
-    """What a form of the page sends again in addition to its own fields."""
+    """The values that a form of the page keeps in addition to its own fields."""
     free = msgspec.structs.replace(selection, text="", after=None)
     return {name: value for name, value in free.query().items() if name != "step"}
 

@@ -62,7 +62,7 @@ async def compare(
     q: str = "",
     smooth: float = 0.0,
 ) -> HTMLResponse:
-    """Curves with bands, results, and what differs in the configurations."""
+    """Curves with bands, results, and the differences of the configurations."""
     watcher = dashboard(request).watcher
     keys = list(dict.fromkeys(run))
     if sweep:
@@ -152,7 +152,8 @@ def _setting(views: list[RunView], config: dict[str, Any], names: list[str]) -> 
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None if any is missing: means over different runs could not be compared."""
+    """The mean; None if any value is missing, since means over different runs are not
+    comparable."""
     present = [value for value in values if value is not None]
     return statistics.fmean(present) if present and len(present) == len(values) else None
 

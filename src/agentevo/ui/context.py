@@ -1,4 +1,4 @@
-"""What the handlers of all pages need: the run that a URL names, and an answer with a page."""
+"""Helpers of all pages' handlers: the run of a URL, and an answer with a page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agentevo.ui.work import Works
 
 @dataclass(frozen=True)
 class Dashboard:
-    """What the pages of one dashboard share; `request.app.state.dashboard`."""
+    """The shared state of a dashboard's pages; `request.app.state.dashboard`."""
 
     sources: Sources
     watcher: Watcher
@@ -37,11 +37,11 @@ class Dashboard:
 
 
 class NotFoundError(Exception):
-    """A URL names a thing that does not exist; the message says which, and where it may be."""
+    """A URL names a thing that does not exist; the message says which."""
 
 
 def dashboard(request: Request) -> Dashboard:
-    """The dashboard of the application that has got this request."""
+    """The dashboard of the request's application."""
     shared: Dashboard = request.app.state.dashboard
     return shared
 
@@ -95,5 +95,5 @@ def page(
 def part(template: str, **data: Any) -> HTMLResponse:
     """A part of a page, for htmx."""
     text = render(template, **data).encode("utf-8", "replace")
-    # It has the address of a whole page, in whose place no browser may show it.
+    # It has the address of a whole page, so no browser must cache it for that page.
     return HTMLResponse(text, headers={"cache-control": "no-store", "vary": "HX-Request"})

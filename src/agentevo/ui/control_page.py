@@ -1,8 +1,9 @@
 """`/runs/{run}/control`: the changes of a run with their authors, and buttons that ask it to stop,
 save, pause or resume, for visitors with control.
 
-A button leads to a page that says what will happen; only its form asks the run, once, however often
-it is sent (confirmations.py). access.py and forms.py check a request before it gets here.
+A button leads to a page that says what will happen. Only its form sends a request to the run, and
+only once, even if the form is sent again (confirmations.py). access.py and forms.py check a request
+before it arrives here.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ router = APIRouter()
 WRITE_S = 10.0
 """The deadline of an access to the disk."""
 MAX_RECORDS = 200
-"""Changes that the page shows."""
+"""The most changes on the page."""
 ABOUT = ("at", "who", "address", "id", "what")
 """The keys of every record; its other keys hold details."""
 BUTTONS: dict[Action, tuple[str, str]] = {
     "stop": (
         "Stop",
-        "It ends after the step that it is in, or within its evaluation, as SIGTERM ends it: "
+        "It ends after its current step, or during an evaluation, as with SIGTERM: "
         "every committed step is kept, and a checkpoint is saved.",
     ),
     "save": (
         "Save now",
-        "After the step that it is in it saves a checkpoint; older ones are deleted as the recipe "
-        "says (checkpoint.keep_last).",
+        "After its current step, it saves a checkpoint. Older ones are deleted as the recipe says "
+        "(checkpoint.keep_last).",
     ),
     "pause": (
         "Pause",
-        "After the step that it is in it stands still until somebody resumes it. It keeps its "
-        "memory, its GPU and its processes.",
+        "After its current step, it waits until someone resumes it. It keeps its memory, its GPU "
+        "and its processes.",
     ),
-    "resume": ("Resume", "It goes on with the next step."),
+    "resume": ("Resume", "It continues with the next step."),
 }
 """Action -> (label of its button, what will happen)."""
 
@@ -58,7 +59,7 @@ BUTTONS: dict[Action, tuple[str, str]] = {
 async def _session(view: RunView) -> tuple[ControlSession | None, str]:
     folder = view.source.folder
     if folder is None:
-        return None, "this run is known by its store alone"
+        return None, "this run's folder is not here, only its store"
     async with asyncio.timeout(WRITE_S):
         return await in_thread(session_of, folder, view.state)
 
@@ -113,18 +114,18 @@ async def ask_run(request: Request, run: str) -> Response:
     session, why = await _session(view)
     folder = view.source.folder
     if session is None or folder is None:
-        raise NotFoundError(f"Nothing was asked: {why}.")
+        raise NotFoundError(f"No request was sent: {why}.")
 
     # A confirmation holds for the process that ran when the page was shown.
     if form.get("session", session.id) != session.id:
-        raise NotFoundError("Nothing was asked: another process trains this run by now.")
+        raise NotFoundError("No request was sent: another process trains this run now.")
 
     id = form.get("id", "")
     confirmations = dashboard(request).confirmations
     if not confirmations.covers(id, view.key, action, session.id):
         title, text = BUTTONS[action]
         if action == "stop" and view.resume_command:
-            text += f" `{view.resume_command}` goes on with it."
+            text += f" `{view.resume_command}` resumes it."
 
         return page(
             request,
@@ -150,7 +151,7 @@ async def ask_run(request: Request, run: str) -> Response:
 
 
 def _record_and_ask(folder: Path, action: Action, id: str, session: str, by: Visitor) -> None:
-    """Raises ConfigError, and sends no request, where the folder can't be written."""
+    """Raises ConfigError, and sends no request, if the folder can't be written."""
     record = {"at": time.time(), "who": by.who, "address": by.address, "id": id}
     add_record(folder / CHANGES, {**record, "what": f"{action}: asked"})
     ask(folder, action, id=id, session=session, who=by.who)

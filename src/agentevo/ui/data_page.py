@@ -1,5 +1,5 @@
-"""A run's tasks and where the ledger has them: `/runs/{run}/data`. Reads the index; of the store
-only the tasks that were set aside, which it finds by their state."""
+"""A run's tasks and their states in the ledger: `/runs/{run}/data`. Reads the index, and from the
+store only the failed and poison tasks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from agentevo.ui.task_tallies import ORDERS, PAGE, TalliedTasks
 router = APIRouter()
 
 MOST_ASIDE = 100
-"""Tasks on a page of the list of tasks that were set aside."""
+"""Tasks on a page of the list of failed and poison tasks."""
 MOST_EVENTS = 5
 WITHIN_S = 10.0
 MOST_TEXT = 200
@@ -41,7 +41,7 @@ Order = Literal["played", "hardest", "easiest", "worst", "failing"]
 
 
 class TaskSearch(NamedTuple):
-    """What the index holds of a run's tasks."""
+    """A run's tasks in the index."""
 
     ledger: list[tuple[str, list[tuple[str, int]]]]
     reasons: list[tuple[str, int]]
@@ -55,7 +55,7 @@ class TaskSearch(NamedTuple):
 
 
 class Aside(NamedTuple):
-    """A task that the ledger has set aside."""
+    """A failed or poison task of the ledger."""
 
     state: str
     id: str
@@ -80,7 +80,7 @@ async def data(
     aside_state: AsideState = "poison",
     aside_after: str = Query(default="", max_length=1000),
 ) -> HTMLResponse:
-    """Tasks, the ledger's states, and why something was not trained on."""
+    """Tasks, the ledger's states, and the reasons why attempts were not trained on."""
     view = await run_of(request, run)
     reader, (state, trouble) = await ready_index(request, view)
     text = q[:MOST_TEXT].strip()

@@ -45,7 +45,7 @@ class EvaluationResult(NamedTuple):
 
 
 class EvaluationAttempts(NamedTuple):
-    """The content of the page, once the index is there."""
+    """The content of the page, once the index exists."""
 
     decodings: dict[str, int]
     decoding: str
@@ -240,7 +240,7 @@ def _compared_result(
 def _parts(
     attempts: HeldOut, first: int | None, last: int | None
 ) -> list[tuple[str, str, Account | None, Account]]:
-    """Empty unless the tasks have several kinds or difficulties."""
+    """Results by kind and difficulty; empty unless the tasks have several."""
     if last is None:
         return []
 

@@ -1,7 +1,8 @@
-"""The one kind of request that may change something: a form of our own pages, by POST.
+"""The only kind of request that can change something: a form of the dashboard's pages, by POST.
 
-It comes from a page of this server (`Sec-Fetch-Site`, `Origin`), has at most MAX_BODY bytes, all of
-which are there within BODY_S, and the token of our forms, which no other site can know.
+It must come from a page of this server (`Sec-Fetch-Site`, `Origin`), have at most MAX_BODY bytes
+that arrive within BODY_S, and contain the token of the dashboard's forms, which no other site can
+know.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Visitor:
     who: str = ""
     """Its token, as a record names it; empty without control."""
     form_token: str = ""
-    """What every form has to have; empty for a visitor who may change nothing."""
+    """The token that every form must have; empty for a read-only visitor."""
 
     @property
     def may_change(self) -> bool:
@@ -45,8 +46,8 @@ class FormRefusedError(Exception):
 
 
 def check_from_here(headers: Headers, *, secure: bool) -> None:
-    """Raises FormRefusedError unless the browser names one of our own pages as the sender. A
-    request without a sender is refused, too: every current browser names the origin of a POST."""
+    """Raises FormRefusedError unless the browser names a page of this dashboard as the sender. A
+    request without a sender is also refused: every current browser names the origin of a POST."""
     site = headers.get("sec-fetch-site")
     origin = headers.get("origin")
     own_origin = f"{'https' if secure else 'http'}://{headers.get('host', '')}".lower()

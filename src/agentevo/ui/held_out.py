@@ -21,7 +21,7 @@ from agentevo.ui.index.columns import STATUSES
 from agentevo.ui.index.reader import IndexReader
 
 MOST_DRAWS = 24_000_000
-"""Numbers drawn for the intervals of a chart: with more tasks fewer of its steps are shown."""
+"""The budget of resampled numbers for a chart's intervals: more tasks mean fewer steps."""
 MOST_STEPS = 120
 MOST_CHANGES = 200
 """Tasks listed as better, and tasks listed as worse."""
@@ -82,7 +82,7 @@ class Account(NamedTuple):
 
 
 class SettingChange(NamedTuple):
-    """A task at which two steps differ: the share of successes, and an attempt of each."""
+    """A task whose results differ between two steps: success rates, and an attempt of each."""
 
     task: str
     before: float
@@ -92,7 +92,7 @@ class SettingChange(NamedTuple):
 
 
 class SettingChanges(NamedTuple):
-    """Two steps compared at the tasks that both have completed."""
+    """Two steps compared on the tasks that both have completed."""
 
     difference: Estimate | None
     num_tasks: int

@@ -10,7 +10,7 @@ from agentevo.ui.index.indexer import Indexer
 from agentevo.ui.index.reader import IndexAway, IndexReader, IndexState
 
 IDLE_S = 600.0
-"""An index that no page has asked for so long is no longer updated."""
+"""Seconds without a page's request after which an index is no longer updated."""
 
 
 class _IndexEntry:

@@ -6,10 +6,10 @@
 
 The key `*` means the list of runs: `{"run": "*", "version": 3}` where it has changed.
 
-A page asks for its parts again at a new version, so what its URL selects (filters, a
-metric) stays. The page itself writes what the run does now, about once a second. An empty comment
-line comes every BEAT_S; without it a client that is gone would never be noticed. A stream ends
-after LONGEST_S; browsers open it again by themselves.
+A page requests its parts again at a new version, so the selection of its URL (filters, a
+metric) stays. The page itself shows what the run does now, about once a second. An empty comment
+line comes every BEAT_S, so that a client that is gone is noticed. A stream ends
+after LONGEST_S; browsers reopen it automatically.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def live(request: Request) -> Response:
 
 
 class Events(StreamingResponse):
-    """The stream, where fewer than MAX_STREAMS are open when it begins."""
+    """The stream, if fewer than MAX_STREAMS are open at its start."""
 
     def __init__(self, request: Request, watcher: Watcher, keys: list[str]) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}

@@ -1,9 +1,9 @@
 """Players: processes that hold a checkpoint each (`evaluation/player.py`), at most MAX_PLAYERS of
 them, for visitors who try a run in the browser.
 
-A player begins with the first request for its checkpoint. It ends after IDLE_S without a request,
-when another checkpoint needs its place, and with the dashboard, however that ends. A slow model is
-slow in its own process. A request whose listener is gone is broken off; nothing waits without a
+A player starts with the first request for its checkpoint. It ends after IDLE_S without a request,
+when another checkpoint needs its place, and with the dashboard, even if that crashes. A slow model
+slows only its own process. A request whose listener is gone is cancelled; every wait has a
 deadline; a problem of a process is reported to all requests that wait for it.
 """
 
@@ -29,36 +29,36 @@ from agentevo.evaluation import player_words as words
 
 MAX_PLAYERS = 2
 MAX_REQUESTS = 4
-"""Requests at once, of one player."""
+"""The most requests of one player at a time."""
 IDLE_S = 600.0
 LOOK_S = 5.0
 START_S = 60.0
-"""How long a busy machine may take to start a process."""
+"""The seconds in which a process must start, even on a busy machine."""
 LOAD_S = 600.0
-"""How long a model may take until it is ready."""
+"""The seconds in which a model must be ready."""
 SILENT_S = 60.0
-"""How long a player may be silent: it sends a beat every few seconds."""
+"""The longest silence of a player in seconds; it sends a heartbeat every few seconds."""
 CHAT_S = 600.0
-"""How long a reply may take."""
+"""The time limit of a reply in seconds."""
 PLAY_S = 1800.0
-"""How long an attempt may take."""
+"""The time limit of an attempt in seconds."""
 WRITE_S = 10.0
 GRACE_S = 6.0
-"""How long a player may take to end by itself; then it is killed."""
+"""The seconds in which a player must end; then it is killed."""
 TICK_S = 1.0
 """How often a waiting request gets the time that it has waited."""
 MAX_LINE = 8 * 2**20
 MAX_WAITING = 2_000
-"""Events that a listener may be behind."""
+"""The most events that a listener can be behind."""
 MAX_STDERR = 4_000
 
 
 class PlayerError(AgentEvoError):
-    """A request that no player serves: why, and what to do."""
+    """A request that no player can serve: the reason, and the remedy."""
 
 
 class PlayerKey(NamedTuple):
-    """What identifies a player."""
+    """The identity of a player."""
 
     folder: Path
     which: str
@@ -139,10 +139,10 @@ class Players:
         self, key: PlayerKey, run: str, request: words.Chat | words.Play
     ) -> AsyncGenerator[words.Event | PlayerProcess]:
         """The events of the request; the player itself about once a second while the request waits.
-        A caller that stops listening breaks the request off. Raises PlayerError."""
+        The request is cancelled if the caller stops listening. Raises PlayerError."""
         player = await self._player(key, run)
         if len(player.listeners) >= MAX_REQUESTS or request.id in player.listeners:
-            raise PlayerError("this checkpoint is at work for others: wait, or stop what runs")
+            raise PlayerError("this checkpoint is busy with other requests: wait, or stop them")
 
         queue: asyncio.Queue[words.Event | None] = asyncio.Queue(MAX_WAITING)
         player.listeners[request.id] = queue
@@ -157,7 +157,7 @@ class Players:
             while not is_done:
                 event = await self._next(player, queue)
                 if event is None and time.monotonic() > ends:
-                    raise PlayerError(f"broken off: it has taken more than {longest:g} s")
+                    raise PlayerError(f"stopped: it took more than {longest:g} s")
 
                 is_done = isinstance(event, words.Done)
                 if event is not None and not is_done:
@@ -188,7 +188,8 @@ class Players:
     async def _next(
         self, player: PlayerProcess, queue: asyncio.Queue[words.Event | None]
     ) -> words.Event | None:
-        """None when nothing has come for TICK_S. Raises PlayerError for a player that has ended."""
+        """The next event; None after TICK_S without one. Raises PlayerError if the player has
+        ended."""
         try:
             async with asyncio.timeout(TICK_S):
                 event = await queue.get()
@@ -213,7 +214,7 @@ class Players:
             raise PlayerError(player.problem or "the player takes no requests") from error
 
     async def _player(self, key: PlayerKey, run: str) -> PlayerProcess:
-        """The player of the checkpoint; starts one where there is none."""
+        """The player of the checkpoint; starts one if there is none."""
         async with self._lock:
             if self._closed:
                 raise PlayerError("the dashboard ends")
@@ -228,10 +229,10 @@ class Players:
                 idle = [candidate for candidate in self._players.values() if not candidate.is_busy]
                 if not idle:
                     raise PlayerError(
-                        f"{MAX_PLAYERS} checkpoints are at work: stop one, or wait until it is done"
+                        f"{MAX_PLAYERS} checkpoints are busy: stop one, or wait until it is done"
                     )
                 oldest = min(idle, key=lambda candidate: candidate.used_at)
-                await self.end(oldest, "another checkpoint has taken its place")
+                await self.end(oldest, "another checkpoint replaced it")
 
             player = await self._begin(key, run)
             self._players[key] = player
@@ -276,7 +277,7 @@ class Players:
                 player.heard_at = time.monotonic()
                 self._handle_event(player, self._read(line))
         except (ValueError, msgspec.DecodeError) as error:
-            player.problem = f"the player has said what nobody understands ({error}): ask again"
+            player.problem = f"the player sent a message that can't be read ({error}): ask again"
 
         await self._end(player)
 
@@ -311,7 +312,7 @@ class Players:
             last = stderr_text.rpartition("\n")[2][-300:]
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             room = ": it may have needed more memory than there is" if code == -9 else ""
-            player.problem = f"the player has ended by itself ({how}{room}). {last}".strip()
+            player.problem = f"the player's process ended ({how}{room}). {last}".strip()
 
         player.state = "ended"
         for queue in player.listeners.values():
@@ -325,13 +326,13 @@ class Players:
             now = time.monotonic()
             for player in list(self._players.values()):
                 if player.state == "ended":
-                    # Its problem stays visible for as long as an idle player would stay.
+                    # Its problem stays visible as long as an idle player would.
                     if now - player.used_at > IDLE_S:
                         await self._forget(player)
                 elif now - player.heard_at > SILENT_S:
-                    await self.end(player, f"it has said nothing for {SILENT_S:g} s", at_once=True)
+                    await self.end(player, f"it sent nothing for {SILENT_S:g} s", at_once=True)
                 elif not player.is_busy and now - player.used_at > IDLE_S:
-                    await self.end(player, "nobody asked it any more")
+                    await self.end(player, "it was no longer used")
 
     async def end(self, player: PlayerProcess, why: str, *, at_once: bool = False) -> None:
         """Ends it; all requests that wait for it get the reason."""

@@ -1,6 +1,6 @@
-"""What the processes of a run leave in its folder: announcements of engines, logs, the newest
-weights. Links are not followed, and only regular files are opened; a name out of a URL is never
-joined to a path before it was found in the folder."""
+"""Files of a run's processes in its folder: announcements of engines, logs, the newest weights.
+Links are not followed, and only regular files are opened. A name from a URL is joined to a path
+only after it was found in the folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ListedEngine(NamedTuple):
     """The time of its last heartbeat, Unix time."""
     lives: bool
     version: int | None
-    """The version of the weights that it served then; None where it is not given."""
+    """The version of the weights that it served then; None if it is missing."""
 
 
 class Log(NamedTuple):
@@ -66,7 +66,7 @@ class LogEnd(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights that the trainer has published last."""
+    """The weights that the trainer published last."""
 
     version: int
     published_at: float
@@ -97,7 +97,7 @@ def engines(source: RunSource) -> list[ListedEngine]:
 
 
 def weights(source: RunSource) -> Weights | None:
-    """None where the run has no folder of weights: its one process needs none."""
+    """The newest weights; None if the run has no folder of weights: its one process needs none."""
     folder = source.file("weights")
     for path, what in _files(folder, "latest.json"):
         with suppress(OSError, msgspec.MsgspecError):

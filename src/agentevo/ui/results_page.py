@@ -1,6 +1,6 @@
 """The folder of an `agentevo eval`: `/results/{key}`. Models side by side, with what changed
-between two of them, and each task's attempts. Only its own regular files are read; links are
-not."""
+between two of them, and each task's attempts. Only its own regular files are read, no
+links."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Results(NamedTuple):
     by_task: dict[str, dict[str, list[AttemptLine]]]
     """Task -> model -> its attempts."""
     problem: str = ""
-    """Why there are no results one by one; empty where there are."""
+    """Why there are no single results; empty if there are."""
     is_whole: bool = True
     """Whether the evaluation has ended."""
 
@@ -62,7 +62,7 @@ class TaskLine(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """Two models compared at the tasks that both have completed."""
+    """Two models compared on the tasks that both have completed."""
 
     difference: Estimate | None
     num_tasks: int
@@ -170,7 +170,7 @@ def _signature(path: Path) -> object:
 def _read(folder: Path) -> Results:
     for name in (SETTINGS, RESULTS, SUMMARY):
         if os.path.lexists(folder / name) and not stat.S_ISREG((folder / name).lstat().st_mode):
-            raise ConfigError(f"{folder / name} is no file: the dashboard follows no links")
+            raise ConfigError(f"{folder / name} is not a file: the dashboard follows no links")
 
     results_folder = ResultsFolder(folder)
     settings = results_folder.settings()
@@ -180,7 +180,7 @@ def _read(folder: Path) -> Results:
     by_model: dict[str, list[AttemptLine]] = {}
     size = (folder / RESULTS).stat().st_size if (folder / RESULTS).exists() else 0
     if size > MOST_BYTES:
-        problem = f"{RESULTS} has {size / 1e6:,.0f} MB: it is too long to be shown task by task"
+        problem = f"{RESULTS} has {size / 1e6:,.0f} MB: it is too large to be shown task by task"
     else:
         for (model, task, _), line in sorted(
             results_folder.attempts().items(), key=lambda item: item[0][2]
@@ -234,7 +234,7 @@ def _summary(folder: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder / SUMMARY} can't be read ({error}): `agentevo eval --resume` makes it again"
+            f"{folder / SUMMARY} can't be read ({error}): `agentevo eval --resume` writes it again"
         ) from error
 
     return summary if isinstance(summary, dict) else None

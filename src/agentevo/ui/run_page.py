@@ -1,4 +1,4 @@
-"""One run: `/runs/{run}` (what happens now) and `/config` below it."""
+"""One run: `/runs/{run}` (its current activity) and `/config` below it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def config(request: Request, run: str) -> HTMLResponse:
     view = await run_of(request, run)
     path = view.source.file("config.yaml")
     if path is None:
-        raise NotFoundError("This run has no config.yaml here: it is known by its store alone.")
+        raise NotFoundError("This run has no config.yaml here: only its store is known.")
     return run_page(request, "config.html", view, "config", text=await in_thread(read_text, path))
 
 

@@ -1,5 +1,5 @@
-"""One run as its folder describes it: state, progress, numbers, warnings. Reading never raises: a
-file that can't be read becomes a sentence in `RunView.problem`."""
+"""The state of one run from its folder: progress, numbers, warnings. Reading never raises: an
+unreadable file becomes a sentence in `RunView.problem`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PIECE_S = 1.0
 
 @dataclass(frozen=True)
 class RunView:
-    """What is known of a run at one moment."""
+    """The known state of a run at one moment."""
 
     source: RunSource
     version: int = 0
-    """Grows whenever something has changed; 0: not read yet."""
+    """Increases with every change; 0: not read yet."""
     state: State = "unknown"
     problem: str = ""
     """The files that can't be read, and what to do about them."""
@@ -52,11 +52,11 @@ class RunView:
     is_behind: bool = False
     """Whether more of metrics.jsonl is still to be read."""
     is_silent: bool = False
-    """Whether a process has the run's lock, and gives no sign."""
+    """Whether a process has the run's lock but gives no sign of life."""
     moment: Moment | None = field(default=None, compare=False)
     """What the run does, or did last, as its process reports it."""
     beat: int = field(default=0, compare=False)
-    """Grows with each sign of the process; such a sign makes no new version."""
+    """Increases with each sign of the process; such a sign makes no new version."""
 
     @property
     def key(self) -> str:
@@ -75,13 +75,13 @@ class RunView:
 
     @property
     def label(self) -> str:
-        """Its name, and its place where the two differ: runs of one recipe share the name."""
+        """Its name, and its place if the two differ: runs of one recipe share the name."""
         place = self.key.replace("~", "/")
         return self.name if place == self.name else f"{self.name} ({place})"
 
     @property
     def reason(self) -> str:
-        """Why the run has stopped, or gives no sign, in a sentence; else empty."""
+        """Why the run stopped, or gives no sign of life, in a sentence; else empty."""
         if self.moment is None or self.state not in ("running", "failed", "interrupted"):
             return ""
         if self.state == "running":
@@ -208,8 +208,8 @@ class RunReader:
     def _state(
         self, source: RunSource, step: int, planned: int | None, changed_at: float | None
     ) -> tuple[State, bool]:
-        """The state, and whether a process that has the lock gives no sign. The lock decides where
-        it is visible; a process of another machine shows only its heartbeat."""
+        """The state, and whether a process that has the lock gives no sign of life. A visible lock
+        decides; a process of another machine shows only its heartbeat."""
         folder = source.folder
         moment = self._moment
         if folder is None or not self._config:

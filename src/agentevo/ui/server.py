@@ -1,4 +1,4 @@
-"""`agentevo ui`: listens, prints the URL with the token, and serves until it is asked to stop."""
+"""`agentevo ui`: listens, prints the URL with the token, and serves until it is stopped."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def serve_dashboard(
     notify: Callable[[str], None] = print,
     note: Callable[[str], None] = to_stderr,
 ) -> None:
-    """Shows runs and stores until it is asked to stop; blocks. `words`: folders and URLs of stores.
-    `tls`: whether it encrypts; None does so where it is reached from other machines. `control`:
-    whether checkpoints may be tried and runs asked to stop, by a URL of its own. `nice`: by how
-    much the process lowers its priority. `notify` gets the URLs with their tokens, which
-    appear nowhere else. Raises ConfigError before it listens."""
+    """Shows runs and stores until it is stopped; blocks. `words`: folders and URLs of stores.
+    `tls`: whether it encrypts; None does so if other machines can reach it. `control`: whether a
+    second URL allows trying checkpoints and stopping runs. `nice`: by how much the process lowers
+    its priority. `notify` receives the URLs with their tokens, which appear nowhere else. Raises
+    ConfigError before it listens."""
     sources = Sources(words)
     sources.check(later=True)
     for folder_to_come in sources.missing:
-        note(f"{folder_to_come}: there is no such folder yet: its runs show up when it is made")
+        note(f"{folder_to_come}: the folder does not exist yet: its runs appear once it does")
 
     if nice:
         os.nice(nice)  # a thread that begins later inherits it, and so does a process
@@ -87,10 +87,13 @@ async def _serve(
     async with serving(app, door.listener, close=close, tls=context, limits=limits, **settings):
         notify(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
         if control:
-            notify("and whoever opens this may try checkpoints and ask runs to stop:")
+            notify("and anyone who opens this can try checkpoints and ask runs to stop:")
             notify(f"  {access.control_url(base)}")
         if context is not None:
-            note("the certificate is this process's own: a browser asks once whether to trust it")
+            note(
+                "the certificate is self-signed by this process: a browser asks once whether "
+                "to trust it"
+            )
         while not stop():
             await asyncio.sleep(LOOK_S)
 

@@ -1,14 +1,13 @@
 """One answer for all viewers of the same page: fifty viewers cost about as much as one.
 
-For visitors who may only look, a page of PATHS is made once for an address, a theme and the known
-state of the run. A request that comes while it is made waits for the same page. A request within
-KEPT_S gets it again, unless the state of the run has changed.
+For read-only visitors, a page of PATHS is made once for an address, a theme and the known state of
+the run. A request that arrives in the meantime waits for the same page. A request within KEPT_S
+gets it again, unless the state of the run changed.
 
-Invariants. A shared page belongs to no viewer: the application sees a request that has the address,
-whether htmx asks, and the theme, and nothing else that a viewer has sent; so no page can hold what
-belongs to one of them. Visitors with control get pages of their own, which are never kept.
-At most MOST answers of MOST_BYTES together are kept. A viewer who leaves takes nothing from those
-who wait for the same page.
+Invariants. A shared page is independent of the viewer: the application sees only the address,
+whether htmx sent the request, and the theme, so no page can contain a viewer's own data. Visitors
+with control get their own pages, which are never cached. At most MOST answers of MOST_BYTES
+together are cached. A viewer who leaves does not cancel the page for others who wait for it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ KEPT_S = 0.5
 MOST = 64
 MOST_BYTES = 32_000_000
 LONGEST_QUERY = 2_000
-"""Bytes of the longest query whose answer is kept."""
+"""Bytes of the longest query whose answer is cached."""
 MADE_S = 60.0
 """The deadline of a page that other requests wait for."""
 SMALLEST_GZIPPED = 1_000
@@ -60,14 +59,14 @@ class SharedAnswer(NamedTuple):
     headers: list[tuple[bytes, bytes]]
     body: bytes
     gzipped: bytes
-    """Empty where that would save nothing."""
+    """Empty if compression would save nothing."""
 
 
 @dataclass
 class _AnswerEntry:
     making: asyncio.Task[SharedAnswer]
     watched_state: tuple[int, int]
-    """What the watcher knew when the answer was begun."""
+    """The watcher's state at the start of the answer."""
     at: float
     size: int = 0
 
@@ -116,7 +115,7 @@ class SharedAnswers:
         return making
 
     def _done(self, key: AnswerKey, entry: _AnswerEntry) -> None:
-        """Keeps an answer that may be kept."""
+        """Caches an answer if that is allowed."""
         failed = entry.making.cancelled() or entry.making.exception() is not None
         if failed or entry.making.result().status != 200:
             if self._answers.get(key) is entry:
@@ -128,7 +127,7 @@ class SharedAnswers:
         entry.size = len(answer.body) + len(answer.gzipped)
 
     def _forget(self, now: float) -> None:
-        """Forgets old answers, and the oldest ones above the limits."""
+        """Removes old answers, and the oldest ones above the limits."""
         for key, entry in list(self._answers.items()):
             if entry.making.done() and now - entry.at >= KEPT_S:
                 del self._answers[key]

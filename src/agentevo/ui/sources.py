@@ -1,9 +1,9 @@
 """The runs that are shown: those in the given folders, and stores by their URL.
 
-A folder is that of a run, a sweep or an `agentevo eval`, or one that holds such folders. Links are
-not followed, and nothing outside of the given folders is read: a file of a run that is a link to
-another place counts as missing, and a store outside has to be given by its URL. A run that is gone
-or damaged stays in the list with a sentence that says so.
+A folder is that of a run, a sweep or an `agentevo eval`, or contains such folders. Links are not
+followed, and nothing outside of the given folders is read: a file of a run that is a link to
+another place counts as missing, and a store outside must be given by its URL. A run that is gone or
+damaged stays in the list with a sentence that says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_LOOKED = 50_000
 """Folders that are searched."""
 MAX_RUNS = 5_000
 SCAN_S = 2.0
-"""The age at which the list of runs is read again."""
+"""The age in seconds at which the list of runs is read again."""
 NEVER_RUNS = {"checkpoints", "plots", "tensorboard", "node_modules", "__pycache__"}
 RESULTS_FILE = "eval.json"
 """The first file of a folder that `agentevo eval --out` makes."""
@@ -69,8 +69,8 @@ class RunSource:
 
 
 class Sources:
-    """See the module. Raises ConfigError for words that can be no run, folder or store. Without
-    `stores` a store's URL is none either."""
+    """See the module. Raises ConfigError for words that can't be a run, folder or store. Without
+    `stores`, a store's URL is not accepted."""
 
     def __init__(self, words: Sequence[str], *, stores: bool = True) -> None:
         self._roots: list[Path] = []
@@ -105,7 +105,7 @@ class Sources:
         return [root for root in self._roots if not os.path.lexists(root) and root.parent.is_dir()]
 
     def check(self, *, later: bool = False) -> None:
-        """Raises ConfigError if a given folder is not there. `later`: it may be made later."""
+        """Raises ConfigError if a given folder does not exist. `later`: it can be created later."""
         missing = [root for root in self._roots if not os.path.isdir(root)]
         if later:
             missing = [root for root in missing if root not in self.missing]
@@ -123,7 +123,7 @@ class Sources:
 
     @property
     def shown(self) -> str:
-        """What is shown, in words."""
+        """The shown folders and stores, in words."""
         return ", ".join([*map(str, self._roots), *map(without_password, self._urls)])
 
     def runs(self) -> dict[str, RunSource]:
@@ -176,9 +176,9 @@ class Sources:
         )
 
     def store_url(self, source: RunSource) -> str:
-        """The URL of a run's store. Raises ConfigError for one outside of what was given: the
-        author of a run's config.yaml must not choose which server is asked, or which of our
-        environment variables it gets as a password (`${env:NAME}`)."""
+        """The URL of a run's store. Raises ConfigError for a store outside of the given folders and
+        URLs: the author of a run's config.yaml must not choose a server, or which environment
+        variable it gets as a password (`${env:NAME}`)."""
         url = source.url or run_store_url(source.folder or Path())
         for root_url in self._urls:
             if is_same_place(root_url, url):  # the password may be in another variable by now
@@ -201,7 +201,7 @@ class Sources:
             return url
 
         raise ConfigError(
-            f"the store of this run lies outside of the folders that are shown: start "
+            f"the store of this run is outside of the folders that are shown: start "
             f"`agentevo ui` with {without_password(url)} as well"
         )
 

@@ -1,7 +1,8 @@
-"""A run that is known only by its store, as its committed steps describe it: their metrics, the
+"""The state of a run without a folder, from the committed steps in its store: their metrics, the
 newest evaluations at each step, and the warnings. Reading never raises, see run_state.py.
 
-The reader asks the store every LOOK_S at most, and then rests for REST times as long as that took.
+The reader queries the store at most every LOOK_S, and then rests REST times as long as the query
+took.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The stores of the runs that are shown: each opened once, for all pages, and closed when no
-page has asked for a while. They are opened for reading only, which every backend enforces."""
+"""The stores of the shown runs: each is opened once, for all pages, and closed after some time
+without a request. They are opened for reading only, which every backend enforces."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Stores:
 
     @asynccontextmanager
     async def reading(self, source: RunSource) -> AsyncIterator[Store]:
-        """The run's store, for reading. Raises AgentEvoError with what to do where it can't be
-        opened: ConfigError, StoreError and those below."""
+        """The run's store, for reading. If it can't be opened, raises AgentEvoError with a remedy:
+        ConfigError, StoreError and those below."""
         url = await in_thread(self._sources.store_url, source)
         async with self._locks.setdefault(url, asyncio.Lock()):
             opened = self._opened.get(url)

@@ -59,8 +59,8 @@ def task_facts(task: Task) -> TaskFacts:
 async def read_task_facts(
     request: Request, view: RunView, ids: Iterable[str]
 ) -> Mapping[str, TaskFacts]:
-    """Task id -> facts, of the tasks that the run's store has and returns in time: a page does
-    without the others."""
+    """Task id -> facts, of the tasks that the run's store returns in time; a page shows no
+    others."""
     names = list(dict.fromkeys(ids))
     facts: dict[str, TaskFacts] = {}
     if not names:

@@ -1,5 +1,5 @@
-"""The results of a run's tasks, counted from the index: a few passes over its columns in memory,
-whatever the number of attempts."""
+"""The results of a run's tasks, counted from the index in a few passes over its columns in memory,
+for any number of attempts."""
 
 from __future__ import annotations
 

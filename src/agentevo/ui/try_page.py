@@ -2,15 +2,15 @@
 below it the requests of the page's script: `/chat` and `/play`, whose answers are streams, and
 `/end`.
 
-    event: state   {"text": ..., "ready": true}   what the player does
+    event: state   {"text": ..., "ready": true}   the player's activity
     event: text    {"text": ...}                  more of a reply
     event: part    {"id": ..., "html": ...}       a part of the page; the same id again replaces it
     event: reply   {"text": ..., "html": ...}     the end of a reply: its whole text, its tokens
     event: failed  {"text": ...}
     event: done    {}
 
-The script sends the fields of a form (forms.py). The conversation is only in the
-page: the dashboard writes nothing of it.
+The script sends the fields of a form (forms.py). The conversation exists only in the page: the
+dashboard does not store it.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ async def end(request: Request, run: str) -> Response:
     player_pool = dashboard(request).players
     for player in player_pool.of(view.key):
         if str(player.process.pid) == form_of(request).get("pid", ""):
-            await player_pool.end(player, "somebody has ended it")
+            await player_pool.end(player, "a user stopped it")
     return RedirectResponse(run_url(view.key, "try"), status_code=303)
 
 
 @router.post("/runs/{run}/try/chat")
 async def chat(request: Request, run: str) -> Response:
-    """A reply, streamed as it is drawn."""
+    """A reply, streamed while it is sampled."""
     view = await run_of(request, run)
     form = form_of(request)
     try:
@@ -110,12 +110,12 @@ async def chat(request: Request, run: str) -> Response:
         for message in messages:
             message.text.encode()  # half of a pair of surrogates is no text
     except (ValueError, TypeError, KeyError, RecursionError):
-        return _refusal("these are no messages")
+        return _refusal("these are not messages")
 
     if length > words.MAX_CHARACTERS:
         return _refusal(
             f"the conversation has {length:,} characters, at most {words.MAX_CHARACTERS:,} are "
-            "taken: say less, or begin a new one"
+            "accepted: write less, or start a new one"
         )
 
     if not messages or messages[-1].role != "user" or not messages[-1].text.strip():
@@ -134,7 +134,7 @@ async def chat(request: Request, run: str) -> Response:
 
 @router.post("/runs/{run}/try/play")
 async def play(request: Request, run: str) -> Response:
-    """An attempt, streamed as it is played."""
+    """An attempt, streamed while it is played."""
     view = await run_of(request, run)
     form = form_of(request)
     kind = form.get("kind", "")
@@ -179,7 +179,7 @@ async def _stream(
         header = {"type": kind.__struct_config__.tag, "id": secrets.token_hex(8)}
         query = msgspec.convert(header | msgspec.to_builtins(fields), kind, strict=False)
     except msgspec.ValidationError as error:
-        return _refusal(f"this can't be asked: {error}")
+        return _refusal(f"this request is not valid: {error}")
 
     folder = view.source.folder
     async with asyncio.timeout(WITHIN_S):
@@ -210,7 +210,7 @@ def _number(value: Any, otherwise: float) -> float:
 
 
 class TryEventStream(Response):
-    """The stream of one request. It ends, and breaks the request off, as soon as the browser is
+    """The stream of one request. It ends, and cancels the request, as soon as the browser is
     gone."""
 
     def __init__(
@@ -256,7 +256,7 @@ class TryEventStream(Response):
             raise
         except Exception as error:  # noqa: BLE001 (reported where the dashboard was started)
             to_stderr(f"ui: try {self._view.key}: {describe_error(error)}")
-            text = "This has failed; the reason is where `agentevo ui` was started."
+            text = "This failed. The terminal of `agentevo ui` shows the reason."
             await _send_event(send, "failed", {"text": text})
 
         await _send_event(send, "done", {})
@@ -308,6 +308,6 @@ async def _send_event(send: Send, name: str, data: Mapping[str, Any]) -> None:
 
 
 async def _gone(receive: Receive) -> None:
-    """Until the listener is gone."""
+    """Waits until the listener is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,8 +1,8 @@
-"""What is known of each run, kept up to date while a page shows it.
+"""The state of each run, kept up to date while a page shows it.
 
-One task reads a run's files, however many pages show it: when a page asks for a run that was not
-read within FRESH_S, and every POLL_S while pages are subscribed to it. Reading happens on threads,
-in pieces, so a file of any size holds up nothing else. Without viewers nothing is read.
+One task reads a run's files, for any number of pages: when a page requests a run that was not read
+within FRESH_S, and every POLL_S while pages are subscribed to it. Reading happens in threads, in
+pieces, so a large file does not delay anything else. Without viewers nothing is read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ POLL_S = 0.5
 LOOK_S = 2.0
 FRESH_S = 0.4
 FIRST_S = 1.5
-"""How long a list waits for the first reading of runs."""
+"""Seconds that a list waits for the first reading of runs."""
 MOST_KEYS = 1000
-"""Runs that one stream follows, including those that begin later."""
+"""The most runs that one stream follows, including later ones."""
 MAX_READERS = 1000
-"""Runs that are remembered while no page shows them."""
+"""The most runs that are remembered while no page shows them."""
 
 
 LIST = "*"
@@ -67,7 +67,7 @@ class Watcher:
         return runs[key]
 
     async def view(self, key: str) -> RunView:
-        """What is known of a run now. Raises UnknownRunError."""
+        """The current state of a run. Raises UnknownRunError."""
         return await self._watch(await self.source(key)).fresh()
 
     async def views(self) -> list[RunView]:
@@ -94,7 +94,7 @@ class Watcher:
         return watched.reader.view.version if watched else 0
 
     def known(self, key: str | None) -> tuple[int, int]:
-        """A value that changes with the knowledge of a run; without a key, of any run."""
+        """A value that changes with the known state of a run; without a key, of any run."""
         if key is None:
             return self._list_version, self._num_changes
         return 0, self.version(key)

@@ -1,8 +1,8 @@
-"""The work of a run as its store has it: tasks and attempts by their state in the ledger, the
-attempts under way and the processes that play them, and the tasks that are leased.
+"""The work of a run from its store: tasks and attempts by their state in the ledger, the attempts
+under way and the processes that play them, and the leased tasks.
 
-The store is asked once for all viewers and pages, and then not for REST times as long as the query
-took, so that it costs a run little, however large its store is.
+The store is queried once for all viewers and pages, and then not for REST times as long as the
+query took, so that the cost for a run is small even for a large store.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Works:
         self._works: dict[str, _CachedWork] = {}
 
     async def of(self, view: RunView) -> QueuedWork:
-        """The work of a run, queried again if old. A store that is away becomes a sentence."""
+        """The work of a run, queried again if old. An unreachable store becomes a sentence."""
         entry = self._works.setdefault(view.key, _CachedWork())
         while len(self._works) > MAX_RUNS:
             del self._works[next(iter(self._works))]

@@ -1,13 +1,13 @@
 """Environments of the package `verifiers`: its tasks, its rollout, its rubric.
 
     agentevo.train(world("gsm8k", num_train_examples=500), model=...)   # by name, with options
-    agentevo.train(world(environment), model=...)                       # an object at hand
+    agentevo.train(world(environment), model=...)                       # an object
 
 In a recipe: `import: [agentevo.integrations.verifiers]`, `agent: {type: verifiers, id: gsm8k}`. The
-environment asks the policy through the gateway, by its own client, on its own event loop: blocking
-code there delays no other attempt's tokens. Both generations are supported: environments with
-`load_environment` (verifiers 0.1.14 to 0.3, classic.py), and tasksets with an `Env` (0.4,
-tasksets.py). The package is imported only when an environment is played.
+environment calls the policy through the gateway, with its own client, in its own event loop:
+blocking code there does not delay the tokens of other attempts. Both generations are supported:
+environments with `load_environment` (verifiers 0.1.14 to 0.3, classic.py), and tasksets with an
+`Env` (0.4, tasksets.py). The package is imported only when an environment is played.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ __all__ = ["VerifiersAgent", "VerifiersSection", "world"]
 
 
 class VerifiersSection(AgentSection):
-    """Which environment of the package `verifiers`."""
+    """Options of the agent: which environment of the package `verifiers`."""
 
     type: str = "verifiers"
     id: str = Field(min_length=1)
-    """Name of an installed environment, as `vf-eval` takes it, such as gsm8k or owner/gsm8k."""
+    """Name of an installed environment, as for `vf-eval`, such as gsm8k or owner/gsm8k."""
     args: dict[str, JsonValue] = Field(default_factory=dict)
     """Options: those of its `load_environment`, or of verifiers 0.4's section `env`."""
     max_tasks: int = Field(default=10_000, ge=2)
-    """The first so many of its tasks are used, of those to train on and of the held-out ones."""
+    """Use only the first N training tasks, and the first N held-out tasks."""
 
 
 _loaded: dict[str, VerifiersWorld] = {}
-"""Environments of this process by their options: a loaded one both gives its tasks and plays."""
+"""Environments of this process by their options. A loaded one supplies tasks and plays them."""
 
 
 @agent("verifiers")
 class VerifiersAgent:
-    """Lets an environment of verifiers make the attempts."""
+    """An agent whose attempts an environment of verifiers plays."""
 
     Config = VerifiersSection
     brings_tasks = True
@@ -58,11 +58,11 @@ class VerifiersAgent:
         self._world = _loaded[key]
 
     def tasks(self) -> tuple[list[Task], list[Task]]:
-        """The environment's, to train on and held out."""
+        """The environment's training and held-out tasks."""
         return self._world.tasks()
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
-        """One attempt, worth what the rubric says. Raises what the environment raises."""
+        """Plays one attempt; the rubric gives the reward. Raises the environment's errors."""
         return await self._world.play(task, policy)
 
 

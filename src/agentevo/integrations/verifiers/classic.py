@@ -29,12 +29,11 @@ from agentevo.rewards.returned import plain_number
 from agentevo.types import Outcome, Task
 
 NOTHING_SAID = "EmptyModelResponseError"
-"""How verifiers calls an answer of the policy without a word: the policy's doing, which the rubric
-judges."""
+"""The verifiers error for an empty reply of the policy, which the rubric scores."""
 TOO_LONG = "context_length_exceeded"
 
 _raised: ContextVar[list[Exception]] = ContextVar("raised")
-"""What the rubric's functions raised in an attempt."""
+"""The errors of the rubric's functions in an attempt."""
 
 
 class ClassicWorld:
@@ -44,8 +43,8 @@ class ClassicWorld:
         """Raises ConfigError for an environment whose rubric compares attempts of a group."""
         if environment.requires_group_rollouts:
             raise ConfigError(
-                f"verifiers: the rubric of {name!r} scores a whole group at once, and here every "
-                "attempt is scored by itself: give it functions of one attempt"
+                f"verifiers: the rubric of {name!r} scores a whole group at once, but AgentEvo "
+                "scores each attempt alone: give it functions of one attempt"
             )
 
         self.name = name
@@ -106,7 +105,7 @@ class ClassicWorld:
         return self._outcome(await self._loop.run(attempt), raised)
 
     def _client(self) -> AsyncOpenAI:
-        """One for each loop: to make one takes longer than a turn."""
+        """One for each loop, since creating one takes longer than a turn."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients[loop] = AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none")
@@ -117,7 +116,7 @@ class ClassicWorld:
         too_long = TOO_LONG in error
         if not error.startswith(NOTHING_SAID) and not too_long:
             if error:
-                raise EnvironmentFailure(f"the environment {self.name} broke off: {error}")
+                raise EnvironmentFailure(f"the environment {self.name} failed: {error}")
             if raised:
                 raise raised[0]
 
@@ -142,7 +141,7 @@ def _task(name: str, row: Mapping[str, Any]) -> Task:
 
 
 def _last_text(prompt: Any) -> str:
-    """What the user says last."""
+    """The last user message."""
     if isinstance(prompt, str):
         return prompt
     user_texts = [m.get("content") for m in prompt or [] if m.get("role") == "user"]

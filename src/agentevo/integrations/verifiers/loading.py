@@ -1,4 +1,4 @@
-"""Finds an environment of verifiers by its name, of whichever generation it is."""
+"""Finds an environment of verifiers of either generation by its name."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from agentevo.errors import ConfigError, MissingExtraError, describe_error, show
 from agentevo.types import Outcome, Task
 
 OURS = ("agentevo", "verifiers")
-"""Modules that are no environment."""
+"""Modules that are not environments."""
 
 
 class VerifiersWorld(Protocol):
-    """An environment that is loaded."""
+    """A loaded environment."""
 
     name: str
 
     def tasks(self) -> tuple[list[Task], list[Task]]:
-        """To train on, and held out; the latter may be none. Raises ConfigError for none to train
-        on."""
+        """Training and held-out tasks; there may be no held-out ones. Raises ConfigError without
+        training tasks."""
 
     async def play(self, task: Task, policy: Policy) -> Outcome:
-        """One attempt. Raises what the environment raises."""
+        """Plays one attempt. Raises the environment's errors."""
 
 
 def load(name: str, args: Mapping[str, Any], max_tasks: int) -> VerifiersWorld:
     """The installed environment of that name. Raises MissingExtraError without the package,
-    ConfigError for an unknown name, another generation than the package's, and with what its own
-    code raised."""
+    ConfigError for an unknown name, for another generation than the package's, and for an error of
+    its own code."""
     _check_package()
     try:
         with _signals_kept():
@@ -43,7 +43,7 @@ def load(name: str, args: Mapping[str, Any], max_tasks: int) -> VerifiersWorld:
                 if not _has_classic():
                     raise ConfigError(
                         f"verifiers: {name!r} has a `load_environment`, which this version of "
-                        "verifiers does not know any more: pip install 'verifiers<0.4'"
+                        "verifiers no longer supports: pip install 'verifiers<0.4'"
                     )
 
                 import verifiers
@@ -54,7 +54,7 @@ def load(name: str, args: Mapping[str, Any], max_tasks: int) -> VerifiersWorld:
 
             if _has_classic():
                 raise ConfigError(
-                    f"verifiers: {name!r} has no `load_environment`; where it is a taskset, it "
+                    f"verifiers: {name!r} has no `load_environment`; if it is a taskset, it "
                     "needs a later version: pip install 'verifiers>=0.4'"
                 )
 
@@ -71,7 +71,7 @@ def load(name: str, args: Mapping[str, Any], max_tasks: int) -> VerifiersWorld:
 
 
 def wrap(environment: Any, max_tasks: int) -> VerifiersWorld:
-    """An environment that a program has made. Raises ConfigError for anything else."""
+    """An environment object of a program. Raises ConfigError for anything else."""
     _check_package()
     if _has_classic():
         import verifiers
@@ -130,8 +130,8 @@ def _found(module: str) -> object | None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Environments before 0.4 install handlers of their own for SIGINT and SIGTERM, which end the
-    process at once: this block keeps those of the run."""
+    """Keeps the run's handlers of SIGINT and SIGTERM: environments before 0.4 install their own,
+    which end the process immediately."""
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.getsignal(kind) for kind in kinds}
     try:

@@ -82,8 +82,8 @@ class TasksetWorld:
         return self._outcome(await self._loop.run(episode))
 
     async def _serve_shared(self) -> None:
-        """Starts what all episodes share, once for each loop: a task of its own keeps it open,
-        since the task that opened it has to close it."""
+        """Starts the shared resources of all episodes, once for each loop. A separate task keeps
+        them open, since the task that opened them has to close them."""
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
             up = self._serving[loop] = loop.create_future()
@@ -105,8 +105,8 @@ class TasksetWorld:
         await asyncio.shield(self._serving[loop])
 
     async def _forget(self, client: EvalClientConfig) -> None:
-        """Closes the attempt's client: verifiers keeps one for each key that it has seen, and every
-        attempt has its own."""
+        """Closes the attempt's client: verifiers keeps one for each key, and every attempt has its
+        own key."""
         interception = self._environment._interception
         for server in getattr(interception, "servers", [interception]):
             opened = getattr(server, "clients", {}).pop(client.model_dump_json(), None)
@@ -117,14 +117,14 @@ class TasksetWorld:
     def _outcome(self, episode: Any) -> Outcome:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
-            words = "; ".join(_words(errors)) or "it says no reason"
+            words = "; ".join(_words(errors)) or "it gives no reason"
             raise EnvironmentFailure(f"the episode of {self.name} failed: {words}")
 
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if len(traces) != 1:
             raise EnvironmentFailure(
-                f"the episode of {self.name} has {len(traces)} rollouts to train on, each with a "
-                "reward of its own: one is what an attempt can be worth; let the others have a "
+                f"the episode of {self.name} has {len(traces)} rollouts to train on, each with its "
+                "own reward, but an attempt can have only one: give the others a "
                 "model of their own and `trainable` false"
             )
 

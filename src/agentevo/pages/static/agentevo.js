@@ -1,4 +1,4 @@
-// Theme, keyboard, live news. Pages read well without any of it.
+// Theme, keyboard, live news. Pages are readable without scripts.
 "use strict";
 (() => {
   const root = document.documentElement;
@@ -15,7 +15,7 @@
     document.dispatchEvent(new CustomEvent("theme"));
   }
 
-  // --- the tab of this page is in view where there is no room for all
+  // --- scroll the page's tab into view if the tabs do not fit
   const tab = one(".tabs a[aria-current]");
   if (tab) tab.parentElement.scrollLeft = tab.offsetLeft - tab.parentElement.offsetLeft - (tab.parentElement.clientWidth - tab.offsetWidth) / 2;
 
@@ -80,13 +80,13 @@
   }
   document.addEventListener("change", countChosen);
 
-  // --- live: one stream of news while the page is seen; what has changed is asked for again
+  // --- live: one stream of news while the page is visible; changed parts are requested again
   let stream = null;
   function tell(on, why) {
     const pulse = one(".pulse");
     if (pulse) { pulse.dataset.on = on ? "yes" : "no"; pulse.textContent = on ? "live" : why; }
   }
-  // a part that can't be had now stays as it was, and is asked for again at the next news
+  // a part that fails to load stays unchanged, and is requested again at the next news
   document.addEventListener("htmx:response:error", (event) => tell(false, `not up to date (${event.detail.ctx.response.status})`));
   const known = new Map(Object.entries(JSON.parse(document.body.dataset.versions || "{}")));
   function news(event) {
@@ -97,7 +97,7 @@
     document.dispatchEvent(new CustomEvent("news", { detail: told }));
     if (window.htmx) for (const part of all("[data-live]")) window.htmx.trigger(part, "news");
   }
-  // what stands between two backticks is code, as in `marked` of pages/rendering.py
+  // text between two backticks is code, as in `marked` of pages/rendering.py
   function marked(text) {
     const pieces = text.split("`");
     if (pieces.length % 2 === 0) pieces.splice(-2, 2, pieces.slice(-2).join("`"));
@@ -108,7 +108,7 @@
       return code;
     });
   }
-  // --- what a run does now comes with the news itself; the page counts the seconds
+  // --- the current activity of a run comes with the news; the page counts the seconds
   let ahead = 0;
   function moment(told) {
     if (told.at) ahead = told.at - Date.now() / 1000;

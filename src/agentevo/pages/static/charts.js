@@ -1,5 +1,5 @@
-// Charts: every figure.chart holds its numbers as JSON, or says where they are. The still picture
-// in it is what readers without a script see.
+// Charts: every figure.chart has its numbers as JSON, or their address. Readers without scripts see
+// the still picture in it.
 //   {"x": [...], "lines": [{"name", "values", "low"?, "high"?, "color"?, "faint"?}], "unit"?, "share"?}
 "use strict";
 (() => {
@@ -13,7 +13,7 @@
     return String(Number(value.toPrecision(3)));
   };
 
-  // Ticks are told apart by as many digits as their distance needs.
+  // Ticks have as many digits as their distance needs.
   function onAxis(ticks, distance, share) {
     const unit = share ? 100 : 1, largest = Math.max(...ticks.map(Math.abs)) * unit;
     let digits = 0;
@@ -38,7 +38,7 @@
     });
   }
 
-  // Points are seen as such where there are too few for a line.
+  // Single points are visible if there are too few for a line.
   const isShort = (chart, place) => chart.data[place].filter((value) => value != null).length < 3;
 
   function draw(figure, told) {
@@ -72,7 +72,7 @@
       hooks: { setCursor: [(chart) => read(figure, body, chart, show)], ready: [(chart) => lead(figure, chart)] },
     };
     body.title = "";
-    // What the chart is made of has changed, or only its numbers: then a reader's cursor and part of it stay.
+    // If only the numbers of the chart changed, the reader's cursor and zoom stay.
     const form = JSON.stringify([series, axis, told.share, told.time, told.name_of_x, whole, told.lines.map((line) => Boolean(line.low))]);
     if (old && old.form === form) {
       const [first, last] = [old.data[0][0], old.data[0].at(-1)];
@@ -109,14 +109,14 @@
     const values = told.lines.filter((line) => line.values[place] != null)
       .map((line) => (told.lines.length > 1 ? `${line.name} ${show(line.values[place])}` : show(line.values[place])));
     label.textContent = `${told.name_of_x || "step"} ${number(told.x[place])} · ${values.slice(0, 6).join(" · ")}${leads(figure, told) && body.matches(":hover") ? " · click: its groups" : ""}`;
-    // beside the half that the mouse is in, so that it hides no point that it speaks of
+    // in the half without the mouse, so that it does not hide its own points
     const isLeft = chart.cursor.left < chart.over.clientWidth / 2;
     label.style.left = isLeft ? "auto" : `${chart.over.offsetLeft + 4}px`;
     label.style.right = isLeft ? "4px" : "auto";
     label.style.top = "4px";
   }
 
-  // A click on a point leads to the groups of its step; dragging looks closer, a double click goes back, and a finger only reads.
+  // A click on a point opens the groups of its step; dragging zooms in, a double click resets, touch only reads values.
   const DOUBLE_MS = 300;
   const leads = (figure, told) => figure.dataset.steps && (told.name_of_x || "step") === "step";
   function lead(figure, chart) {

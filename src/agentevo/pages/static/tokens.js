@@ -1,4 +1,4 @@
-// Tokens: shading, the numbers of one of them by pointer and by keyboard, its way to the gradient.
+// Tokens: shading, the numbers of one token by pointer and by keyboard, its history to the gradient.
 "use strict";
 (() => {
   document.addEventListener("keydown", (event) => {
@@ -124,7 +124,7 @@
     event.preventDefault();
   });
 
-  // --- its way to the gradient
+  // --- its history to the gradient
   const dialog = document.getElementById("token-history");
   async function follow(token) {
     if (!dialog) return; // a file, or a reply that no run has recorded: nobody can be asked

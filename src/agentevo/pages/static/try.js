@@ -1,4 +1,4 @@
-// Chat and play: each side asks by itself, and shows what comes. What is said is kept here alone.
+// Chat and play: each side sends its own requests and shows the events. Only the page keeps the messages.
 "use strict";
 (() => {
   const root = document.querySelector("[data-try]");
@@ -80,7 +80,7 @@
         if (name && name[1] === "done") return;
       }
     }
-    heard("failed", { text: "The answer has broken off: is the dashboard still running?" });
+    heard("failed", { text: "The answer stopped early: is the dashboard still running?" });
   }
 
   // --- chat

@@ -1,4 +1,4 @@
-"""Becomes a program within limits, as an unused user.
+"""Executes a program within limits, as an unused user.
 
 Run as `python -I -S become.py SETTINGS PROGRAM...`, with SETTINGS in JSON, inside a sandbox's
 namespaces; see sandbox/programs.py.
@@ -13,7 +13,7 @@ import sys
 
 
 def main() -> None:
-    """Any failure ends the process: it never starts the program half confined."""
+    """Any failure ends the process, so the program never starts partly confined."""
     settings = json.loads(sys.argv[1])
     program = sys.argv[2:]
     for name, value in settings["limits"].items():

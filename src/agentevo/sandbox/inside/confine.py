@@ -1,9 +1,9 @@
-"""Confines this process by what the kernel offers without any package, and becomes another program.
+"""Confines this process with kernel features that need no package, and executes another program.
 
 Run as `python -I -S confine.py SETTINGS PROGRAM...`, with SETTINGS in JSON, before any code of a
 model's runs. In this order: namespaces (processes, network, mounts) where they are requested, a
 work folder in memory, another user, landlock, the filter of system calls. Any failure ends the
-process with a message: it never starts the program half confined.
+process with a message, so the program never starts partly confined.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def enter_namespaces(settings: dict[str, Any]) -> None:
-    """Returns in a child that is process 1 of its own; this process waits for it and ends."""
+    """Returns in a child that is process 1 of its namespace; this process waits for it and ends."""
     uid = os.getuid()
     gid = os.getgid()
     if settings["user_namespace"]:
@@ -159,7 +159,7 @@ def first_closed_folder(path: str) -> str | None:
 
 
 def restrict_files(settings: dict[str, Any]) -> None:
-    """From now on only the named paths can be opened: landlock."""
+    """Restricts opening to the named paths, by landlock."""
     version = landlock_version()
     if version < 1:
         raise OSError("the kernel has no landlock")
@@ -199,7 +199,7 @@ def allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """Installs the filter of seccomp.py for this process and every program that it becomes."""
+    """Installs the filter of seccomp.py for this process and every program that it executes."""
     buffer = ctypes.create_string_buffer(program, len(program))
     line = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     call("prctl", _PR_SET_SECCOMP, _SECCOMP_FILTER, line, 0, 0)

@@ -1,5 +1,5 @@
 """Messages between a host, a sandbox's supervisor and its interpreter: four bytes of length, then
-JSON. From a stream that untrusted code can write to, nothing else is ever read."""
+JSON. This is the only format read from a stream that untrusted code can write to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class BadFrame(Exception):
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Raises ValueError or RecursionError for what can't be written as JSON."""
-    # halves of surrogate pairs are no UTF-8, and code may name a file or raise an error with them
+    """Raises ValueError or RecursionError for a value that JSON can't represent."""
+    # halves of surrogate pairs are not UTF-8, and code can name a file or raise an error with them
     text = json.dumps(message, allow_nan=False, ensure_ascii=False)
     content = text.encode("utf-8", "replace")
     return HEADER.pack(len(content)) + content
@@ -66,7 +66,7 @@ def write_all(handle: int, content: bytes) -> None:
 
 
 def clip(text: str, longest: int) -> str:
-    """Head and tail of a text that is longer than that."""
+    """The text, or its head and tail if it is longer than the limit."""
     if len(text) <= longest:
         return text
     half = longest // 2

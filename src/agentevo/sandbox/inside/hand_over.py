@@ -1,4 +1,4 @@
-"""Hands a filter of system calls to `bwrap`, as an inherited handle, and becomes it.
+"""Passes a filter of system calls to `bwrap`, as an inherited handle, and executes `bwrap`.
 
 Run as `python -I -S hand_over.py FILTER bwrap ...`, with FILTER in base64 and HANDLE in the place
 of the handle's number, because the code that starts servers passes no handles on. See
@@ -15,7 +15,7 @@ HANDLE = "{filter}"
 
 
 def main() -> None:
-    """Becomes the program."""
+    """Executes the program."""
     read, write = os.pipe()
     os.write(write, base64.b64decode(sys.argv[1]))  # less than a pipe holds
     os.close(write)

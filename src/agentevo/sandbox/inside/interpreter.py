@@ -1,8 +1,8 @@
 """The Python interpreter of a sandbox: it runs one piece of code after another in one namespace.
 
-It is untrusted as soon as it has run the first piece. It communicates with the supervisor over one
-socket, in frames; the code's output goes to its stdout and stderr, which are pipes of the
-supervisor's.
+It is untrusted once it has run the first piece. It communicates with the supervisor over one
+socket, in frames; the code's output goes to its stdout and stderr, which are pipes to the
+supervisor.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _CELL = "<cell "
 
 
 class ToolError(Exception):
-    """A tool has failed; the message says why."""
+    """A tool failed; the message says why."""
 
 
 class Timeout(Exception):
-    """The code has run for as long as it may."""
+    """The code reached its time limit."""
 
 
 class Interpreter:

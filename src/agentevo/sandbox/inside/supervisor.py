@@ -1,9 +1,9 @@
-"""The process that a sandbox starts: it does what the host asks, and owns the interpreter and the
+"""The first process of a sandbox: it executes the host's requests, and owns the interpreter and the
 programs.
 
-It runs with the rights of the code, which it does not trust: it reads frames of bounded length from
-the interpreter, keeps a bounded part of the output, and, where a limit was reached, ends everything
-else that runs in the sandbox. The host trusts it as little; see local.py.
+It runs with the rights of the code, but does not trust it: it reads frames of bounded length from
+the interpreter, keeps a bounded part of the output, and, at a limit, ends everything else in the
+sandbox. The host does not trust the supervisor either; see local.py.
 
 Run as `python -I -S supervisor.py`, with the socket to the host as stdin and stdout. The first
 message of the host is the settings.
@@ -32,7 +32,7 @@ else:
 sys.path.pop(0)
 
 GRACE_S = 1.0
-"""How much later than at its deadline the interpreter is killed, which interrupts itself then."""
+"""Seconds between the deadline, at which the interpreter interrupts itself, and its kill."""
 KILLING_S = 2.0
 LOOK_S = 1.0
 _PR_SET_DUMPABLE = 4
@@ -52,7 +52,7 @@ class ProgramOutput:
         self._num_bytes = 0
 
     def read(self) -> bool:
-        """Reads what is there. False at the end of the stream."""
+        """Reads the available bytes. False at the end of the stream."""
         try:
             chunk = os.read(self.handle, 2**16)
         except BlockingIOError:
@@ -69,14 +69,15 @@ class ProgramOutput:
         return bool(chunk)
 
     def drain(self) -> None:
-        """Reads what has been written, but no more than a full pipe: others may write on."""
+        """Reads the written bytes, at most a full pipe, since other processes can continue to
+        write."""
         for _ in range(32):
             before = self._num_bytes
             if not self.read() or self._num_bytes == before:
                 return
 
     def take(self) -> str:
-        """The text that was kept since the last call."""
+        """The text kept since the last call."""
         tail = self._tail[-self._half :] if len(self._tail) > self._half else self._tail
         left_out = self._num_bytes - len(self._head) - len(tail)
         note = f"\n... {left_out} bytes left out ...\n".encode() if left_out else b""
@@ -244,7 +245,7 @@ class SandboxSupervisor:
         return {}
 
     def _attend(self, child: SandboxedChild, deadline_s: float, request_id: int) -> dict[str, Any]:
-        """Waits until the child has ended, or has done what it was asked, or the time is over."""
+        """Waits until the child ends, or completes its request, or the time is over."""
         until = time.monotonic() + deadline_s
         with selectors.DefaultSelector() as ready:
             for output in child.outputs:
@@ -272,7 +273,7 @@ class SandboxSupervisor:
                 if child.status is not None:
                     return self._how_it_died(child)
 
-        return _failure("Timeout", f"it has run for {deadline_s:g} s and was killed")
+        return _failure("Timeout", f"it ran for {deadline_s:g} s and was killed")
 
     def _read_message(self, child: SandboxedChild, request_id: int) -> dict[str, Any] | None:
         """Reads a message of the interpreter: its result, which ends the call, or a tool's call."""
@@ -307,8 +308,8 @@ class SandboxSupervisor:
         self._write_control(child, {k: v for k, v in answer.items() if k != "do"})
 
     def _write_control(self, child: SandboxedChild, message: dict[str, Any]) -> None:
-        """The interpreter may not read: it is then given up, like one that sends something
-        wrong."""
+        """Raises BadFrame if the interpreter does not read, like for one that sends invalid
+        data."""
         assert child.control is not None
 
         view = memoryview(frames.encode(message))
@@ -457,7 +458,7 @@ class SandboxSupervisor:
 
 
 def become_ordinary(settings: dict[str, Any]) -> None:
-    """Gives up rights and takes on the limits of the sandbox."""
+    """Drops rights and sets the limits of the sandbox."""
     if settings["uid"]:
         os.setgroups([])
         os.setresgid(*[settings["uid"]] * 3)
@@ -492,7 +493,7 @@ def limit_child(settings: dict[str, Any]) -> None:
 
 
 def _limit(what: int, value: int) -> None:
-    """Lowers a limit for good."""
+    """Lowers a limit permanently."""
     hard = resource.getrlimit(what)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(what, (value, value))

@@ -13,7 +13,7 @@ LONGEST_PATH = 1024
 
 
 class RefusedFile(Exception):
-    """A path or a file that is none of the sandbox's."""
+    """A path or a file outside of the sandbox."""
 
 
 class WorkFolder:
@@ -75,8 +75,8 @@ class WorkFolder:
             return file.read(self._largest)
 
     def write(self, path: str, content: bytes) -> None:
-        """Writes to a temporary file next to the target first, so that no reader sees half of
-        it."""
+        """Writes to a temporary file next to the target first, so that no reader sees a partial
+        file."""
         folder, name = self._folder_of(path, makes=True)
         partial = f".{os.urandom(8).hex()}.partial"
         try:

@@ -1,2 +1,2 @@
-"""What the dashboard knows of a store's attempts: a file in the user's cache that is made from the
-store and can be deleted at any time."""
+"""The dashboard's index of a store's attempts: a file in the user's cache, built from the store. It
+can be deleted at any time."""

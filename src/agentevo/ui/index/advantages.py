@@ -1,9 +1,9 @@
-"""The advantages of a committed step, made again by the trainer's own functions from its plan: no
-store keeps them.
+"""The advantages of a committed step, recomputed from its plan by the trainer's own functions,
+since no store keeps them.
 
-They are exact where the advantage is a function of rewards, groups and turns. Advantages that need
-a model (a critic, a reference in the reward, process rewards) or a function of the user are not
-computed again, and `why_not` says so.
+They are exact if the advantage is a function of rewards, groups and turns. Advantages that need a
+model (a critic, a reference in the reward, process rewards) or a user's function are not
+recomputed, and `why_not` gives the reason.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from agentevo.errors import AgentEvoError, TrainingError
 from agentevo.types import Sample, Trajectory
 
 JUDGES = frozenset({"llm_judge", "agentcpm", "ruler", "pairwise"})
-"""Rewards that ask remote models although the recipe names none."""
+"""Rewards that call remote models although the recipe names none."""
 KNOWN_NEEDS = frozenset({"baseline_rewards", "reward_parts", "turn_parents"})
 
 
 MAX_CELLS = 50_000_000
-"""Rows times tokens of the longest one, of a step whose advantages are made: 8 bytes each, three
-times."""
+"""The most rows times tokens of the longest row, for which advantages are computed: three arrays
+of 8 bytes each."""
 
 
 ROUNDING = 1e-9
-"""What is left of a reward that is its group's mean counts as 0."""
+"""A reward this close to its group's mean has the advantage 0."""
 
 
 class Rule(NamedTuple):
@@ -46,7 +46,7 @@ def rule_of(config: dict[str, Any]) -> Rule | str:
     from agentevo.config import AlgorithmSection
 
     if config.get("agents"):
-        return "each of several agents has an algorithm of its own"
+        return "each of several agents has its own algorithm"
 
     try:
         section = AlgorithmSection.model_validate(config.get("algorithm") or {})
@@ -85,7 +85,7 @@ def step_samples(
     step: int, record: dict[str, Any], stored: Sequence[Trajectory], rule: Rule
 ) -> list[Sample]:
     """The samples of a committed step with their advantages, as they were before tokens that are
-    too old were left out. Raises AgentEvoError where the plan and the store do not fit together."""
+    too old were left out. Raises AgentEvoError if the plan and the store do not agree."""
     from agentevo.training.batching.samples import advantages_of, trajectory_rows
     from agentevo.training.batching.step_plan import StepPlan
 
@@ -94,7 +94,7 @@ def step_samples(
     final = [plan.final(by_id[name]) for name in plan.ids if name in by_id]
     rows = [row for trajectory in final for row in trajectory_rows(trajectory)]
     if len(rows) * max((len(row.turns) for row in rows), default=0) > MAX_CELLS:
-        raise TrainingError(f"step {step} is too large to make its advantages again here")
+        raise TrainingError(f"step {step} is too large to recompute its advantages here")
 
     return advantages_of(
         rows,

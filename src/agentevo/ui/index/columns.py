@@ -1,8 +1,8 @@
-"""All rows of an index as columns in memory, which is what filters, histograms and sorts read: any
-combination of them over a million rows takes milliseconds.
+"""All rows of an index as columns in memory, for filters, histograms and sorts: any combination of
+them over a million rows takes milliseconds.
 
-A row's place in the columns is its place in the index, less one. About BYTES bytes a row. `refresh`
-reads what has changed since.
+A row's place in the columns is its place in the index minus one. A row takes about BYTES bytes.
+`refresh` reads the changes.
 """
 
 from __future__ import annotations

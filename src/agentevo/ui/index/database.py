@@ -1,18 +1,18 @@
 """The file of an index: SQLite, one for each store, in the user's cache folder.
 
-    attempts   a row for each trajectory that the store has or had (`alive`), with what a list of
-               them shows; `change` grows with every change of a row, so a reader asks for what is
-               new by it
-    texts      what was said in an attempt, compressed, at most TEXT_CHARS characters of it
+    attempts   a row for each trajectory that the store has or had (`alive`), with the columns of
+    a list; `change` grows with every change of a row, so a reader finds new rows
+    by it
+    texts      the messages of an attempt, compressed, at most TEXT_CHARS characters
     words      numbers for the few words that filters choose from
     tasks      a number for each task that was attempted, from 1 on
     search     FTS5 over `texts`, which keeps no text itself
     steps      the committed steps that the rows agree with
     gaps       numbers that were skipped a short time ago: their transaction may still commit
-    facts      schema, how far it is, what went wrong
+    facts      schema, progress, errors
 
 One process writes (indexer.py holds its lock), any number read. A file that can't be read, or is of
-another version, is deleted and made again: the store has everything in it.
+another version, is deleted and rebuilt from the store.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from agentevo.credentials import all_but_password
 from agentevo.files import cache_root, must_write
 
 VERSION = 3
-"""Of the schema; an index with another version is made again."""
+"""The version of the schema; an index with another version is rebuilt."""
 BUSY_S = 30.0
-"""How long a reader or the writer waits for the other's lock."""
+"""Seconds that a reader or the writer waits for the other's lock."""
 TEXT_CHARS = 16_000
-"""Of an attempt's text: three quarters from its beginning, the rest from its end."""
+"""The most characters of an attempt's text: three quarters from the start, the rest from the
+end."""
 MAX_TEXT_BYTES = 4 << 30
-"""Bytes of the file above which no more texts are taken in: about a million attempts of the
-longest kind, five million of 2,000 characters."""
+"""Bytes of the file above which no more texts are added: about a million attempts of the longest
+kind, five million of 2,000 characters."""
 
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -86,7 +87,7 @@ def cache_file(url: str) -> Path:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """A connection to an index that is there; autocommit, so that transactions are explicit. Raises
+    """A connection to an existing index; autocommit, so that transactions are explicit. Raises
     sqlite3.Error."""
     connection = sqlite3.connect(
         f"file:{path}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None
@@ -99,7 +100,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def is_usable(path: Path) -> bool:
-    """Whether there is an index of this version that can be read."""
+    """Whether there is a readable index of this version."""
     try:
         with closing(connect(path)) as connection:
             version = connection.execute("SELECT value FROM facts WHERE name = 'version'")
@@ -111,7 +112,7 @@ def is_usable(path: Path) -> bool:
 
 
 def make(path: Path) -> None:
-    """Replaces the file by an empty index. Raises DiskError. Only the holder of the lock may call
+    """Replaces the file by an empty index. Raises DiskError. Only the holder of the lock calls
     it."""
     with must_write(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

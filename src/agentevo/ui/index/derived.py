@@ -1,4 +1,5 @@
-"""What a list of attempts shows that is not in the store's columns: it is read from the turns."""
+"""The values in a list of attempts that are computed from the turns, not from the store's
+columns."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from agentevo.ui.index.database import TEXT_CHARS
 
 
 class Derived(NamedTuple):
-    """Numbers of one attempt; None where the turns do not give them."""
+    """Numbers of one attempt; None if the turns do not have them."""
 
     lowest_logprob: float | None
-    """Of the least likely token that was drawn; greedy turns draw none."""
+    """The log-prob of the least likely sampled token; greedy turns have none."""
     mean_logprob: float | None
     lowest_version: int | None
-    """Of the oldest weights that drew one of its tokens."""
+    """The version of the oldest weights that sampled one of its tokens."""
     text: bytes
     """The texts, as `packed` made them."""
 
@@ -47,7 +48,7 @@ def derive(trajectory: Trajectory) -> Derived:
 
 def said(trajectory: Trajectory) -> str:
     """The texts of an attempt in their order, one message a line, cut to TEXT_CHARS: the error,
-    what the policy read and said, the calls of tools, what remote models said."""
+    prompts and replies, tool calls, and replies of remote models."""
     first = TEXT_CHARS * 3 // 4
     last = TEXT_CHARS // 4
     head = ""
@@ -90,7 +91,7 @@ def unpack_text(data: bytes) -> str:
 
 
 class TaskWords(NamedTuple):
-    """The words that a task is counted under; empty where it has none."""
+    """The words under which a task is counted; empty if it has none."""
 
     kind: str = ""
     difficulty: str = ""
@@ -102,7 +103,8 @@ def task_words(task: Task) -> TaskWords:
 
 
 def task_difficulty(task: Task) -> str:
-    """Its own word or number for that; numbers to two digits, so that many tasks share one."""
+    """The task's own word or number for it; numbers with two digits, so that many tasks share
+    one."""
     for key in ("difficulty", "level"):
         value = value_of(task, key)
         if isinstance(value, str) and value:
@@ -113,7 +115,7 @@ def task_difficulty(task: Task) -> str:
 
 
 def task_kind(task: Task) -> str:
-    """The kind that a task is counted under: its own word for it, else its environment."""
+    """The kind of a task: its own word for it, else its environment."""
     for key in ("kind", "category", "type", "subject"):
         word = task.metadata.get(key)
         if isinstance(word, str) and word:
@@ -124,8 +126,8 @@ def task_kind(task: Task) -> str:
 def judge_gap(
     metrics: Mapping[str, float], weights: Mapping[str, tuple[float, bool]]
 ) -> float | None:
-    """How far apart judge and rule are: |mean of the judges' scores - mean of the rules'|, from 0
-    to 1 where both scores are. None where one of the two has said nothing.
+    """The gap of judge and rule: |mean of the judges' scores - mean of the rules'|, from 0 to 1 if
+    both scores are. None if one of the two has no score.
 
     `weights`: name of a reward -> its weight in the sum, and whether a remote model judges. A part
     is the score times its weight."""

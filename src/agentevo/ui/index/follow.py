@@ -1,14 +1,14 @@
-"""Bringing an index up to what its store has, through the Store protocol alone.
+"""Updates an index from its store, through the Store protocol only.
 
     catch_up    new rows in the order of writing, columns only
-    settle      what commits and drops made of rows that were open; numbers that were skipped
-    sweep       every row from a number on compared with the store: after a rewind, or where the
-                numbers of rows differ
-    read_some   what is read out of the turns of rows that are not read yet, newest first
+    settle      commits and drops of open rows; skipped numbers
+    sweep       compares every row from a number on with the store: after a rewind, or if the
+    numbers of rows differ
+    read_some   reads the turns of unread rows, newest first
 
-Invariant: after catch_up and settle every row that the store's commits have touched is as in the
-store. Rows that a rewind has deleted are noticed by the newest step, which is then gone or another
-one, by the newest row, or by the next comparison of the numbers.
+Invariant: after catch_up and settle, every row that the store's commits touched equals the store's.
+Rows deleted by a rewind are noticed by the newest step, which is then gone or differs, by the
+newest row, or by the next comparison of the numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TURNS = 32
 STEPS = 50
 """Records of steps read at once."""
 LOOKED_AT = 2_000
-"""Open rows that one look reads again, where no step was committed; the next look continues."""
+"""Open rows that one look reads again if no step was committed; the next look continues."""
 END = 2**62
 
 
@@ -59,7 +59,7 @@ class StoreFollower:
         self._looked_at = -1
 
     async def refresh(self, *, compare: bool = False) -> None:
-        """Updates all but what is read out of turns. `compare`: compares numbers of rows, too."""
+        """Updates everything except values from turns. `compare`: also compares numbers of rows."""
         back_to = await self._rewound_to()
         if back_to is not None:
             await self._undo(back_to)
@@ -109,7 +109,7 @@ class StoreFollower:
         return marks[low - 1][0] if low else 0
 
     async def _undo(self, step: int) -> None:
-        """Compares, after a rewind, all rows that it may have touched."""
+        """Compares, after a rewind, all rows that it could have changed."""
         touched = self._first_row(
             "SELECT min(seq) FROM attempts WHERE alive AND (step > ? OR trained_step > ? "
             "OR seq = (SELECT max(seq) FROM attempts WHERE alive))",
@@ -139,7 +139,7 @@ class StoreFollower:
             self._notify("comparing", min(first, end), end)
 
     async def _catch_up(self) -> None:
-        """Takes in new rows, until there are none."""
+        """Adds new rows, until there are none."""
         after = self._cursor()
         while rows := await self._store.written_summaries(range(after + 1, END), limit=ROWS):
             with self._writer.transaction():
@@ -158,7 +158,7 @@ class StoreFollower:
         return int(row[0] or 0) if row else 0
 
     async def _settle(self) -> None:
-        """Takes in newly committed steps, rows that were open, and numbers that were skipped."""
+        """Adds newly committed steps, open rows, and skipped numbers."""
         is_moved = await self._new_steps()
         waiting = "alive AND split = 'train' AND state IN ('ready', 'reserved') AND seq > ?"
         rows = self._db.execute(
@@ -174,7 +174,7 @@ class StoreFollower:
                 self._db.execute("DELETE FROM gaps WHERE first = ?", (gap["first"],))
 
     async def _new_steps(self) -> bool:
-        """Takes in the steps that were committed since; whether there are any."""
+        """Adds the steps that were committed since; returns whether there are any."""
         newest = self._first_row("SELECT max(step) FROM steps")
         after = None if newest is None else newest[0]
         is_moved = False
@@ -290,8 +290,8 @@ class StoreFollower:
         return True
 
     async def move_some(self, folder: Path | None) -> bool:
-        """Takes in how far log-probs have moved, for the newest committed step without that
-        number; returns whether there was one. `folder`: the run's, which may hold it."""
+        """Adds the log-prob changes of the newest committed step that lacks them; returns whether
+        there was one. `folder`: the run's, which can have them."""
         row = self._first_row(
             "SELECT step FROM steps WHERE has_moves = 0 ORDER BY step DESC LIMIT 1"
         )

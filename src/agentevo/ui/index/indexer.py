@@ -1,10 +1,10 @@
-"""Keeps the index of one store while a dashboard is open, in a thread of its own.
+"""Updates the index of one store while a dashboard is open, in its own thread.
 
-Of all processes that have the store open, the one that holds the lock of the index writes it. When
-that process ends, another one takes over. It looks at the store at most once in EVERY_S, and rests
-ten times as long as a look took (REST_S at most), however many people watch. It reads turns as long
-as it rested while the run is alive, and without a rest once it is not. It waits for a store that is
-away; an index that can't be read is made again, with a message.
+Of all processes that have the store open, the one with the lock of the index writes it. When that
+process ends, another one takes over. It looks at the store at most once in EVERY_S, and rests ten
+times as long as a look took (REST_S at most), for any number of viewers. While the run is alive, it
+reads turns as long as it rested; afterwards, without a rest. It waits for an unreachable store. An
+unreadable index is rebuilt, with a message.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ COMPARE_EVERY_S = 120.0
 AGAIN_S = 5.0
 """The wait after a failure, and for the lock."""
 SLICE_S = 0.5
-"""How long it reads turns before it looks for new rows again."""
+"""Seconds in which it reads turns before it looks for new rows again."""
 LIVE_S = 300.0
-"""A run that has written something within so long is alive."""
+"""A run that wrote something within these seconds is alive."""
 NICENESS = 10
 
 
@@ -55,7 +55,7 @@ class Indexer:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.trouble = ""
-        """What stops it, in words; empty where nothing does."""
+        """The problem that stops it, in words; empty for none."""
 
     def start(self) -> None:
         if self._thread is None:
@@ -63,7 +63,7 @@ class Indexer:
             self._thread.start()
 
     def stop(self, within_s: float = 30.0) -> None:
-        """Ends after the work in progress; nothing is left half done, however it ends."""
+        """Ends after the work in progress, which is never left incomplete."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(within_s)
@@ -88,7 +88,7 @@ class Indexer:
         if isinstance(error, sqlite3.OperationalError):  # locked, or the disk is full
             self._stop.wait(AGAIN_S)
         else:
-            self.trouble += ": it is made again"
+            self.trouble += ": it is rebuilt"
             with suppress(AgentEvoError, Timeout), FileLock(self._lock_file(), timeout=AGAIN_S):
                 make(self.path)
 
@@ -102,7 +102,7 @@ class Indexer:
             if not is_usable(self.path):
                 make(self.path)
                 if was_there:
-                    self.trouble = "the index could not be read: it is made again"
+                    self.trouble = "the index could not be read: it is rebuilt"
             asyncio.run(self._keep())
 
     async def _keep(self) -> None:
@@ -122,7 +122,7 @@ class Indexer:
     async def _follow(
         self, follower: StoreFollower, writer: IndexWriter, rules: _Rules, inode: int | None
     ) -> None:
-        """Until it is stopped, or the store's file is another one."""
+        """Runs until it is stopped, or the store's file is replaced."""
         compared = float("-inf")
         while not self._stop.is_set() and _inode(self.url) == inode:
             started = time.monotonic()
@@ -166,7 +166,7 @@ class Indexer:
 
 
 class _Rules:
-    """How advantages are computed, read when the first step needs it: that takes torch."""
+    """The rule of advantages, read when the first step needs it, since it imports torch."""
 
     def __init__(self, writer: IndexWriter, config: dict[str, Any]) -> None:
         self._writer = writer
@@ -176,7 +176,7 @@ class _Rules:
     async def get(self) -> Rule | str:
         """The rule, or why there are no advantages."""
         if self._rule is None:
-            self._rule = "the run's folder is not here, and says how they were made"
+            self._rule = "the run's folder, which says how they are computed, is not here"
             if self._config:
                 self._rule = await in_thread(rule_of, self._config)
             why = self._rule if isinstance(self._rule, str) else ""
@@ -198,7 +198,7 @@ def _teller(writer: IndexWriter) -> Callable[[str, int, int], None]:
 
 
 def _inode(url: str) -> int | None:
-    """Of a store that is a file; another one when the run was made again."""
+    """The identity of a store's file, which changes if the run is started again."""
     scheme, _, path = url.partition(":///")
     if scheme != "sqlite":
         return None

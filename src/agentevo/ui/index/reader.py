@@ -1,4 +1,4 @@
-"""What pages read: only the index, never a store. For any number of threads and processes."""
+"""Reads the index for pages, never a store. For any number of threads and processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SNIPPET = 160
 
 
 class IndexAway(AgentEvoError):
-    """The index is not there yet, or is being made again."""
+    """The index is not there yet, or is being rebuilt."""
 
 
 class IndexState(NamedTuple):
@@ -47,7 +47,7 @@ class IndexState(NamedTuple):
 
 
 class IndexRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt in a list: the summary's columns and what was derived."""
+    """An attempt in a list: the summary's columns and derived values."""
 
     place: int
     id: str
@@ -78,14 +78,14 @@ class IndexRow(msgspec.Struct, frozen=True, kw_only=True):
     lowest_version: int | None
     advantage: float | None
     moved: float | None
-    """How far the update has moved the log-prob of a token, at most."""
+    """The largest log-prob change of a token by the update."""
     kind: str = ""
     snippet: tuple[str, ...] = ()
     """Of a search: text, found words and text in turn."""
 
     @property
     def age(self) -> int | None:
-        """Of its oldest token, in versions, at the step that it was trained in."""
+        """The age of its oldest token, in versions, at the step that trained it."""
         if self.trained_step is None or self.lowest_version is None:
             return None
         return self.trained_step - 1 - self.lowest_version
@@ -254,7 +254,7 @@ class IndexReader:
         return len(rewards), good, float(rewards.mean()), float(rewards.std())
 
     def has_values(self, selection: Selection) -> dict[str, bool]:
-        """Order -> whether any of the selected attempts has a value of it."""
+        """Order -> whether any selected attempt has a value for it."""
         table = self._table()
         where, _ = self._where(table, selection)
         has_value = {}
@@ -438,7 +438,7 @@ class IndexReader:
 
     def _away(self, error: BaseException) -> IndexAway:
         self._local.connection = None
-        return IndexAway(f"the index is not there yet, or is being made again ({error})")
+        return IndexAway(f"the index is not there yet, or is being rebuilt ({error})")
 
     def _connection(self) -> sqlite3.Connection:
         """The connection of this thread; a new one when the file was made again. Raises

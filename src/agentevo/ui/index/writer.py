@@ -26,12 +26,12 @@ OTHER = "other"
 _LISTED = set(TrajectorySummary.__struct_fields__)
 _MADE = ("seq", "task", "agent", "decoding", "error_kind", "reason", "judge_gap")
 _GIVEN = (*sorted(_LISTED - {"id"}), *_MADE)
-"""Columns of a row that a summary gives, but for the id."""
+"""Columns of a row that come from a summary, except the id."""
 _LEDGER = ("state", "trained_step", "drop_reason", "reason")
 _SAME = "seq = excluded.seq AND written_at = excluded.written_at"
 _NULL = dict.fromkeys(("lowest_logprob", "mean_logprob", "lowest_version"), "NULL")
 _OF_CONTENT = {"is_read": "0", "kind": "0", "difficulty": "0", **_NULL}
-"""Columns that are read out of the turns -> what they hold before."""
+"""Columns that are read from the turns -> their value before."""
 _UPSERT = (
     f"INSERT INTO attempts (id, change, {', '.join(_GIVEN)}) "
     f"VALUES (:id, :change, {', '.join(f':{name}' for name in _GIVEN)}) "
@@ -189,7 +189,7 @@ class IndexWriter:
         )
 
     def has_room(self) -> bool:
-        """Whether texts are still taken in."""
+        """Whether texts are still added."""
         pages = self._db.execute("PRAGMA page_count").fetchone()[0]
         size = self._db.execute("PRAGMA page_size").fetchone()[0]
         return bool(pages * size < self._max_bytes)
@@ -237,7 +237,7 @@ class IndexWriter:
         self._db.execute("UPDATE steps SET has_advantages = 1 WHERE step = ?", (step,))
 
     def put_moves(self, step: int, largest: Mapping[str, float]) -> None:
-        """`largest`: id -> how far the log-prob of one of its tokens has moved, at most."""
+        """`largest`: id -> the largest log-prob change of one of its tokens."""
         change = self._next_change()
         self._db.executemany(
             "UPDATE attempts SET moved = ?, change = ? WHERE id = ? AND trained_step = ?",
@@ -261,7 +261,7 @@ class IndexWriter:
 
 
 GAP_S = 600.0
-"""How long a transaction that has numbers may take to commit: longer than any store allows."""
+"""The longest seconds until a transaction with numbers commits: more than any store allows."""
 
 
 def decoding_of(row: TrajectorySummary) -> str:
