@@ -245,7 +245,10 @@ def test_a_broken_rollout_is_said_at_once(tmp_path):
     [
         ({"environment": {"type": "coins"}}, "environment: the program plays"),
         ({"rollout": {"samplers": 1}}, "rollout.samplers"),
-        ({"algorithm": "remax", "agents": {"solver": {}}}, "algorithm.name=remax: not supported in a run"),
+        (
+            {"algorithm": "remax", "agents": {"solver": {}}},
+            "algorithm.name=remax: not supported in a run",
+        ),
         ({"trainer": {"stepps": 3}}, "steps"),
     ],
 )

@@ -100,8 +100,8 @@ def records(config: RunConfig) -> dict:
 
 
 ONE_BY_ONE = ("engine.max_running=1", "engine.prefix_sharing=false")
-"""The engine computes each request by itself. The log-probs of a mixture depend on the requests that
-it is batched with, up to rounding, and the batches depend on the load of the machine."""
+"""The engine computes each request by itself: in a batch, the log-probs of a mixture depend on the
+other requests, up to rounding, and the batches depend on the load of the machine."""
 
 
 def test_killed_and_resumed_bit_for_bit(moe_config, tmp_path, quiet_view, outcome_of, assert_same):
