@@ -3,13 +3,13 @@ tool calls out. The ids can come one by one or all at once. The pieces are the d
 with ids for the calls. If a call turns out to be malformed, its earlier pieces are void, and its
 text follows as content.
 
-Invariant: the pieces sum up to the same reply, however the ids come. The pieces of a call's
-arguments are the arguments, byte for byte. Text that begins as a call but is not one becomes
-content, unchanged: the agent sees it, and so does the policy in the next prompt. A listener may
-have received its beginning by then, as a call that never becomes complete. The brace that can end
-the arguments is sent only when the call is complete, so the pieces of a malformed call are not JSON
-that a client could act on. With `whole_calls` a listener receives nothing of a call before it is
-complete.
+Invariant: the pieces sum up to the same reply, however the ids come, and a piece that was passed on
+is never changed. The pieces of a call's arguments are the arguments, byte for byte. Text that
+begins as a call but is not one becomes content, unchanged: the agent sees it, and so does the
+policy in the next prompt. A listener may have received its beginning by then, as a call that never
+becomes complete. The brace that can end the arguments is sent only when the call is complete, so
+the pieces of a malformed call are not JSON that a client could act on. With `whole_calls` a
+listener receives nothing of a call before it is complete.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def _json_number(value: float) -> float | int | None:
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`; it continues an existing file, after it removes a torn last line.
+    """Appends to `metrics.jsonl`; it continues an existing file, after it repairs a torn last line.
     Close it, or use it in a `with`."""
 
     def __init__(self, path: Path | str) -> None:
@@ -210,7 +210,7 @@ class MetricsLog:
         }
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         with must_write(self.path):
-            if self._file.write(line) != len(line):  # the next MetricsLog removes the torn line
+            if self._file.write(line) != len(line):  # the next MetricsLog repairs the torn line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         self._digest.update(line)

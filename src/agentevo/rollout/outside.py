@@ -547,7 +547,7 @@ class OutsideSessions:
 
 
 def _lost(session: OutsideSession, error: Exception) -> Trajectory:
-    """The record of an attempt that failed with the infrastructure and is in no store."""
+    """The record of an attempt that a failure of the infrastructure ended. It is in no store."""
     return msgspec.structs.replace(
         session.export(), status="cancelled", error=f"nothing was written: {error}"
     )

@@ -94,7 +94,7 @@ class ControlGroup:
                 self._write("cgroup.procs", str(pid))
 
     def was_out_of_memory(self) -> bool:
-        """Whether the kernel killed one of its processes because the memory was full."""
+        """Whether the kernel killed one of its processes because the group was out of memory."""
         try:
             events = (self._folder / "memory.events").read_text()
         except OSError:

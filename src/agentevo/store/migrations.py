@@ -135,7 +135,8 @@ def migrations(database: str, version: int, where: str) -> list[Migration]:
     if missing:
         raise UnusableStoreError(
             f"{where} says that its schema is {version}, which no AgentEvo version used (the "
-            f"oldest is {min(available)}): it is damaged; restore it from a copy; it was not changed"
+            f"oldest is {min(available)}): it is damaged; restore it from a copy; it was not "
+            "changed"
         )
 
     return [available[old] for old in range(version, SCHEMA_VERSION)]
