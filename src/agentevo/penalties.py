@@ -133,7 +133,7 @@ class TokenPenalties(NamedTuple):
 
     table: list[Penalties]
     rows: np.ndarray
-    """[T] int32: the penalties of each token; -1 where there were none."""
+    """[T] int32: the penalties of each token; -1 for a token without penalties."""
     starts: np.ndarray
     """[T] int32: the position at which the token's completion begins."""
 

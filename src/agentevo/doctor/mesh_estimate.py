@@ -577,7 +577,8 @@ def check_meshes(
 def _weigh_measures(
     config: RunConfig, sizes: Sizes, candidates: list[Fit], memory: float, on_cpu: bool
 ) -> tuple[dict[str, float], tuple[str, float] | None]:
-    """`weigh_measures`, where a recipe needs the bytes of its smallest mesh on these devices."""
+    """Calls `weigh_measures`. The bytes that a recipe needs are those of its smallest mesh on these
+    devices."""
     devices = candidates[0].world
     meshes = [candidate.parallel for candidate in candidates]
     sizes_of_other = remember_by_model(sizes_of)

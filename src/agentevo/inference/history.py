@@ -44,7 +44,7 @@ class HistoryNode:
         """The forms of the message: first as the policy wrote it or as a request first had it, then
         as it was passed on to a client."""
         self.place = -1
-        """For a tool's result: see equivalence.places_of."""
+        """The place of a tool's result, see equivalence.places_of."""
         self.turn: int | None = None
         """The turn that produced it."""
         self.is_given = False
@@ -58,7 +58,8 @@ class HistoryNode:
         """Id of a tool call -> the child with that call."""
         self._by_form: dict[Message, list[HistoryNode]] = {}
         self._by_key: dict[Hashable, list[HistoryNode]] = {}
-        """Of the first `_num_keyed` children only: most are never looked up by key."""
+        """Key -> children. It has only the first `_num_keyed` children, because most are never
+        looked up by key."""
         self._num_keyed = 0
         self._is_keyed = False
 
@@ -193,7 +194,7 @@ class Histories:
     """See the module."""
 
     roots: dict[ToolSchemas, HistoryNode] = field(default_factory=dict)
-    """By the tools that the histories were requested with."""
+    """Tools of the requests -> the root of their histories."""
     serves_clients: bool = False
     """Whether any answer was passed on to a client."""
 

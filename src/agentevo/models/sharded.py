@@ -103,7 +103,7 @@ def any_sharded() -> bool:
 def copy_sharded(
     policy: PreTrainedModel, change: Callable[[PreTrainedModel], None] = lambda twin: None
 ) -> PreTrainedModel:
-    """A copy of a sharded model as it is now, sharded alike: each process copies its own part.
+    """A copy of a sharded model, sharded in the same way: each process copies its own part.
     `change` can replace layers of the copy before it has weights. Weights that the policy does not
     have are 0."""
     sharding = _SHARDED[policy]
