@@ -1,11 +1,12 @@
-"""Runs a coroutine to its end, next to a user's code that may do anything to the event loop.
+"""Runs a coroutine to its end, together with user code that can do anything to the event loop.
 
 A user's code (an agent, a scorer) runs in a `TaskScope`. It can cancel the tasks that were started
 in its scope and no others; a KeyboardInterrupt or SystemExit of its tasks ends that task alone;
 `loop.stop()` stops nothing; and a task that swallows its cancellation is left behind at the end,
 CLOSING_S after all tasks were cancelled. Connections that clients have left open are closed then.
-The threads of asyncio.to_thread are a user's; our own work uses separate ones (`in_thread`), so a
-user's call that hangs does not block it. All of this holds on the loops of `run_coroutine` only.
+The threads of asyncio.to_thread are for user code. AgentEvo's own work uses separate threads
+(`in_thread`), so a user's call that hangs does not block it. All of this holds on the loops of
+`run_coroutine` only.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class TaskScope:
 
 @contextmanager
 def outside_scopes() -> Iterator[None]:
-    """For our own code that a user's code calls: tasks that it starts in this block belong to no
+    """For AgentEvo's code that user code calls: tasks that start in this block belong to no
     scope."""
     token = _scope.set(None)
     try:
@@ -117,7 +118,7 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first failure ends the others."""
+    """All results in order. The first failure cancels the others."""
     running = [asyncio.create_task(work) for work in works]
     try:
         return await asyncio.gather(*running)
@@ -129,8 +130,8 @@ async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 class NoticesBlocks:
     """Awaits a user's coroutine, and warns once if it blocks the event loop: code that blocks, such
-    as time.sleep or a client that is not async, stops everything else on the loop. A step of
-    BLOCK_S or more counts; the warning follows after `TELL_S` of them together."""
+    as time.sleep or a client that is not async, stops everything else on the loop. Steps of BLOCK_S
+    seconds or more count. The warning comes when they add up to TELL_S seconds."""
 
     BLOCK_S = 0.25
     TELL_S = 1.0
@@ -162,7 +163,7 @@ class NoticesBlocks:
             except GeneratorExit:
                 steps.close()
                 raise
-            except BaseException as error:  # noqa: BLE001 (handed on to the work)
+            except BaseException as error:  # noqa: BLE001 (passed to the work)
                 go_on = partial(steps.throw, error)
             else:
                 go_on = partial(next, steps) if sent is None else partial(steps.send, sent)
@@ -257,7 +258,7 @@ def _ctrl_c(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterato
         received.append(number)
         if len(received) > 1 or main.done():
             raise Interrupt
-        contextvars.Context().run(main.cancel)  # a user's code may be running at this moment
+        contextvars.Context().run(main.cancel)  # user code may be running now
         loop.call_soon_threadsafe(lambda: None)
 
     is_ours = (
@@ -275,7 +276,7 @@ def _ctrl_c(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterato
 
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels what still runs, and waits for it with a bound."""
+    """Cancels the tasks that still run, and waits for them, at most CLOSING_S seconds."""
     unfinished = asyncio.all_tasks(loop)
     for task in unfinished:
         task.cancel()
@@ -310,14 +311,15 @@ def _end_connections(loop: asyncio.AbstractEventLoop) -> None:
     closed"."""
     transports = list(getattr(loop, "_transports", {}).values())
     for transport in transports:
-        with suppress(AttributeError):  # one that has ended as it wrote its last data has no loop
+        with suppress(AttributeError):  # a transport that closed after its last write has no loop
             transport.abort()
     if transports:
-        _drive(loop, loop.create_task(asyncio.sleep(0)))  # after the calls that abort has left
+        _drive(loop, loop.create_task(asyncio.sleep(0)))  # runs the callbacks of abort
 
 
 def _end_threads(threads: ThreadPoolExecutor) -> None:
-    """Waits with a bound for calls of asyncio.to_thread. One that hangs can't be ended."""
+    """Waits at most CLOSING_S seconds for calls of asyncio.to_thread. A call that hangs can't be
+    ended."""
     ending = threading.Thread(target=threads.shutdown, daemon=True)
     ending.start()
     ending.join(CLOSING_S)

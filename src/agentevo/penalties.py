@@ -1,5 +1,5 @@
-"""Penalties of tokens that a text already has, and biases of tokens: their effect on a model's
-logits, for the code that samples under them and the code that recomputes the distribution.
+"""Penalties on tokens that a text already has, and biases on tokens: how they change a model's
+logits. Both sampling and the recomputation of the distribution use this module.
 
 With logits z, r = repetition and c the number of times that a token was sampled in this completion:
 
@@ -8,7 +8,7 @@ With logits z, r = repetition and c the number of times that a token was sampled
 
 (https://platform.openai.com/docs/api-reference/chat for the first two and the bias, arXiv
 1909.05858, section 4.1, for R). Temperature, filters and grammar apply afterwards. The changes at a
-place follow from the tokens before it, so only the penalties of a turn are recorded.
+position follow from the tokens before it, so only the penalties of a turn are recorded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def problem(self) -> str | None:
-        """Why no token can be sampled under them."""
+        """What is wrong with the values. None if they are valid."""
         for name in ("presence", "frequency"):
             value = getattr(self, name)
             if not abs(value) <= LARGEST_PENALTY:  # NaN is refused too
@@ -65,17 +65,17 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def last_token(self) -> int:
-        """The highest that it names; -1 for none."""
+        """The highest token id in `logit_bias`. -1 if it is empty."""
         return max((token for token, _ in self.logit_bias), default=-1)
 
     @property
     def or_none(self) -> Penalties | None:
-        """None if they change nothing."""
+        """The penalties, or None if they change nothing."""
         return None if self == Penalties() else self
 
 
 class PenaltyChanges(NamedTuple):
-    """The changes from penalties at one place, for K different tokens."""
+    """The changes from penalties at one position, for K different tokens."""
 
     tokens: np.ndarray
     """[K] int64"""
@@ -86,7 +86,7 @@ class PenaltyChanges(NamedTuple):
 
 
 class PenaltyState:
-    """One completion on its way."""
+    """The penalties during one completion."""
 
     def __init__(self, penalties: Penalties, prompt_ids: Sequence[int]) -> None:
         self._penalties = penalties
@@ -103,7 +103,7 @@ class PenaltyState:
                 self._repeated[self._place(token)] = penalties.repetition
 
     def take(self, token: int) -> None:
-        """The next token of the completion."""
+        """Adds the next token of the completion."""
         place = self._place(token)
         penalties = self._penalties
         self._repeated[place] = penalties.repetition
@@ -133,9 +133,9 @@ class TokenPenalties(NamedTuple):
 
     table: list[Penalties]
     rows: np.ndarray
-    """[T] int32: the penalties of each token; -1 where there were none."""
+    """[T] int32: the penalties of each token; -1 for a token without penalties."""
     starts: np.ndarray
-    """[T] int32: where the completion that the token belongs to begins."""
+    """[T] int32: the position at which the token's completion begins."""
 
     @classmethod
     def join(cls, parts: Sequence[tuple[int, Penalties | None]]) -> TokenPenalties | None:
@@ -158,8 +158,8 @@ class TokenPenalties(NamedTuple):
         )
 
     def changes(self, ids: np.ndarray, places: np.ndarray) -> Mapping[int, PenaltyChanges]:
-        """Place -> the changes there, of the given places [M] in ascending order at which there are
-        any; `ids` [T] is the text."""
+        """Position -> the changes there. `places` [M] are the positions, in ascending order;
+        positions without penalties are left out. `ids` [T] is the text."""
         changes_by_place: dict[int, PenaltyChanges] = {}
         state = None
         start = -1

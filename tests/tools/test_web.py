@@ -150,8 +150,8 @@ def test_redirects_are_checked_as_the_first_url_is(site):
     site.gives("/end", "there", "text/plain")
     assert fetch.fetch(site.fails("/here", 302, Location="/end")) == "there"
     for target, words in (
-        ("http://localhost:1/", "localhost:1 is no host that may be read"),
-        (f"http://localhost:{site.port}/end", "is no host that may be read"),
+        ("http://localhost:1/", "localhost:1 is not a host that may be read"),
+        (f"http://localhost:{site.port}/end", "is not a host that may be read"),
         ("file:///etc/passwd", "is no URL that begins with https"),
         ("/loop", "more than 5 redirects"),
     ):
@@ -224,7 +224,7 @@ def resolves(monkeypatch, *addresses: str) -> list[str]:
 )  # fmt: skip
 def test_a_name_with_an_address_that_is_not_public_is_refused(addresses, monkeypatch):
     resolves(monkeypatch, *addresses)
-    with pytest.raises(ToolError, match="is no public host: its address is"):
+    with pytest.raises(ToolError, match="is not a public host: its address is"):
         Fetch(allow=["*"]).fetch("https://pages.example/")
 
 
@@ -235,7 +235,7 @@ def test_addresses_of_the_internet_are_public(address):
 
 def test_numbers_that_are_addresses_are_looked_up_and_refused():
     for host in ("127.0.0.1", "2130706433", "0x7f.1", "[::1]", "localhost"):
-        with pytest.raises(ToolError, match=r"is no public host|can't be found"):
+        with pytest.raises(ToolError, match=r"is not a public host|can't be found"):
             Fetch(allow=["*"]).fetch(f"http://{host}/")
 
 

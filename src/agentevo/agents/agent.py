@@ -3,10 +3,10 @@
 An agent's `run` can return: an `Outcome`; a number, which is the reward; a mapping of named parts,
 whose sum is the reward; a list with a reward for each turn, or a mapping from turns to rewards,
 whose sum is the reward; or None. With None the posted rewards count, or else a scorer decides (the
-recipe's `rewards`, or the task's own). A reward of 1 or more counts as success. An agent that uses
-only its own client counts the turns that it received; any other agent uses `Reply.turn`. In a
-rollout of several agents such a value is the outcome of all of them, and a mapping from their names
-to such values gives each agent its own outcome.
+recipe's `rewards`, or the task's own). A reward of 1 or more counts as success. Turns have the
+numbers of `Reply.turn`; an agent that uses only its own client counts the turns that it received,
+from 0. In a rollout of several agents such a value is the outcome of all of them, and a mapping
+from their names to such values gives each agent its own outcome.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class FunctionAgent:
     """An agent that is one function, or the method of an object. A function that is not async runs
     on its own thread.
 
-    With one parameter, its client calls the policy through the gateway. The calls are attributed by
-    the base URL in the environment and the attempt's context (capture.py).
+    A function with one parameter calls the policy through the gateway, with a client of its own.
+    The base URL in the environment and the attempt's context (capture.py) identify the attempt that
+    a call belongs to.
 
     Raises ConfigError for a function with other parameters."""
 
@@ -126,7 +127,7 @@ class FunctionAgent:
             raise
 
     async def close(self) -> None:
-        """Ends everything that attempts share, after the last attempt. A `close` that raises or
+        """Closes everything that attempts share, after the last attempt. A `close` that raises or
         exceeds CLOSING_S is only reported, since the attempts have their outcomes."""
         close = getattr(self._player, "close", None)
         if close is None:

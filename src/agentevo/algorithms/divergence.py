@@ -1,9 +1,9 @@
 """Divergence of the policy from a reference per token, and the controllers of its coefficient.
 
-d = logp - ref_logp, bounded to +-20 (+-10 in float16, whose exp ends there). The bound is
-straight-through: beyond it the value is constant but the gradient stays the one at the bound, so
-that a token that has moved far is still pulled back: for logp it is 1 (k1), +-1 (abs), +-20 (k2 and
-every "+" form), 1 - exp(-20) = 1 above and 1 - exp(20) = -4.9e8 below (k3).
+d = logp - ref_logp, bounded to +-20 (+-10 in float16, where exp overflows beyond it). The bound is
+straight-through: beyond it the value is constant, and the gradient keeps its value at the bound, so
+that a token that has moved far is still pulled back. That gradient in logp is 1 (k1), +-1 (abs),
++-20 (k2 and every "+" form), 1 - exp(-20) = 1 above and 1 - exp(20) = -4.9e8 below (k3).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def bounded_log_ratio(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
-    """logp - ref_logp, its value bounded to +-20, its gradient in logp 1 and in ref_logp 0
+    """logp - ref_logp. Its value is bounded to +-20. Its gradient is 1 in logp and 0 in ref_logp
     everywhere. Never NaN for finite input."""
     info = torch.finfo(logp.dtype)
     bound = min(BOUND, math.floor(math.log(info.max)) - 1.0)
@@ -58,7 +58,7 @@ ref_logp. Raises ValueError for different shapes."""
 
 def bind_kl(name: str) -> KLEstimate:
     """The estimate of that name. For names and formulas see `KL` in the catalogue, for values
-    beyond the bound see the module. Raises ValueError."""
+    beyond the bound see the module. Raises ValueError for an unknown name."""
     find("kl", KL, name)
     value_of = ESTIMATES[name.removesuffix("+")]
     straight_through = name.endswith("+")

@@ -40,7 +40,7 @@ def _groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[Has
     if wrong is not None:
         raise ValueError(
             f"reward {wrong} is {rewards[wrong]}: a filter needs finite rewards; drop failed "
-            "attempts before"
+            "attempts first"
         )
 
     groups: dict[Hashable, list[int]] = {}
@@ -71,8 +71,8 @@ def reward_std(rewards: Sequence[float]) -> float:
 
 def is_informative(rewards: Sequence[float]) -> bool:
     """Whether the rewards of a group differ. This is DAPO's condition 0 < correct < G (arXiv
-    2503.14476, eq. 11) for rewards of any kind. Those of a group of one do not: its advantage under
-    a group baseline is 0 (verl keeps groups of one)."""
+    2503.14476, eq. 11) for rewards of any kind. The rewards of a group of one do not differ: its
+    advantage under a group baseline is 0 (verl keeps groups of one)."""
     return len(rewards) > 1 and not are_equal(rewards)
 
 
@@ -245,10 +245,10 @@ class RLPRStd:
             and isinstance(total, (int, float))
             and isinstance(recorded, list)
         ):
-            raise ValueError(f"rlpr_std: this is no state of the filter: {dict(state)!r}")
+            raise ValueError(f"rlpr_std: this is not a state of the filter: {dict(state)!r}")
 
         if mean is not None and not isinstance(mean, (int, float)):
-            raise ValueError(f"rlpr_std: mean={mean!r} in the state is no number")
+            raise ValueError(f"rlpr_std: mean={mean!r} in the state is not a number")
 
         self._step = step
         self._count = count

@@ -27,7 +27,8 @@ Overrides = Annotated[
 
 
 def path_word(word: str | Path) -> Path:
-    """Parser of arguments and options that are paths. Raises ConfigError for what can be none."""
+    """Parser of arguments and options that are paths. Raises ConfigError for a word that can't be a
+    path."""
     problem = name_problem(str(word))
     if problem:
         shown = str(word) if len(str(word)) <= 60 else f"{str(word)[:57]}..."
@@ -36,7 +37,7 @@ def path_word(word: str | Path) -> Path:
 
 
 def check_new_file(path: Path, *, overwrite: bool) -> None:
-    """Raises ConfigError for a file that is there already, unless it may be replaced."""
+    """Raises ConfigError for a file that exists, unless `overwrite` is set."""
     if not overwrite and (path.exists() or path.is_symlink()):
         raise ConfigError(
             f"{path} is there already: give another file, or replace it with --overwrite"
@@ -44,7 +45,8 @@ def check_new_file(path: Path, *, overwrite: bool) -> None:
 
 
 def seconds(word: str | float) -> float:
-    """Parser of options that are a time to wait. Raises ConfigError for what no clock can wait."""
+    """Parser of options that are a time to wait. Raises ConfigError for any other word, and for a
+    time below 0 or above LONGEST_WAIT_S."""
     try:
         value = float(word)
     except ValueError:
@@ -85,8 +87,8 @@ DryRun = Annotated[
 
 
 def warn_of_kept_keys(recipe: str, overrides: list[str]) -> None:
-    """Warns of values that the recipe sets and that another preset, named on the command line,
-    therefore does not bring."""
+    """Warns of values that the recipe sets and that therefore override those of a preset that the
+    command line chooses."""
     from agentevo.config import sources
     from agentevo.config.other_preset import kept_keys
 
@@ -99,7 +101,7 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="The port. 0 chooses a
 
 
 def plain_options(settings: list[str], example: str = "size=3") -> dict[str, Any]:
-    """Words `key=value`, whose values are YAML. Raises ConfigError."""
+    """The options in words `key=value`, whose values are YAML. Raises ConfigError."""
     from agentevo.parsing import ParseError, parse_yaml
 
     values = {}
@@ -116,8 +118,8 @@ def plain_options(settings: list[str], example: str = "size=3") -> dict[str, Any
 
 
 def check_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call of a tool, as `--arguments` gives them. Raises ConfigError for what
-    is no JSON object."""
+    """The arguments of a tool call, from the option `--arguments`. Raises ConfigError if it is not
+    a JSON object."""
     from agentevo.parsing import ParseError, parse_json
 
     example = """write an object of JSON, such as '{"amount": 5}'"""
@@ -127,6 +129,6 @@ def check_arguments(text: str) -> dict[str, Any]:
         raise ConfigError(f"--arguments: {error}: {example}") from error
 
     if not isinstance(arguments, dict):
-        raise ConfigError(f"--arguments: this is no object: {example}")
+        raise ConfigError(f"--arguments: this is not an object: {example}")
 
     return arguments

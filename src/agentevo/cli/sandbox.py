@@ -1,4 +1,4 @@
-"""`agentevo sandbox`: code run as a model's would be."""
+"""`agentevo sandbox`: runs code in the sandboxes that a model's code gets."""
 
 from __future__ import annotations
 

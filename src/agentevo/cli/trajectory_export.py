@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _HERE = "trajectories export"
 FORMATS = ("trajectories", "otlp", "spans")
 _NO_CHOICE = ("train", None, None)
-"""Of split, reward and model."""
+"""The defaults of split, reward and model."""
 
 
 Out = Annotated[
@@ -84,15 +84,16 @@ PerTask = Annotated[
     typer.Option(
         metavar="N",
         min=1,
-        help="With --sft: the most attempts at one task, best first. With --pairs: the most pairs.",
+        help="With --sft: the maximum number of attempts at one task, best first. With --pairs: "
+        "the maximum number of pairs of one group.",
     ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="With --sft: the speaker to train on, `policy` or a remote model. Default: the "
-        "remote model in attempts that use one, else the policy.",
+        help="With --sft: the model whose replies to train on, `policy` or a remote model. "
+        "Default: the remote model in attempts that use one, else the policy.",
     ),
 ]
 
@@ -224,7 +225,7 @@ def _export_sft(
 def _export_played(
     folder: Path, out: Path, min_reward: float | None, per_task: int | None, model: str | None
 ) -> None:
-    """Of a folder that `agentevo eval --out` has made."""
+    """Exports the attempts in a folder of `agentevo eval --out`."""
     from agentevo.evaluation.results import ResultsFolder
     from agentevo.runs.folder import tokenizer_in
     from agentevo.runs.sft_export import export_played
@@ -266,7 +267,7 @@ def _export_pairs(
 
 
 def _reader(run_dir: Path) -> Read:
-    """Takes the policy's text apart, as its model's family writes it."""
+    """The function that parses the policy's text in the notation of its model family."""
     from agentevo.runs.folder import saved_tokenizer
 
     return _reader_of(saved_tokenizer(run_dir))

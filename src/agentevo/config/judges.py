@@ -34,8 +34,9 @@ _OF_THE_MODEL = {"api", "model", "temperature", "top_p", "max_new_tokens", "extr
 
 
 def judge_digest(judge: JudgeOptions, sections: Mapping[str, RemoteModelSection]) -> str:
-    """A digest of what decides a judge's answers: its models, their settings and its prompts. It
-    does not depend on the servers' addresses, nor on whether a default is written out."""
+    """A digest of everything that determines a judge's answers: its models, their settings and its
+    prompts. It does not depend on the servers' addresses, nor on whether a default is written
+    out."""
     models = [
         sections[name].model_dump(mode="json", include=_OF_THE_MODEL)
         for name in judge.models
@@ -96,7 +97,7 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
 
 def below_bars(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
     """The bars that a judge does not reach, in words. `values`: the measurements by the names of
-    the bars; None where a value could not be measured."""
+    the bars; None if a value could not be measured."""
     problems = []
     for name, (what, at_least) in BARS.items():
         value = values.get(name)

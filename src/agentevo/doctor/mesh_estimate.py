@@ -3,11 +3,11 @@ is read or created.
 
 Counted for each process: its part of the float32 weights, gradients and moments; what FSDP gathers
 at once (the group of embedding and output layer, and two decoder layers); the activations of one
-micro-batch, as `memory_estimate.py` has them, cut by the tensor and the context group; twins
-(reference, critic). Without engines in other processes, the first process also has a whole model
-and its engine's cache. Stages of a pipeline differ: the first has the embeddings and keeps the
-activations of as many micro-batches as there are stages, the last has the output layer. Not
-counted: what allocators and collectives keep.
+micro-batch, as `memory_estimate.py` computes them, divided among the tensor and the context group;
+the other models (reference, critic). Without engines in other processes, the first process also has
+a whole model and its engine's cache. Stages of a pipeline differ: the first has the embeddings and
+keeps the activations of as many micro-batches as there are stages, the last has the output layer.
+Not counted: what allocators and collectives keep.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ from agentevo.training.spread import check_spread
 ROOM = 0.9
 """The share of a device's memory that a plan can use."""
 SHOWN = 6
-"""The most meshes in the list."""
+"""The maximum number of meshes in the list."""
 MOST_DEVICES = 65_536
 OF_A_NODE = 8
-"""Devices of one machine, if there are several: tensor groups stay within one."""
+"""The number of devices per machine, if there are several machines. A tensor group stays within one
+machine."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +68,21 @@ class Sizes:
     shape: Shape
     trained: TrainedParameters
     numbers: int
-    """All of them."""
+    """The number of all parameters."""
     frozen_element: float
-    """Bytes of a number that is not trained: of the base under adapters, in its own type or, on
-    average, in 8 or 4 bits with the rest."""
+    """Bytes per parameter that is not trained: under adapters, of the base in its own type, or the
+    average over the base if a part of it has 8 or 4 bits."""
     trained_element: float
-    """Bytes of one that is."""
+    """Bytes per trained parameter."""
     largest_packed: int
-    """Count of the numbers in the largest matrix of 8 or 4 bits, which is unpacked to compute."""
+    """The number of parameters in the largest matrix of 8 or 4 bits, which is unpacked to
+    compute."""
     layer: int
-    """Of one decoder layer."""
+    """The number of parameters in one decoder layer."""
     root: int
-    """Of no layer: embedding, output layer, last norm."""
+    """The number of parameters outside the decoder layers: embedding, output layer, last norm."""
     experts: int
-    """Of experts, in all layers."""
+    """The number of parameters in experts, in all layers."""
     num_experts: int
     num_heads: int
     context_length: int
@@ -92,21 +94,21 @@ class Sizes:
 
     @property
     def whole_bytes(self) -> float:
-        """Of all weights, as they are loaded."""
+        """Bytes of all weights, as they are loaded."""
         frozen = self.numbers - self.trained.total
         return self.frozen_element * frozen + self.trained_element * self.trained.total
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One mesh, and the bytes that it takes."""
+    """One mesh, and the bytes that it needs."""
 
     parallel: ParallelSection
     world: int
     parts: dict[str, float]
-    """On each process; with stages, on the one that needs most."""
+    """Bytes on each process. With stages, on the process that needs most."""
     first: dict[str, float]
-    """In addition, on the first one."""
+    """Additional bytes on the first process."""
     spared: float = 0.0
     """The bytes of `parts` that the first process does not have."""
     engine_share: float = 0.0
@@ -114,7 +116,7 @@ class Fit:
 
     @property
     def on_first(self) -> float:
-        """Without `engine_share`."""
+        """Bytes on the first process, without `engine_share`."""
         return total(self.parts) - self.spared + total(self.first)
 
     @property
@@ -143,12 +145,13 @@ class Fit:
 
 
 def sizes_of(config: RunConfig) -> Sizes:
-    """Raises ModelError for a model that is not there; its config.json is enough."""
+    """The sizes of the recipe's model, which needs only its config.json. Raises ModelError if the
+    model is not there."""
     return sizes_of_model(unloaded_policy(config))
 
 
 def sizes_of_model(model: PreTrainedModel) -> Sizes:
-    """Of a model, whether or not its weights are there."""
+    """The sizes of a model, with or without its weights."""
     shape = shape_of(model)
     trained = trained_of(model)
     named = dict(model.named_parameters())
@@ -174,7 +177,7 @@ def sizes_of_model(model: PreTrainedModel) -> Sizes:
 
 
 def _bytes_of_a_number(parameters: list[nn.Parameter]) -> float:
-    """On average."""
+    """The average over the parameters."""
     return sum(p.nbytes for p in parameters) / max(1, sum(p.numel() for p in parameters))
 
 
@@ -190,9 +193,9 @@ def _largest_packed(model: PreTrainedModel) -> int:
 
 
 def longest_pass(config: RunConfig, sizes: Sizes) -> int:
-    """Tokens of the largest micro-batch: trainer.micro_batch_tokens, or one attempt that is longer
-    (its completions alone: what prompts add is not known before it is played). Of conversations
-    it is sft.micro_batch_tokens."""
+    """Tokens of the largest micro-batch: trainer.micro_batch_tokens, or the longest attempt if that
+    is longer. Only its completions count, because the lengths of prompts are unknown before
+    rollout. For recipes that train on conversations: sft.micro_batch_tokens."""
     if config.data.taught:
         return config.sft.micro_batch_tokens
 
@@ -202,7 +205,8 @@ def longest_pass(config: RunConfig, sizes: Sizes) -> int:
 
 
 def fit(config: RunConfig, sizes: Sizes, parallel: ParallelSection, world: int) -> Fit:
-    """What a mesh of `world` processes takes. Raises ValueError for sizes that don't divide it."""
+    """The memory that a mesh of `world` processes needs. Raises ValueError for sizes that don't
+    divide it."""
     parallel.replicas(world)
     stages = sorted({0, parallel.pipeline - 1})
     ends = [stage_parts(config, sizes, parallel, stage) for stage in stages]
@@ -271,7 +275,7 @@ def stage_parts(
         weights = FLOAT * trained + sizes.frozen_element * frozen + element * gathered
         gradients = FLOAT * (trained + (sizes.root + sizes.layer) / tensor * sizes.trains_all)
         of_copy = sizes.frozen_element * frozen + FLOAT * trained
-    else:  # a base under adapters is that of the copies, too
+    else:  # copies share the frozen base under adapters
         of_copy = sizes.trained_element * trained
         weights = sizes.frozen_element * frozen + of_copy
         weights += FLOAT * trained * sizes.trained.masters * on_device
@@ -305,8 +309,9 @@ def _stage_sizes(sizes: Sizes, parallel: ParallelSection, stage: int) -> Sizes:
 
 
 def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, stage: int) -> float:
-    """Activations of one micro-batch at the start of its backward pass or, if more, in the last
-    layer's; for a stage, with those of the micro-batches in flight behind it."""
+    """Bytes of activations of one micro-batch: at the start of its backward pass, or in the
+    backward pass of the last layer, whichever is more. A pipeline stage also has those of the
+    micro-batches that the later stages have in progress."""
     tensor = parallel.tensor
     shape = replace(
         sizes.shape,
@@ -324,13 +329,13 @@ def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, sta
     passing = passing_bytes(shape, sizes.trained, tokens)
     in_layer = layer_bytes(shape, sizes.trained, "none") * tokens - kept_per_layer + passing
 
-    # Of one vocabulary matrix, before it is added to that of earlier passes.
+    # The gradient of one vocabulary matrix, before it is added to that of earlier passes.
     vocabulary_gradient = 0.0
     if parallel.shard == 1:  # with shards it is among the gathered gradients
         vocabulary_gradient = float(FLOAT * shape.vocabulary * shape.hidden)
 
     ahead = parallel.pipeline - 1 - stage
-    if ahead:  # nothing is known of a loss here; what was sent on is kept as long
+    if ahead:  # this stage computes no loss; it keeps sent hidden states as long
         sent = float(shape.hidden * tokens * shape.element)
         under_way = kept_per_layer * shape.num_layers + sent
         return under_way * ahead + max(
@@ -369,8 +374,8 @@ def _twins(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
 
 
 def fits(config: RunConfig, sizes: Sizes, world: int) -> list[Fit]:
-    """All meshes of `world` processes that this recipe can train in, those that cost least
-    communication first. Raises ConfigError, with the last refusal, where there is none."""
+    """All meshes of `world` processes in which this recipe can train, in order of communication
+    cost. If there is none, raises ConfigError with the reason of the last refusal."""
     candidates = []
     refusal = ""
     for parallel in _meshes(world, sizes):
@@ -426,9 +431,9 @@ def judge_meshes(
 ) -> list[Check]:
     """`memory`: bytes of each device. `command`: the recipe and the overrides of the command line,
     for `agentevo train` or another `program`. `tokens`: of the largest micro-batch. `recipe_mesh`:
-    the recipe's own mesh, which is judged first if it has one. `turned`: a measure -> the least
-    bytes that any mesh then needs. `together`: the same for several measures, if no single one is
-    enough."""
+    the recipe's own mesh. If it has more than one process, its check comes first. `turned`: a
+    change of the recipe -> the bytes that the smallest mesh then needs. `together`: the same for
+    several changes together, if no single one is enough."""
     good = [candidate for candidate in candidates if candidate.fits_in(memory)]
     listed = good or sorted(candidates, key=lambda candidate: candidate.needs(memory))
 
@@ -572,7 +577,8 @@ def check_meshes(
 def _weigh_measures(
     config: RunConfig, sizes: Sizes, candidates: list[Fit], memory: float, on_cpu: bool
 ) -> tuple[dict[str, float], tuple[str, float] | None]:
-    """`weigh_measures` with the least that any mesh of the devices needs."""
+    """Calls `weigh_measures`. The bytes that a recipe needs are those of its smallest mesh on these
+    devices."""
     devices = candidates[0].world
     meshes = [candidate.parallel for candidate in candidates]
     sizes_of_other = remember_by_model(sizes_of)
@@ -607,8 +613,9 @@ def _list_with_samplers(config: RunConfig, on_cpu: bool) -> dict[str, RunConfig]
 
 
 def _more_devices(config: RunConfig, sizes: Sizes, devices: int, memory: float) -> dict[str, float]:
-    """The least that any mesh needs of as many devices as fit it, or of twice as many where so
-    much more memory is of no use."""
+    """The option --devices with the smallest number of devices (a power of 2 times `devices`, at
+    most 64 times) on which a mesh fits -> the bytes that it needs. If none fits, the same for twice
+    the devices."""
     needed = dict[str, float]()
     num_devices = 2 * devices
     while num_devices <= min(MOST_DEVICES, 64 * devices):

@@ -1,14 +1,15 @@
-"""One completion on its way to a client: token ids in, pieces of content, reasoning and tool calls
-out, whether they come one by one or all at once: the deltas of the parser, in which calls have ids.
-The pieces that were passed on of a call that failed are void, and its text follows as content.
+"""Turns one completion into pieces for a client: token ids in; pieces of content, reasoning and
+tool calls out. The ids can come one by one or all at once. The pieces are the deltas of the parser,
+with ids for the calls. If a call turns out to be malformed, its earlier pieces are void, and its
+text follows as content.
 
-Invariant: however the ids come, the pieces sum up to the same reply, and no piece is taken back.
-The pieces of a call's arguments are the arguments, byte for byte. Text that begins as a call but is
-not one becomes content, in the model's own words: the agent sees it, and so does the policy when it
-comes back. A listener may have received its beginning by then, as a call that never becomes whole.
-The brace that may end the arguments comes only when the call is whole, so the pieces of a broken
-call are no JSON that a client could act on. With `whole_calls` a listener receives nothing of a
-call before it is whole.
+Invariant: the pieces sum up to the same reply, however the ids come, and a piece that was passed on
+is never changed. The pieces of a call's arguments are the arguments, byte for byte. Text that
+begins as a call but is not one becomes content, unchanged: the agent sees it, and so does the
+policy in the next prompt. A listener may have received its beginning by then, as a call that never
+becomes complete. The brace that can end the arguments is sent only when the call is complete, so
+the pieces of a malformed call are not JSON that a client could act on. With `whole_calls` a
+listener receives nothing of a call before it is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from agentevo.types import Alternatives, Message, ToolCall, Turn
 
 
 def _pieces_of_call(index: int, call: ToolCall) -> list[Delta]:
-    """A call that is passed on at once."""
+    """The pieces of a complete call."""
     return [
         CallStarted(index, call.name, call.id),
         ArgumentsDelta(index, call.arguments),
@@ -44,7 +45,7 @@ def _pieces_of_call(index: int, call: ToolCall) -> list[Delta]:
 
 
 def pieces_of(reply: ModelReply) -> list[Delta]:
-    """A reply that is passed on at once."""
+    """The pieces of a complete reply."""
     pieces: list[Delta] = [ReasoningDelta(reply.reasoning)] if reply.reasoning else []
     pieces += [ContentDelta(reply.content)] if reply.content else []
     for index, call in enumerate(reply.tool_calls):
@@ -53,12 +54,13 @@ def pieces_of(reply: ModelReply) -> list[Delta]:
 
 
 Hear = Callable[[int, list[Delta]], None]
-"""Is called with the number of a completion, from 0, and its next pieces."""
+"""A listener: it is called with the number of a completion, from 0, and its next pieces."""
 
 
 class AnswerInProgress:
-    """See the module. `opening`: the prompt's text in the assistant's place; `echo`: the beginning
-    of its content; `whole_calls`: calls are passed on when they are whole."""
+    """See the module. `opening`: the end of the prompt, which begins the assistant's message.
+    `echo`: a text that the content begins with. `whole_calls`: calls are passed on only when they
+    are complete."""
 
     def __init__(
         self,
@@ -93,8 +95,8 @@ class AnswerInProgress:
         return self._tell(self._read(self._text.add(ids)))
 
     def finish(self, turn: Turn) -> list[Delta]:
-        """The pieces that were held back until the completion was whole, and those that were not
-        added."""
+        """The last pieces: those that were held back, and those of tokens that were not passed to
+        `add`."""
         rest = self._read(self._text.finish(turn.messages[-1].text))
         return self._tell([*rest, *(self._parse.finish() if self._parse else ())])
 
@@ -112,7 +114,7 @@ class AnswerInProgress:
         prompt_ids: list[int],
         top_logprobs: Sequence[Alternatives] = (),
     ) -> ModelReply:
-        """The whole, once it is finished."""
+        """The whole reply. Call it after `finish`."""
         parsed = Parsed.of(self._told)
         return ModelReply(
             turn=turn,
@@ -146,7 +148,7 @@ class AnswerInProgress:
 
     @property
     def told_message(self) -> Message:
-        """The message as a listener has it, which also received the beginnings of broken calls."""
+        """The message as a listener received it, with the beginnings of malformed calls."""
         calls = {}
         for piece in join_texts(self._told):
             match piece:
@@ -159,8 +161,8 @@ class AnswerInProgress:
         return msgspec.structs.replace(self.message, tool_calls=tuple(calls.values()))
 
     def _stop_string(self, turn: Turn) -> str | None:
-        """The first of the request's that the text has; of two in one place the shorter one, which
-        was whole first."""
+        """The first stop string of the request in the text. If two begin at the same place, the
+        shorter one, which was complete first."""
         if not self._stops or turn.finish_reason != "stop":
             return None
         text = turn.messages[-1].text

@@ -22,7 +22,7 @@ class ModelRequest:
 
     prompt: Prompt
     more_prompts: tuple[str | list[int], ...] = ()
-    """Each with `n` completions of its own; the numbers of completions go through all prompts."""
+    """Further prompts, each with `n` completions. Completions are numbered across all prompts."""
     is_plain: bool = False
     """Whether an answer is its plain text: tool calls and thoughts are not parsed."""
     echo: bool = False
@@ -102,12 +102,12 @@ class ModelReply:
     """One completion, with its text parsed."""
 
     turn: Turn
-    """A remote model's has no ids."""
+    """The turn of a remote model has no token ids."""
     content: str
     """The text without tool calls and reasoning."""
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
-    """Each with an id of the gateway's."""
+    """Each has an id that the gateway made."""
     prompt: PromptSize
     num_completion_tokens: int
     prompt_ids: list[int]

@@ -38,7 +38,7 @@ have no connection to it."""
 LEAVE_S = 5.0
 """How long an engine that ends waits for an announcement that is being written."""
 MOST = 4096
-"""No run has more announcements than this."""
+"""The maximum number of announcements of a run."""
 
 
 class Signed(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class Signed(msgspec.Struct, frozen=True):
     at: float
     """Unix time in seconds of the machine that wrote it; only cleaning up uses it."""
     mac: str
-    """HMAC-SHA256 of both, in hexadecimal, by the run's secret."""
+    """HMAC-SHA256 of `announcement` and `at` with the run's secret, in hexadecimal."""
 
 
 class StoreAnnouncements:
@@ -75,7 +75,7 @@ class StoreAnnouncements:
 
     def forget_dead(self, *, after_s: float = FORGET_S) -> None:
         """Deletes announcements older than `after_s`, by their writers' clocks. An engine that
-        still lives writes its own again."""
+        still runs writes its own again."""
         for name in self._objects.under(FOLDER):
             signed = self._read(name)
             if signed is not None and time.time() - signed.at > after_s:
@@ -83,8 +83,8 @@ class StoreAnnouncements:
                     self._objects.delete(f"{FOLDER}/{name}")
 
     def living(self) -> list[Announcement]:
-        """Engines that renewed their announcement within DEAD_S while this object looked, by
-        name."""
+        """The engines whose announcement changed within the last DEAD_S seconds, as this object saw
+        it. Sorted by name."""
         entries = {}
         objects = self._objects.under(FOLDER)
         if len(objects) > MOST:
@@ -123,7 +123,7 @@ class StoreAnnouncements:
         serves: Callable[[], int | None],
         every_s: float = BEAT_S,
     ) -> AsyncIterator[None]:
-        """Keeps the engine announced while the block runs; retries a store that is away."""
+        """Keeps the engine announced while the block runs. Retries if the store is unreachable."""
         ending = asyncio.Event()
 
         async def keep() -> None:
@@ -154,7 +154,7 @@ class StoreAnnouncements:
             await asyncio.wait({keeping}, timeout=LEAVE_S)
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-            with suppress(OSError):  # then its silence shows that it has ended
+            with suppress(OSError):  # readers then see that it is no longer renewed
                 await in_thread(self.withdraw, announcement)
 
     def _read(self, name: str) -> Signed | None:
@@ -183,8 +183,8 @@ class StoreAnnouncements:
 
 
 class Lookout:
-    """Looks for announcements in the background. `found` are those of the last look that the store
-    answered."""
+    """Looks for announcements in the background. `found` are the announcements of the last look to
+    which the store replied."""
 
     def __init__(self, announcements: StoreAnnouncements, *, every_s: float = LOOK_S) -> None:
         self._announcements = announcements

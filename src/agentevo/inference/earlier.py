@@ -50,8 +50,9 @@ class EarlierWeights:
         self._copies[version] = spare[0]
 
     def model_serving(self, requested: int | None, newest: int) -> tuple[int, PreTrainedModel]:
-        """The version that serves requests for that one: itself, or else the next one that exists,
-        up to `newest`, which is the model's own."""
+        """The version that serves requests for version `requested`, and its model: `requested`
+        itself, or else the next version that exists. `newest` is the version of the current
+        weights."""
         later = (
             number
             for number in self._copies
@@ -71,7 +72,7 @@ class PinnedEngine:
 
     @property
     def version(self) -> int:
-        """See Engine.version: that of the weights that serve its requests now."""
+        """See Engine.version. It is the version of the weights that serve its requests now."""
         return self._engine.version_for(self._pinned)
 
     @property

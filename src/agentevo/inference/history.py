@@ -1,16 +1,17 @@
 """The histories of one conversation as a tree of messages, and the place of a request in it.
 
-A node is one message after all those before it. Answers of the policy are nodes with their turn,
-one node for each answer, even where two have the same text. `find` walks down the messages of a
-request and returns the deepest answer on the way:
+A node is one message at the end of the path of messages before it. Each answer of the policy is a
+node of its own, with its turn, even if two answers have the same text. `find` walks down the
+messages of a request and returns the deepest answer on the way:
 
     the recorded part of a request = the path to that answer, whose token ids are reused
     the new part                   = the messages after it
 
-Messages match by equality with any form in which the message is known. Answers that were passed on
-to a client (`recognise`) also match as equivalence.py says; from then on, so do the messages of
-others. Where several answers match, the one that leads furthest wins; then the one with exactly the
-same form, the one whose tool-call ids came, and the newest.
+A message matches a node if it equals one of the node's forms. Answers that were passed on to a
+client (`recognise`) also match by the rules of equivalence.py; after the first such answer, so do
+messages that the policy did not write. If several answers match, the one that leads furthest wins;
+then the one with exactly the same form, the one whose tool-call ids are in the request, and the
+newest.
 
 A request costs one step per message; only messages with several equivalents cost more.
 """
@@ -40,24 +41,25 @@ class HistoryNode:
         self.size: int = 0 if parent is None else parent.size + 1
         """Messages up to and including this one."""
         self.forms: list[Message] = []
-        """How the message is written: first as the policy wrote it or as it first came, then as it
-        was passed on."""
+        """The forms of the message: first as the policy wrote it or as a request first had it, then
+        as it was passed on to a client."""
         self.place = -1
-        """For a tool's result: see equivalence.places_of."""
+        """The place of a tool's result, see equivalence.places_of."""
         self.turn: int | None = None
         """The turn that produced it."""
         self.is_given = False
-        """It is an answer that was passed on to a client."""
+        """Whether it is an answer that was passed on to a client."""
         self.is_lost = False
-        """It is an answer that was not delivered."""
+        """Whether it is an answer that was not delivered."""
         self.came: Message | None = None
-        """The last other form in which it came back."""
+        """The last different form in which a request had it."""
         self.children: list[HistoryNode] = []
         self._by_call: dict[str, HistoryNode] = {}
-        """By the id of a call."""
+        """Id of a tool call -> the child with that call."""
         self._by_form: dict[Message, list[HistoryNode]] = {}
         self._by_key: dict[Hashable, list[HistoryNode]] = {}
-        """Of the first `_num_keyed` children only: most are never looked up by key."""
+        """Key -> children. It has only the first `_num_keyed` children, because most are never
+        looked up by key."""
         self._num_keyed = 0
         self._is_keyed = False
 
@@ -109,7 +111,7 @@ class HistoryNode:
         return [child for child in dict.fromkeys([*similar, *by_name]) if child._is_alike(message)]
 
     def means(self, message: Message, place: int, *, serves_clients: bool) -> bool:
-        """Whether the message is this one. `serves_clients`: also where it is written
+        """Whether the message matches this node. `serves_clients`: also if it is written
         differently."""
         if message in self.forms:
             return True
@@ -124,7 +126,7 @@ class HistoryNode:
         )
 
     def _is_alike(self, message: Message) -> bool:
-        """For a message with the same key, or the same calls by their ids."""
+        """Whether a message with the same key, or with calls of the same ids, matches."""
         return (self.turn is None or self.is_given) and compatible(self.forms, message)
 
     def path(self) -> list[HistoryNode]:
@@ -143,9 +145,9 @@ class _Reached:
 
     node: HistoryNode
     num_alike: int = 0
-    """Messages on the way that were written differently."""
+    """The number of messages on the way that are written differently."""
     num_named: int = 0
-    """Answers on the way whose tool-call ids came."""
+    """The number of answers on the way whose tool-call ids are in the request."""
     otherwise: _HistoryStep | None = None
     """The last message on the way that is written differently."""
 
@@ -170,16 +172,16 @@ class HistoryMatch:
     """The deepest recorded answer on the way."""
     root: HistoryNode
     serves_clients: bool
-    """Messages that are written differently match."""
+    """Whether messages that are written differently match."""
     messages: Sequence[Message]
     places: list[int]
     num_matched: int
-    """Messages that lead along some recorded history."""
+    """The number of messages that follow a recorded history."""
     ends: list[HistoryNode]
-    """Where those lead; the newest last."""
+    """The nodes that those messages lead to, the newest last."""
     otherwise: list[tuple[HistoryNode, int]]
-    """Up to the answer, the messages that were written differently: nodes and the numbers of
-    messages, from 0; the last first."""
+    """The messages up to the answer that are written differently, the last first: their nodes and
+    their numbers in the request, from 0."""
 
     @property
     def known(self) -> int:
@@ -192,13 +194,14 @@ class Histories:
     """See the module."""
 
     roots: dict[ToolSchemas, HistoryNode] = field(default_factory=dict)
-    """By the tools that the histories were requested with."""
+    """Tools of the requests -> the root of their histories."""
     serves_clients: bool = False
-    """Some answer was passed on to a client."""
+    """Whether any answer was passed on to a client."""
 
     def find(self, tools: ToolSchemas, messages: Sequence[Message]) -> HistoryMatch:
-        """The last message is a new one unless it is an assistant's: a client may continue from an
-        answer without adding a message, such as from one that was cut off. Nothing is added."""
+        """Finds the place of a request; adds nothing. The last message counts as new unless its
+        role is assistant: a client can ask to continue an answer, such as one that was cut off,
+        without a new message."""
         root = self.roots.get(tools) or HistoryNode(tools)
         places = places_of(messages)
         goes_on = bool(messages) and messages[-1].role == "assistant"

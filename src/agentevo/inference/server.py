@@ -5,10 +5,10 @@ and scripts.
     GET  /state      {version, asleep, stats, name, pid}
     POST /sleep      {in_flight, deadline_s} -> state      POST /wake -> state
 
-HTTP bodies are JSON, one request on a connection. Errors travel by name, so the client raises what
-the engine raised. A client that does not send the run's secret (`secret.py`) is refused before
-anything is read of the request, and cut off within seconds (`admission.py`). Beyond one machine all
-traffic is encrypted (`certificate.py`).
+HTTP bodies are JSON, one request on a connection. Errors are sent by name, so the client raises the
+engine's exception. The server refuses a client that does not send the run's secret (`secret.py`)
+before it reads the request's body, and disconnects it within seconds (`admission.py`). Traffic
+between machines is encrypted (`certificate.py`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ BODY_S = 5.0
 """The time limit for a request's body, in seconds."""
 PING_S = 20.0
 SILENT_S = 60.0
-"""A client that has not answered a ping for this long counts as gone, with its machine or
-network."""
+"""A client that does not answer a ping for this long counts as gone: its machine or network may
+have failed."""
 REFUSAL = (
     "the run's secret is wrong or missing: send `Authorization: Bearer` with the content of "
     f"engines/{NAME} in the run's folder"
@@ -79,9 +79,9 @@ TRY_AGAIN_LATER = 1013
 
 
 class EngineDoor:
-    """The application over one engine. `close` ends the connections of clients that still wait:
-    they use another engine. `stats`: the statistics that it reports, by default the engine's
-    own."""
+    """The web application of one engine. `close` ends the connections of clients that still wait,
+    which then use another engine. `stats`: the statistics that it reports, by default the
+    engine's."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class EngineDoor:
 
 class _EngineGuard:
     """Wraps the application: admits clients that have the secret, as long as there is room. Others
-    get 401 and the reason, or for a WebSocket only 403, because uvicorn logs a longer answer as a
-    failure of ours. Either way the connection ends with its answer."""
+    get 401 and the reason, or for a WebSocket only 403, because uvicorn logs a longer answer as an
+    error of the application. In both cases the connection ends after the answer."""
 
     def __init__(self, app: ASGIApp, secret: RunSecret) -> None:
         self._app = app
@@ -215,7 +215,7 @@ class _EngineGuard:
         return UNAUTHORIZED, ErrorAnswer(error="EngineError", message=REFUSAL)
 
     async def _refuse(self, websocket: WebSocket, status: int, answer: ErrorAnswer) -> None:
-        if answer.message == FULL:  # accepted for a moment, so that it can be given the reason
+        if answer.message == FULL:  # accepted first: only then can it be closed with a reason
             await websocket.accept()
             await websocket.close(TRY_AGAIN_LATER, FULL)
         else:
@@ -234,7 +234,7 @@ def _closing(send: Send) -> Send:
 
 
 async def _body(request: Request) -> bytes:
-    """The request's body. Raises EngineError for one that is too long, or does not come."""
+    """The request's body. Raises EngineError if it is too long or does not arrive."""
     body = b""
     try:
         async with asyncio.timeout(BODY_S):
@@ -242,8 +242,8 @@ async def _body(request: Request) -> bytes:
                 body += part
                 if len(body) > MAX_BODY_BYTES:
                     raise RequestTooLongError(
-                        f"the request's body is longer than {MAX_BODY_BYTES} bytes: send what "
-                        "docs/engines.md says"
+                        f"the request's body is longer than {MAX_BODY_BYTES} bytes: send the "
+                        "body that docs/engines.md describes"
                     )
     except TimeoutError:
         raise DeadlineExceededError(
@@ -283,8 +283,8 @@ def _json(content: object, status: int) -> Response:
 async def listening(
     door: EngineDoor, listener: socket.socket, *, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[None]:
-    """Serves on the socket while the block runs, then closes the door. Raises EngineError if the
-    server ends by itself."""
+    """Serves on the socket while the block runs, then closes the application. Raises EngineError if
+    the server ends by itself."""
     async with serving(
         door.app,
         listener,

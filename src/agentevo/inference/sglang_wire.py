@@ -3,10 +3,10 @@ and flags.
 
 Its behaviour, and what this module therefore does:
 
-- Log-probs (`output_token_logprobs`) are after temperature and before top-k, top-p and min-p. Under
-  those this module requests the sampling mask, whose log-probs are of the sampling distribution. It
-  needs a finite top_k; top_p counts before top_k there and after it here: both together are
-  refused.
+- Log-probs (`output_token_logprobs`) are after temperature and before top-k, top-p and min-p. If
+  one of these is set, this module requests the sampling mask, whose log-probs are those of the
+  sampling distribution. The mask needs a finite top_k. SGLang applies top_p before top_k, and
+  AgentEvo after it: both together are refused.
 - `ignore_eos` also ignores `stop_token_ids`, and without it every end-of-text token ends a request.
 - Seeds count only under --enable-deterministic-inference, where min_p ends the whole server.
 - `retract` leaves keys and values of the old weights in the prefix cache; /flush_cache drops them

@@ -1,5 +1,5 @@
-"""Weights on their way from the trainer to engines in other processes: a folder that all of them
-see.
+"""Sends weights from the trainer to engines in other processes, through a folder that all of them
+can access.
 
 Invariants, in addition to those of weight_versions.py: a version's folder appears whole or not at
 all, and `latest.json` names a version only after that (files and folders are synced to the disk in
@@ -35,7 +35,7 @@ from agentevo.models.tensor_file import write_files
 
 
 class WeightsFolder(WeightVersions):
-    """See the module. Reading and writing take as long as the disk does."""
+    """See the module. Reading and writing block until the disk is done."""
 
     def __init__(self, folder: Path, *, full_every: int = 1) -> None:
         super().__init__(full_every=full_every)
@@ -92,7 +92,7 @@ class WeightsFolder(WeightVersions):
                 path = staging / content.file
                 try:
                     save_file(content.tensors, path)
-                except SafetensorError as error:  # also where a file can't be written
+                except SafetensorError as error:  # also raised if a file can't be written
                     raise OSError(f"{self.path(version) / content.file}: {error}") from error
                 return _part(path)
 
@@ -118,11 +118,11 @@ class WeightsFolder(WeightVersions):
 
     @contextmanager
     def _place_version(self, version: int) -> Iterator[Path]:
-        """A folder that becomes the version's."""
+        """A temporary folder that is renamed to the version's folder at the end of the block."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(
             f".*{PARTIAL}"
-        ):  # of a writer that was killed; there is only one, and this is it
+        ):  # of an earlier writer that was killed; only one writer exists at a time
             shutil.rmtree(leftover, ignore_errors=True)
         with atomic_folder(self.path(version)) as staging:
             yield staging
@@ -143,7 +143,8 @@ class WeightsFolder(WeightVersions):
 
 
 def _part(path: Path) -> ManifestPart:
-    """A file that was written; it survives a power cut from here on."""
+    """Syncs a written file to the disk, so that it survives a power cut. Returns its manifest
+    entry."""
     sync_to_disk(path)
     return ManifestPart(path.name, _sha256(path), path.stat().st_size)
 

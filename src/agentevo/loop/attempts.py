@@ -1,11 +1,11 @@
-"""The running attempts of programs' loops in a run, recorded next to its engine. Everything happens
-on the run's event loop.
+"""Records the running attempts of programs that have their own loop, in the process of the run's
+engine. Everything happens on the run's event loop.
 
     open -> generate, or calls of a client of its own -> settle -> end
 
-Every request may be repeated: an attempt begins once, and repeated requests for its end have the
-same answer. Attempts beyond the limit wait for their turn. An attempt without a request for as long
-as an attempt may take is ended, because its program is gone.
+A program can repeat every request: an attempt begins once, and every request to end it gets the
+same answer. Attempts beyond the limit wait for a slot. An attempt ends if no request arrives for
+its time limit and MARGIN_S, because its program is gone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 MARGIN_S = 60.0
 """How long to wait for a program after its attempt's time limit."""
 LOOK_S = 5.0
-"""Time between two checks for such attempts."""
+"""Seconds between two checks for attempts whose program is gone."""
 KEPT = 1000
 """The number of ended attempts whose result is kept for repeated requests."""
 MAX_ASKS = 10_000
@@ -59,7 +59,7 @@ class _Elsewhere:
         self.models = frozenset(models)
 
     def within_s(self, model: str) -> float:
-        """See RemoteConversations.within_s: it refuses at once."""
+        """See RemoteConversations.within_s. 0: `complete` refuses at once."""
         return 0.0
 
     async def complete(self, model: str, *arguments: Any, **options: Any) -> NoReturn:
@@ -88,7 +88,7 @@ class _AttemptUnderWay:
             self.context.run(call.__enter__)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Does something as a part of the attempt."""
+        """Starts a task in the attempt's context."""
         self.seen_at = time.monotonic()
         return asyncio.get_running_loop().create_task(work, context=self.context.copy())
 
@@ -106,7 +106,8 @@ class _AttemptUnderWay:
         return self.context.run(lambda: policy.session)
 
     def is_silent(self, limit_s: float) -> bool:
-        """Whether there was no request for `limit_s`, also from its own clients."""
+        """Whether no request arrived for `limit_s`, also none from the program's own API
+        clients."""
         turns = sum(len(conversation.turns) for conversation in self.policy.conversations.values())
         if turns != self.num_seen or any(not task.done() for task in self.asks.values()):
             self.num_seen = turns
@@ -140,8 +141,8 @@ class Attempts:
         self._watching = asyncio.create_task(self._watch())
 
     async def open(self, new: NewAttempt, *, has_session: bool, within_s: float) -> OpenedService:
-        """Begins an attempt, or repeats the answer about it. `has_session`: its own clients get a
-        key at once. Raises TimeoutError if the largest number of attempts is under way for
+        """Begins an attempt; a repeated call gets the same answer. `has_session`: the answer has a
+        key for the program's own API clients. Raises TimeoutError if no slot is free within
         `within_s`."""
         check_id(new.task_id, "a task")
         check_id(new.group_id, "a group")
@@ -167,7 +168,7 @@ class Attempts:
         if self._is_closed:
             raise EngineUnavailableError("the run has ended: no new attempt can start")
 
-        if new.id in self._handles:  # requested twice while all had to wait
+        if new.id in self._handles:  # two requests waited for a slot
             self._slots.release()
             return
 
@@ -241,7 +242,7 @@ class Attempts:
         return await asyncio.shield(self._ends[handle])
 
     def _ending(self, handle: str) -> asyncio.Task[EndedAttempts]:
-        """From now on it takes no call, and another attempt may begin once it has ended."""
+        """Starts to end an attempt. It takes no more calls. Its slot is free once it has ended."""
         attempt = self._open.pop(handle)
         del self._handles[attempt.new.id]
         task = attempt.start(self._end(attempt))
@@ -251,7 +252,7 @@ class Attempts:
     def _retrieve_exception(self, task: asyncio.Task[EndedAttempts]) -> None:
         self._slots.release()
         if not task.cancelled():
-            task.exception()  # no program may call
+            task.exception()  # marks it as retrieved, since perhaps no program asks for it
 
     async def _end(self, attempt: _AttemptUnderWay) -> EndedAttempts:
         for task in attempt.asks.values():
@@ -289,7 +290,7 @@ class Attempts:
         )
 
     async def close(self) -> None:
-        """Ends all of them, and waits for those that end already."""
+        """Ends all attempts, and waits also for those that are already ending."""
         self._is_closed = True
         self._watching.cancel()
         ends = [self._ending(handle) for handle in list(self._open)]

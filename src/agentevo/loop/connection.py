@@ -24,7 +24,7 @@ from agentevo.remote_models import RemoteConversations
 
 
 class LoopConnection(Protocol):
-    """See the module. Every call has a deadline, and may be repeated without a second effect."""
+    """See the module. Every call has a deadline. A repeated call has no second effect."""
 
     async def state(self) -> ModelState: ...
 
@@ -37,27 +37,27 @@ class LoopConnection(Protocol):
     async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers: ...
 
     def session(self, attempt: OpenedService, agent: str = "") -> DoorSession:
-        """The attempt's session at the gateway, for other API clients; `agent`: that of one of
-        several."""
+        """The attempt's session at the gateway, for other API clients; `agent`: one of several
+        agents, to get its own session."""
 
     async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
         """The attempt's conversations with remote models, if there are any."""
 
     @property
     def remote_agents(self) -> Mapping[str, str]:
-        """The agents that a remote model plays -> its name."""
+        """Agent -> the remote model that plays it."""
 
     async def settle(self, attempt: OpenedService) -> Settled:
-        """The work of such clients until now."""
+        """The turns and posted rewards of the attempt's API clients so far."""
 
     async def end(self, attempt: OpenedService) -> EndedAttempts:
-        """The attempt takes no further call."""
+        """Ends the attempt: it takes no further call."""
 
     async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
-        """One step, once it is committed."""
+        """Trains one step. Returns once it is committed."""
 
     async def save(self) -> None:
-        """A checkpoint of the committed weights."""
+        """Saves a checkpoint of the committed weights."""
 
     async def checkpoints(self) -> list[Checkpoint]: ...
 

@@ -25,7 +25,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     baseline: Trajectory | None = None
     """The greedy attempt that the others are compared with, if the algorithm needs one (remax)."""
     seals: dict[str, str]
-    """By trajectory id, the proof that the engine sampled its tokens. Training requires it."""
+    """Trajectory id -> the proof that the engine sampled its tokens. Training requires it."""
 
     @property
     def rewards(self) -> list[float]:

@@ -1,7 +1,8 @@
 """A local port for clients that do not know an encrypted server's certificate. Only this machine
 can reach it, and its connections continue to the server, encrypted.
 
-    tunnel = Tunnel(address) tunnel.base          http://127.0.0.1:PORT, from the first access on
+    tunnel = Tunnel(address)
+    tunnel.base          http://127.0.0.1:PORT, from the first access on
     tunnel.close()
 
 The fingerprint of its certificate identifies the server: one with another fingerprint receives

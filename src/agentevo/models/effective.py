@@ -19,8 +19,9 @@ from agentevo.models.linear import FastLinear
 
 
 def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
-    """Everything that the layer's product depends on, in a fixed order; None if it is more than
-    a product: hooks, active dropout, adapters of other kinds or on other layers."""
+    """Everything that the layer's product depends on, in a fixed order. None if the layer computes
+    more than a product: it has hooks, active dropout, or adapters of other kinds or on other
+    layers."""
     if type(linear) is FastLinear:
         parameters = linear._parameters.values()  # quicker than by name
         return (

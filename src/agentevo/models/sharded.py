@@ -57,13 +57,13 @@ def shard(
     mesh: DeviceMesh,
     own_meshes: Mapping[str, DeviceMesh] = MappingProxyType({}),
 ) -> PreTrainedModel:
-    """Shards the model in place over the mesh, of the dimensions (replicate and) shard, on the
-    mesh's kind of device; every process calls it with the same weights. Modules named in
-    `own_meshes` have a mesh of their own: experts, which differ between processes of the other one.
-    Raises ModelError for a base in 8 or 4 bits, and for a model without decoder layers of
-    transformers' kind."""
+    """Shards the model in place over the mesh, which has the dimensions (replicate and) shard, on
+    the mesh's kind of device. Every process calls it with the same weights. Modules named in
+    `own_meshes` are sharded over their own mesh instead: experts, which differ between the
+    processes of `mesh`. Raises ModelError for a base in 8 or 4 bits, and for a model without
+    decoder layers of transformers' kind."""
     check_shard(model)
-    # Nothing here changes what a model returns in place.
+    # No code here changes a model's outputs in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     make_plain(model)
     hollow = {
@@ -103,9 +103,9 @@ def any_sharded() -> bool:
 def copy_sharded(
     policy: PreTrainedModel, change: Callable[[PreTrainedModel], None] = lambda twin: None
 ) -> PreTrainedModel:
-    """A copy of a sharded model as it is now, sharded alike: each process copies its own part.
-    `change` may give it other layers before it has weights; weights that the policy does not have
-    are 0."""
+    """A copy of a sharded model, sharded in the same way: each process copies its own part.
+    `change` can replace layers of the copy before it has weights. Weights that the policy does not
+    have are 0."""
     sharding = _SHARDED[policy]
     device = next(policy.parameters()).device
     twin = copy.deepcopy(sharding.skeleton)
@@ -145,7 +145,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def note_change(model: nn.Module) -> None:
-    """Discards gathered weights: their shards have been written to."""
+    """Discards the gathered weights, because code has written to their shards."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
@@ -155,7 +155,7 @@ def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     groups = [(model.get_submodule(name), mesh) for name, mesh in sharding.own_meshes.items()]
     groups += [(module, sharding.mesh) for module in (*_layers(model), model)]
-    for module, mesh in groups:  # whole on the device, and in float32, is one group at a time
+    for module, mesh in groups:  # one group at a time is whole on the device and in float32
         place(module, torch.device(mesh.device_type), trained_as=torch.float32)
         fully_shard(module, mesh=mesh, mp_policy=policy)
 

@@ -24,7 +24,7 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """Texts of a tokenizer's tokens; each is read once."""
+    """Texts of a tokenizer's tokens. Each token is decoded once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -56,8 +56,8 @@ def _octets_of(name: str) -> list[int]:
 
 @cache
 def _letters() -> dict[str, int]:
-    """GPT-2's letter of each byte (openai/gpt-2, encoder.py): printable bytes are their own, the
-    others follow from U+0100 on in their order."""
+    """GPT-2's letter of each byte (openai/gpt-2, encoder.py): a printable byte is the character
+    with its own number, and the other bytes, in order, are the characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unprintable = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(0x100 + place): byte for place, byte in enumerate(unprintable)}

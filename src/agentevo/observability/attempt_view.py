@@ -116,7 +116,7 @@ def part_of(
     leaf: int | None = None,
     most: int = TURNS,
 ) -> ShownPart:
-    """`most` turns from the `start`-th of those to show."""
+    """Up to `most` of the turns to show, from number `start` on."""
     shown, shared = select_turns(trajectory.turns, leaf)
     uses = _uses(trajectory, calls)
     legend = world_of(trajectory.turns)
@@ -160,7 +160,7 @@ def turn_view(
 
     how = ["greedy" if turn.temperature == 0 else ""]
     how += (
-        [f"with {', '.join(turn.overrides.given())} of its own: never trained on"]
+        [f"with its own {', '.join(turn.overrides.given())}: never trained on"]
         if turn.overrides
         else []
     )
@@ -278,7 +278,7 @@ class CallRow(NamedTuple):
     facts: str
     x: float
     width: float
-    """Its place in the attempt's time, in hundredths."""
+    """`x` and `width`: the start and the duration, in percent of the attempt's time."""
 
 
 def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
@@ -376,7 +376,7 @@ def limit(trajectory: Trajectory, config: Mapping[str, Any]) -> str:
 
 
 def _number(config: Mapping[str, Any], section: str, key: str) -> int | None:
-    """A number from an untrusted file."""
+    """A number of the configuration, whose file is untrusted."""
     values = config.get(section)
     value = values.get(key) if isinstance(values, Mapping) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
@@ -391,7 +391,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(calls: Sequence[StoredCall]) -> list[Verdict]:
-    """The words of the scorers of an attempt, such as a judge."""
+    """The verdicts of the scorers of an attempt, such as a judge."""
     scorer_verdicts = []
     for stored in calls:
         if stored.call.kind == "scorer":

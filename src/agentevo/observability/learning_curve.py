@@ -112,7 +112,7 @@ def _draw_held_out(
 def _draw_greedy(
     axes: Axes, points: list[tuple[float, EvaluationMetrics]], color: str, of: str, number: float
 ) -> None:
-    """`number`: the tasks of an evaluation that does not record their number."""
+    """`number`: the number of tasks, for evaluations that do not record it."""
     greedy = [
         (step, result.success_greedy, result.n)
         for step, result in points

@@ -5,8 +5,8 @@
 Invariants: a line is written whole and flushed before `log` returns; `step` never decreases along
 the file; after `resume(s)` no row has `step > s`, so a resumed run has each row once. Metric names
 are verl's; names are sorted; a non-finite number is written as null, because JSON has no NaN and a
-reader must not break on a diverged run. Trackers get a step once, all its rows as one, when
-`hand_over` says that the run won't take it back. Not guaranteed: that the last line survives a
+reader must not break on a diverged run. Trackers get each step once, with its rows merged into one,
+when `hand_over` says that the step is committed. Not guaranteed: that the last line survives a
 power cut (it isn't fsynced).
 """
 
@@ -41,7 +41,7 @@ EVALUATION_KEY = re.compile(
     r"(?P<name>(?:success|reward|failed)/(?:greedy|sampled)|random|optimal|n)$"
 )
 MAX_FAILED_SHARE = 0.02
-"""Above it, the outcomes that the failed attempts would have had may explain all the difference
+"""Above this share, the missing outcomes of the failed attempts may explain the whole difference
 between two evaluations."""
 
 
@@ -55,7 +55,8 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True):
     reward_greedy: float | None = None
     reward_sampled: float | None = None
     random: float | None = None
-    """Success of a player that draws uniformly from the valid actions, under the agent's limits."""
+    """Success of a player that chooses valid actions uniformly at random, under the agent's
+    limits."""
     optimal: float | None = None
     n: float | None = None
     """Held-out tasks."""
@@ -65,7 +66,7 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def success(self) -> float | None:
-        """The main number: greedy, or sampled where nothing was decoded greedily."""
+        """The main number: greedy, or sampled if the evaluation has no greedy attempts."""
         return self.success_sampled if self.success_greedy is None else self.success_greedy
 
 
@@ -83,8 +84,8 @@ def read_evaluations(metrics: Mapping[str, float | None]) -> list[EvaluationMetr
 
 
 def not_comparable(before: Sequence[EvaluationMetrics], after: Sequence[EvaluationMetrics]) -> str:
-    """Why the success of two evaluations can't be compared, if so: more attempts failed than the
-    numbers can bear."""
+    """The reason why the success of two evaluations can't be compared: more than MAX_FAILED_SHARE
+    of the attempts failed. Empty if it can."""
     shares = [
         max((evaluation.failed_greedy or 0.0 for evaluation in evaluations), default=0.0)
         for evaluations in (before, after)
@@ -108,7 +109,7 @@ def read_metrics(path: Path | str) -> list[MetricsRow]:
 
 
 def digests_by_step(path: Path) -> dict[int, str]:
-    """Step -> sha256 of the file's rows up to the last one of that step, in order. Raises as
+    """Step -> sha256 of the file's rows up to the last one of that step, in order. Raises like
     `read_metrics`."""
     digest = hashlib.sha256()
     digests = {}
@@ -160,15 +161,15 @@ def _json_number(value: float) -> float | int | None:
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`; an existing file is continued, after mending a torn last line.
+    """Appends to `metrics.jsonl`; it continues an existing file, after it repairs a torn last line.
     Close it, or use it in a `with`."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.tracking: Tracking | None = None
-        """The run's trackers, which their owner ends."""
+        """The run's trackers. Their owner closes them."""
         self._ahead: dict[int, TrackedRow] = {}
-        """Step -> the row that trackers have not got yet."""
+        """Step -> the row that trackers don't have yet."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = _read_rows(self.path)
         self._last_step = int(rows[-1][0]["step"] or 0) if rows else 0
@@ -209,7 +210,7 @@ class MetricsLog:
         }
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         with must_write(self.path):
-            if self._file.write(line) != len(line):  # the next log mends the torn line
+            if self._file.write(line) != len(line):  # the next MetricsLog repairs the torn line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         self._digest.update(line)
@@ -230,7 +231,7 @@ class MetricsLog:
 
     def resume(self, step: int) -> None:
         """Forgets every row after `step`: the run resumes from the checkpoint of that step.
-        Trackers are offered the others again, and take those that they lack."""
+        Trackers get the remaining rows again, and add those that they lack."""
         self._file.close()
         rows = [(row, line) for row, line in _read_rows(self.path) if (row["step"] or 0) <= step]
         lines = [line for _, line in rows]

@@ -1,7 +1,7 @@
 """How every panel of a picture looks: colours, fonts, and the parts that panels share.
 
-Colours are Okabe and Ito's, which colour-blind readers can distinguish; line styles and labels
-repeat what colours say.
+Colours are Okabe and Ito's, which colour-blind readers can distinguish; line styles and labels show
+the same differences.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _CJK = re.compile("[\u1100-\u11ff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\U000200
 
 
 def fonts(installed: Collection[str], texts: Iterable[str]) -> list[str]:
-    """The fonts to draw with, of those that are installed. Warns where the texts have Chinese,
-    Japanese or Korean and no font for it is there."""
+    """The fonts to draw with, of those that are installed. Warns if the texts have Chinese,
+    Japanese or Korean and no installed font has it."""
     cjk = [name for name in CJK_FONTS if name in installed]
     if not cjk and any(_CJK.search(text) for text in texts):
         warnings.warn(
@@ -100,8 +100,8 @@ def noisy_line(axes: Axes, line: Series, color: str, label: str) -> None:
 
 
 def leave_room(axes: Axes, least: float = 0.0) -> None:
-    """Makes the axis so high that changes that mean nothing do not fill it: `LEAST_SPAN` of the
-    largest value, and `least` in the panel's own unit."""
+    """Makes the axis high enough that negligible changes do not fill it: at least `LEAST_SPAN` of
+    the largest value, and at least `least` in the panel's own unit."""
     low, high = axes.get_ylim()
     least_span = max(LEAST_SPAN * max(abs(low), abs(high)), least)
     if high - low < least_span:

@@ -41,8 +41,8 @@ NUM_OPERATORS = 25
 
 
 def check_profile(config: RunConfig) -> None:
-    """Raises ConfigError, before anything is created, for profiling marks that this machine can't
-    make."""
+    """Raises ConfigError, before anything is created, if this machine can't mark steps for Nsight
+    Systems."""
     section = config.profile
     if section.enabled and section.nsight and not has_nvtx(find(config.model.device)):
         raise ConfigError(
@@ -130,7 +130,7 @@ class Profiling:
 
     def _mark(self) -> None:
         with ExitStack() as opened:
-            # Phases are ranges under it too: they check whether a profiler is active.
+            # Inside it, phases are marked as ranges too: they check whether a profiler is active.
             opened.enter_context(marked_for_nsight())
             self._whole_range = torch.profiler.record_function(PREFIX + OTHER)
             self._whole_range.__enter__()
@@ -189,7 +189,7 @@ class Profiling:
         failure as a warning."""
         try:
             work()
-        except Exception as error:  # noqa: BLE001 (whatever breaks in here is told, and the run goes on)
+        except Exception as error:  # noqa: BLE001 (any failure becomes a warning)
             self._profiler = None
             self._whole_range = None
             self._steps_left = 0

@@ -1,10 +1,12 @@
 """The routes by which agents outside of a run open, reward and end attempts (rollout/outside.py).
 
-    POST /sessions                  {"task": {...}, "group": "g", "size": 8}, all of it optional GET
-    /sessions all that are remembered GET /sessions/ID its progress POST /sessions/ID/reward
-    as POST /s/KEY/reward POST /sessions/ID/end           {"reward": ..., "error": ...}, both
-    optional GET  /sessions/ID/trajectory    ids, log-probs, versions, messages; once the session
-    has ended GET  /stats                     counts of sessions and engines
+    POST /sessions                  {"task": {...}, "group": "g", "size": 8}, all of it optional
+    GET  /sessions                  all remembered sessions
+    GET  /sessions/ID               its progress
+    POST /sessions/ID/reward        as POST /s/KEY/reward
+    POST /sessions/ID/end           {"reward": ..., "error": ...}, both optional
+    GET  /sessions/ID/trajectory    ids, log-probs, versions, messages; once the session has ended
+    GET  /stats                     counts of sessions and engines
 
 All routes need `Authorization: Bearer KEY` with the gateway's key; those of one session accept that
 session's own key as well. They run on the gateway's event loop, and their calls on the sampler's.

@@ -8,7 +8,7 @@
                         the function returns; LiveCodeBench's {testtype: functional} with
                         `metadata.func_name`
 
-Each of them may be JSON in a text, as verl's `ground_truth` is.
+Each of them can also be a JSON string, as verl's `ground_truth` is.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from agentevo.parsing import ParseError, parse_json
 from agentevo.types import Task
 
 KEYS = ("tests", "test_list", "test_cases", "input_output", "public_test_cases", "test")
-"""The columns for tests, in the order of the search; the answer comes last."""
+"""The columns for tests, in the order of the search. If none has tests, the task's answer is
+read."""
 TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class CodeTests:
-    """The tests of one task; one of the three lists is not empty."""
+    """The tests of one task. One of `asserts`, `pairs` and `calls` is not empty."""
 
     asserts: tuple[str, ...] = ()
     setup: str = ""

@@ -2,8 +2,7 @@
 
     number   the last number of the reply is the answer, and no list of numbers ends there; the
              question's numbers are ignored, unless the answer is one of them
-             words    the reply has the answer as whole words, not in a list, with no more than
-             MOST_WORDS
+    words    the reply has the answer as whole words, not in a list, with no more than MOST_WORDS
              different words that neither the answer nor the question has
 
 A policy is trained to get this reward, so a reply that names many candidates gets nothing.

@@ -112,8 +112,8 @@ def pairs_of(num: int, opponents: int | None, seed: int) -> list[tuple[int, int]
 
 @reward("pairwise")
 class Pairwise:
-    """The share of comparisons with others of its group that an attempt wins, as remote models say,
-    from 0 to 1."""
+    """The share, from 0 to 1, of an attempt's comparisons with others of its group that it wins, as
+    judged by remote models."""
 
     Config = PairwiseConfig
     keeps_own_reward = True

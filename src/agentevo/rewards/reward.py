@@ -46,9 +46,10 @@ PARAMETERS = (
     "extra_info",
 )
 """The parameters that a reward function can have: the policy's last reply, the task, the whole
-attempt, the task's own answer, query and metadata, and the run's remote models by name. The second
-line has AgentRL's and verl's names of the stated answer (at the task's `answer_schema`, else
-`auto`), the last reply, the task's answer, and two columns of its row."""
+attempt, the task's own answer, query and metadata, and the run's remote models by name. The last
+five are names of AgentRL and verl: `model_answer` is the answer that the reply states (found by the
+task's `answer_schema`, else `auto`), `solution_str` the last reply, `ground_truth` the task's
+answer, and `data_source` and `extra_info` are columns of its row."""
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -128,9 +129,9 @@ class Scorer(Protocol):
     """Scores attempts one by one. It may raise: the attempt is then recorded as failed."""
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """It may have the parameters `models`, the run's remote models by name, and `policy`, a
-        ScoredPolicy. One with `policy` may have `async prepare(tasks, policy)`, which is awaited
-        with the given tasks before it scores for the first time."""
+        """It can also have the parameters `models`, the run's remote models by name, and `policy`,
+        a ScoredPolicy. A scorer with `policy` can have a method `async prepare(tasks, policy)`,
+        which is awaited with the given tasks before the first score."""
         ...
 
 
@@ -169,7 +170,7 @@ class ScoredPolicy(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that continues others."""
+        """The token ids of a text that continues another text."""
         ...
 
     def text(self, ids: Sequence[int]) -> str:
@@ -199,7 +200,7 @@ def reward(name: str) -> Callable[[R], R]:
     """Decorator: registers a function or class as the reward `name`, for recipes that import its
     module (key `import`).
 
-    Raises ConfigError for what can't be a reward.
+    Raises ConfigError for an item that can't be a reward.
     """
 
     def add(item: R) -> R:
@@ -215,7 +216,7 @@ def register_scorer(name: str, function: Callable[..., Any]) -> None:
     the stated answer (a text, empty if there is none), the task's own answer, and the task.
     AgentRL's scorers are such functions.
 
-    Raises ConfigError for any other.
+    Raises ConfigError for any other function.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -287,8 +288,8 @@ def reward_config(name: str) -> type[RewardConfig]:
 
 
 def make_reward(config: RewardConfig) -> Any:
-    """The function that a config names, or an object of its class. Raises ConfigError, also for an
-    exception of a user's class."""
+    """The function that a config names, or an object of its class. Raises ConfigError, also if the
+    user's class raises."""
     item = rewards.get(config.name)
     check_reward(config.name, item)
     if not inspect.isclass(item):
@@ -304,7 +305,7 @@ def call_function(
     task: Task,
     models: Mapping[str, ScorerModel],
 ) -> Callable[[], Any]:
-    """The call of a reward function, with its parameters."""
+    """A function without parameters that calls the reward function with its arguments."""
     reply = completion_of(trajectory)
     available: dict[str, Callable[[], Any]] = {
         "completion": lambda: reply,

@@ -3,9 +3,9 @@ It needs no reference answer: an advantage compares the attempts of a group, so 
 distances count.
 
     question   the common beginning of all attempts and the tools, once; then each attempt in its
-    own fence (transcripts.py), under an arbitrary number
+               own fence (transcripts.py), under an arbitrary number
     votes      k questions in k orders; every second order is the reverse of the one before it, so
-    that a position bias that is linear in the position cancels out
+               that a position bias that is linear in the position cancels out
     score      the mean of the votes; each vote is a number from 0 to 1
 
 An answer that lacks an attempt, names one twice or leaves 0 to 1 is never repaired here: the judge

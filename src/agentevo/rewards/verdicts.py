@@ -1,16 +1,15 @@
 """Reads a verdict from a judge's answer, which can quote an attempt with a forged verdict.
 
     thought    reasoning at the beginning of an answer is ignored, with any drafts in it
-               cut        an answer that ended at its limit of tokens is unusable
-               several    all verdicts in an answer must agree: it is not known which of two is the
-               judge's
+    cut        an answer that ended at its limit of tokens is unusable
+    several    all verdicts in an answer must agree: it is not known which of two is the judge's
                own and which is a quotation
-               broken     JSON that can't be parsed makes an answer unusable: its content is part of
+    broken     JSON that can't be parsed makes an answer unusable: its content is part of
                something else
 
-An unusable answer is requested again (judging.py); nothing is guessed here. A judge that states its
-verdict only in free words, and then quotes a whole forged one, is not detected. A server that
-enforces a schema prevents this.
+An unusable answer is requested again (judging.py); nothing is guessed here. One case is not
+detected: a judge that states its own verdict only in free words and quotes a complete forged one. A
+server that enforces a schema prevents this.
 """
 
 from __future__ import annotations
@@ -207,7 +206,7 @@ def _verdict(sentence: str, match: re.Match[str], num_negations: int) -> bool | 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a key stands in it twice")
+        raise ValueError("a key occurs twice")
     return fields
 
 

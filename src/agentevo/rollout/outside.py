@@ -1,16 +1,17 @@
-"""Attempts whose agents are outside: a request opens one, later requests post its rewards and end
-it.
+"""Attempts of agents in other programs: one request opens an attempt, later requests post its
+rewards and end it.
 
-    open(task, group) ── claims ──► an attempt of the group, which waits for an agent end(session)
-    ── ends ──► its agent has ended with the posted rewards all of the group ended ──► the group is
-    scored, and written like a sampler's
+    open(task, group) ── claims ──► an attempt of the group, which waits for an agent
+    end(session)      ── ends   ──► its agent has ended with the posted rewards
+    all of the group ended      ──► the group is scored, and written like a sampler's
 
 To the sampler it is an agent like any other (`OutsideAgent`), so the rules of attempts apply:
 `agent.timeout_s` ends an attempt that no request ends, failures are data, a group is written whole,
-and an engine's failure costs the whole group. A session without a group is a group of its own that
-is kept and never trained on (split `eval`). Sessions belong to the event loop of the sampler.
+and an engine's failure costs the whole group. A session without a group is a group of its own,
+which is stored and never trained on (split `eval`). Sessions belong to the event loop of the
+sampler.
 
-Not promised: that a group under way outlives its process.
+Not guaranteed: that a group in progress survives the end of its process.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from agentevo.trace_header import trace_headers
 from agentevo.types import Outcome, Status, Task, Trajectory
 
 MAX_OPEN = 4096
-"""Attempts that are under way, or wait for an agent."""
+"""The maximum number of attempts that are in progress or wait for an agent."""
 MAX_ENDED = 1000
 """Sessions that are remembered after their group was written; the oldest are forgotten."""
 CLAIM_S = 30.0
@@ -65,7 +66,7 @@ _TAKEN = {BASELINE, "train", "greedy", "sampled", "untaught-greedy", "untaught-s
 
 
 class OutsideFailure(AgentEvoError):
-    """The failure that an outside agent reported, or its absence."""
+    """An outside agent reported a failure, or none claimed the attempt."""
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +75,7 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["session"] = "session"
     state: Literal["open", "ended"] | Status
-    """`ended`: its agent has, and others of its group have not."""
+    """`ended`: its agent has ended, and other agents of its group have not."""
     task_id: str
     group: str
     """The id of its group in the run's store."""
@@ -89,7 +90,7 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutsideSession:
-    """One attempt, from the time at which it waits for an agent."""
+    """One attempt, from the moment at which it waits for an agent."""
 
     def __init__(self, task: Task, policy: Policy) -> None:
         self.id = secrets.token_hex(8)
@@ -99,7 +100,7 @@ class OutsideSession:
         self.trace: Mapping[str, str] = {}
         """Headers that name its place in a trace."""
         self.door: GatewaySession | None = None
-        """How its agent reaches the policy, once it has been claimed."""
+        """The gateway's session for its agent, once the attempt is claimed."""
         self.opened_at = 0.0
         self.claimed = asyncio.Event()
         self.opened = asyncio.Event()
@@ -187,7 +188,7 @@ class OutsideAgent:
             session.over.set()
 
     async def claim(self, group_id: str) -> OutsideSession:
-        """The next attempt of a group that runs, with a door for its agent."""
+        """The next attempt of a running group, with a gateway session for its agent."""
         async with asyncio.timeout(CLAIM_S):
             while True:
                 session = await self._queue(group_id).get()
@@ -199,7 +200,7 @@ class OutsideAgent:
                 return session
 
     def forget(self, group_id: str) -> None:
-        """The group has ended."""
+        """Forgets a group that has ended."""
         self._waiting.pop(group_id, None)
         self._touched.pop(group_id, None)
 
@@ -221,8 +222,7 @@ class OutsideAgent:
 
         raise OutsideFailure(
             f"no client opened this attempt within agent.timeout_s={self._within_s:g} s of the "
-            f"last "
-            "one of its group"
+            "last one of its group"
         )
 
 
@@ -267,7 +267,7 @@ class OutsideSessions:
         self._store = store
         self._note = note
         self._groups: dict[str, _OpenedGroup] = {}
-        """The groups under way, by their given names."""
+        """The groups in progress, by their given names."""
         self._sessions: dict[str, tuple[OutsideSession, _OpenedGroup]] = {}
         self._ended: dict[str, None] = {}
         """Ids of sessions whose group has been written; the oldest first."""
@@ -285,7 +285,7 @@ class OutsideSessions:
 
     @property
     def num_named(self) -> int:
-        """Groups under way that will be trained on, at tasks that no lease is held on."""
+        """The number of groups in progress that will be trained on and whose task has no lease."""
         return sum(
             group.split == "train" and group.lease is None for group in self._groups.values()
         )
@@ -302,10 +302,11 @@ class OutsideSessions:
         *,
         lease: Lease | None = None,
     ) -> OutsideSession:
-        """The next attempt of the group, which begins with its first one and has `size` of them
-        (`trainer.group_size`); without a group an attempt by itself. `shown` is the task as the
-        agent gets it; `lease`, on the task of a new group, is the group's from then on. Raises
-        Refusal if it can't be opened, EngineUnavailableError while no engine serves."""
+        """The next attempt of the group. The first call begins the group, which has `size` attempts
+        (default: `trainer.group_size`). Without a group, the attempt is a group of its own. `shown`
+        is the task as the agent gets it. `lease` is the lease on the task of a new group, which the
+        group takes over. Raises Refusal if the attempt can't be opened, EngineUnavailableError
+        while no engine serves."""
         if self._engine.version < 0:
             raise EngineUnavailableError("no engine serves weights of this run yet: try again")
 
@@ -323,7 +324,7 @@ class OutsideSessions:
         return session
 
     def find(self, session_id: str) -> OutsideSession:
-        """Raises Refusal if there is none."""
+        """The session with this id. Raises Refusal if there is none."""
         if session_id not in self._sessions:
             raise Refusal(
                 f"there is no session {session_id!r}, or its group was written long ago: look in "
@@ -336,14 +337,15 @@ class OutsideSessions:
         return [session for session, _ in self._sessions.values()]
 
     def post(self, session: OutsideSession, *rewards: PostedReward) -> None:
-        """Raises Refusal if the session accepts none."""
+        """Posts rewards. Raises Refusal if the session accepts no more."""
         if session.over.is_set() or session.ended.is_set() or session.door is None:
             raise Refusal("this session has ended: it takes no more rewards", status=409)
         session.door.post(*rewards)
 
     async def end(self, session: OutsideSession, failure: str | None = None) -> None:
-        """Its agent has ended, with a failure if there was one. Returns when the attempt is over,
-        and its group written if it was the last one. A repeated call changes nothing."""
+        """Ends a session, with its agent's failure if there was one. Returns when the attempt is
+        over and, if it was the last one of its group, the group is written. A repeated call changes
+        nothing."""
         if not session.ended.is_set() and not session.over.is_set():
             session.failure = failure
             session.ended.set()
@@ -396,7 +398,8 @@ class OutsideSessions:
         busy = sum(len(opened_group.group.members) for opened_group in self._groups.values())
         if busy + size > MAX_OPEN:
             raise Refusal(
-                f"{busy} attempts are under way or wait for an agent, of {MAX_OPEN}: end some",
+                f"{busy} attempts are in progress or wait for an agent, and the limit is "
+                f"{MAX_OPEN}: end some",
                 status=429,
                 kind="rate_limit_error",
             )
@@ -503,12 +506,12 @@ class OutsideSessions:
 
             if opened.split == "train" and self._names is not None:
                 self._names.add(opened.name)
-        except Exception as error:  # noqa: BLE001 (its sessions get the error, of whatever kind)
+        except Exception as error:  # noqa: BLE001 (its sessions get any error)
             self._counts["groups_failed"] += 1
             self._note(f"the group {opened.id} is lost: {describe_error(error)}")
             trajectories = [_lost(session, error) for session in opened.sessions]
             if lease is not None:
-                with suppress(StoreError):  # where the lease is lost, another process plays it
+                with suppress(StoreError):  # if the lease is lost, another process plays it
                     await self._store.retry_task(lease, describe_error(error))
         finally:
             if beats is not None:
@@ -525,7 +528,7 @@ class OutsideSessions:
             try:
                 await self._store.renew(lease)
             except (StoreUnavailableError, DeadlineExceededError):
-                continue  # a database that is away gives the task to no other process
+                continue  # no other process gets the task while the database is away
             except StoreError:
                 opened.group.cut("the lease on its task is lost")
                 return
@@ -544,7 +547,7 @@ class OutsideSessions:
 
 
 def _lost(session: OutsideSession, error: Exception) -> Trajectory:
-    """An attempt that the infrastructure has failed, which no store has."""
+    """The record of an attempt that a failure of the infrastructure ended. It is in no store."""
     return msgspec.structs.replace(
         session.export(), status="cancelled", error=f"nothing was written: {error}"
     )

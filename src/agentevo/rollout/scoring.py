@@ -1,6 +1,7 @@
 """Scores a group's attempts when it has ended, by the task's own scorer, else by `rewards` of the
-recipe; without either, the agent's own reward counts. reward = sum of weight * score over the list;
-the list's first reward determines success
+recipe; without either, the agent's own reward counts.
+
+    reward = sum of weight * score over the list; the list's first reward determines success
 
 A task's own scorer has the weight 1; of several (`math,format`) each has the one that the recipe's
 list gives it. A reward whose `requires` is not met has the score 0. If a scorer raises, is late or

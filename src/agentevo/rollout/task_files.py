@@ -24,7 +24,7 @@ from agentevo.types import Task
 TRAIN = "train.jsonl"
 HELD_OUT = "eval.jsonl"
 RENAME = "rename the column that has it to {}"
-"""The remedy for a row without such a field."""
+"""The remedy for a row without a required field."""
 GSM8K_SCORER = "numeric"
 """The reward of GSM8K's rows."""
 
@@ -96,8 +96,8 @@ def _gsm8k_task(row: Any, number: int, agent: str | None) -> Task:
 
 
 def reasoning_gym_tasks(name: str, count: int, seed: int, agent: str | None) -> list[Task]:
-    """Tasks of a dataset of reasoning-gym, judged by the reward `reasoning_gym`, which is the
-    dataset's own. Raises ConfigError for an unknown one."""
+    """Tasks of a dataset of reasoning-gym, judged by the reward `reasoning_gym`, which uses the
+    dataset's own score. Raises ConfigError for an unknown dataset."""
     package = load_extra("reasoning_gym", "reasoning-gym", "data prepare reasoning_gym/NAME")
     dataset_names = sorted(
         load_extra("reasoning_gym.factory", "reasoning-gym", "data prepare").DATASETS
@@ -133,7 +133,7 @@ def write_split(tasks: Sequence[Task], share: float, folder: Path) -> int:
     rows = [row_of(task, "agentevo") for task in tasks]
     number = min(round(len(rows) * share), len(rows) - 1)
 
-    # from an earlier split: its tasks would be trained on now
+    # the held-out tasks of an earlier split are now in the training file
     (folder / HELD_OUT).unlink(missing_ok=True)
     write_rows(rows[: len(rows) - number], folder / TRAIN)
     if number:
@@ -142,8 +142,8 @@ def write_split(tasks: Sequence[Task], share: float, folder: Path) -> int:
 
 
 def write_rows(rows: Sequence[dict[str, Any]], out: Path) -> None:
-    """Writes a .jsonl, .jsonl.gz or .parquet file. Raises ConfigError for rows that no Parquet file
-    can hold, and for another name."""
+    """Writes a .jsonl, .jsonl.gz or .parquet file. Raises ConfigError for rows that a Parquet file
+    can't hold, and for a name with another ending."""
     if out.name.endswith(".parquet"):
         _write_parquet(rows, out)
         return

@@ -34,7 +34,7 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
     line = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     data = line.encode("utf-8", "backslashreplace") + b"\n"
     if len(data) > MAX_LINE:
-        raise RecordTooLongError(f"this has {len(data):,} bytes, and at most {MAX_LINE:,} are kept")
+        raise RecordTooLongError(f"this record has {len(data):,} bytes: the limit is {MAX_LINE:,}")
 
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:

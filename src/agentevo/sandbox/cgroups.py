@@ -1,7 +1,7 @@
 """Limits that the kernel enforces for all processes of a sandbox together: one cgroup (version 2)
 for each sandbox, if the system has cgroups and this user can create them.
 
-A cgroup is an additional limit. It acts immediately, while watch.py looks ten times a second; it
+A cgroup is an additional limit. It acts immediately, while watch.py checks ten times a second; it
 counts the kernel's own memory; and no process can leave it, not even a detached one. A group is
 created next to this process's own, or below it, where controllers are already delegated, so the
 machine's own groups do not change. A sandbox's processes are moved into the group when its
@@ -94,7 +94,7 @@ class ControlGroup:
                 self._write("cgroup.procs", str(pid))
 
     def was_out_of_memory(self) -> bool:
-        """Whether the kernel killed it for its memory."""
+        """Whether the kernel killed one of its processes because the group was out of memory."""
         try:
             events = (self._folder / "memory.events").read_text()
         except OSError:
@@ -119,7 +119,7 @@ class ControlGroup:
             time.sleep(_LOOK_S)
 
     def _write(self, name: str, text: str) -> None:
-        with (self._folder / name).open("w") as file:  # never made: the kernel has them or not
+        with (self._folder / name).open("w") as file:  # only the kernel creates these files
             file.write(text)
 
 
@@ -150,7 +150,7 @@ def new_group(section: CgroupLimits) -> ControlGroup | None:
 def place() -> CgroupPlace:
     """The place for groups on this machine, found by creating one and moving a process into it.
     Thread-safe."""
-    with _finding:  # two that make the same one would each find that it can't be made
+    with _finding:  # two trials at once would use the same name and fail
         return _found()
 
 
@@ -189,7 +189,7 @@ def _own_folders() -> list[Path]:
 
         root, top = (_unescape(word) for word in before.split()[3:5])
         if group_path != root and not group_path.startswith(root.rstrip("/") + "/"):
-            continue  # it shows another part of the tree
+            continue  # this mount shows another part of the tree
 
         folder = Path(top) / group_path[len(root.rstrip("/")) :].strip("/")
         return [folder, *(parent for parent in folder.parents if parent.is_relative_to(top))]

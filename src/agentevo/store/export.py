@@ -3,7 +3,7 @@
 `export_jsonl` writes trajectories, for other tools: a line holds the fields of `Trajectory` (with
 its turns: ids, log-probs, versions, messages) and in addition `split`, `step`, `state`,
 `trained_step`, `drop_reason`, `written_at`, `tokens_deleted`, `emptied` and `digest`, which
-identifies the content as written: an import refuses a line with another content.
+identifies the content as written: an import refuses a line with other content.
 
 `export_store` writes all of a store, for `import_store`: the lines above with `"kind":
 "trajectory"`, and lines of the kinds `task`, `step` and `call`. Tasks come first, then trajectories
@@ -37,8 +37,8 @@ _JSON = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns
 
 
 class _CallLine(msgspec.Struct):
-    """A call has its own kind, so it is nested. Whether it runs is not exported, because that is
-    unknown later."""
+    """A call has a field `kind` of its own, so it is nested. The export does not say whether the
+    call is still running, because that may change later."""
 
     call: Call
 
@@ -67,10 +67,10 @@ async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[Traject
 
 
 async def export_store(store: Store, path: Path | str) -> int:
-    """Writes the whole store to `path` as above; returns the number of lines.
+    """Writes the whole store to `path`, see the module. Returns the number of lines.
 
-    The store is read a page at a time, which is consistent only while nothing changes: raises
-    StoreError, and leaves the path unchanged, if something did.
+    The store is read a page at a time, which is consistent only while nothing changes. If the store
+    changes, raises StoreError and leaves the path unchanged.
     """
     count = 0
     before = await _progress(store)
@@ -115,11 +115,11 @@ def check_export(path: Path | str) -> None:
 
 
 async def import_store(store: Store, path: Path | str) -> int:
-    """The inverse: returns how many rows are new. Existing rows with the same content are left
-    unchanged.
+    """Imports a file of `export_store`. Returns how many rows are new. Existing rows with the same
+    content are left unchanged.
 
-    Raises StoreError for a file that can't be read, with the line that is wrong, and for ids that
-    have other content here; the lines before have then been imported.
+    Raises StoreError for a file that can't be read, with the number of the invalid line, and for
+    ids that have other content in this store. The lines before it are imported then.
     """
     new = 0
     page: list[Any] = []
@@ -190,8 +190,8 @@ class _Kind(msgspec.Struct):
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[IO[bytes]]:
-    """Opens a file that takes its name only when the block ends well. Else nothing is left, and no
-    folder that was made for it."""
+    """Opens a temporary file, which gets the target's name when the block ends without an error.
+    After an error, the file and the folders that were created for it are deleted."""
     if not target.name.endswith((".jsonl", ".jsonl.gz")):
         raise UnusableStoreError(
             f"can't export to {target}: the name must end in .jsonl or .jsonl.gz"

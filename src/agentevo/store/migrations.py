@@ -1,8 +1,7 @@
-"""Migrations from one version of the schema to the next, a step at a time, in the transaction that
-opens the store: whole or not at all.
-
-A step is plain SQL with the formats of its time, and never uses `tables.metadata`, which always has
-the newest schema. Only SQLite had a version 1. MongoDB has steps of its own (mongodb.py).
+"""Migrations from one version of the schema to the next. All steps run in the transaction that
+opens the store, so all of them take effect or none. A step is plain SQL with the formats of its
+time, and never uses `tables.metadata`, which always has the newest schema. Only SQLite had a
+version 1. MongoDB has steps of its own (mongodb.py).
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _TASKS_2 = """CREATE TABLE tasks (
     error TEXT, history TEXT NOT NULL,
     CHECK (state IN ('queued', 'leased', 'completed', 'failed', 'poison')))"""
 
-# Leases of version 1 are on another clock: they begin at 0 of the steady one and are over, so that
-# the next worker takes the task.
+# Leases of version 1 have times of another clock. Here they begin and expire at 0 of the steady
+# clock, so they have expired and the next worker takes the task.
 _COPY_TASKS = """INSERT INTO tasks
     SELECT seq, id, task, digest, state, fencing_id, num_leases, 0, 0, 0.0, worker,
     CASE WHEN state = 'leased' THEN 0.0 END, CASE WHEN state = 'leased' THEN 0.0 END, error, '[]'
@@ -72,7 +71,7 @@ _TO_2 = (
 
 async def _from_1_to_2(connection: AsyncConnection) -> None:
     """Retries, back-off and poison for tasks; one compressed blob for a trajectory's turns instead
-    of a row with four for each turn."""
+    of a row with four blobs for each turn."""
     for statement in _TO_2:
         await connection.exec_driver_sql(statement)
 
@@ -129,15 +128,15 @@ MIGRATIONS: dict[str, dict[int, Migration]] = {
 
 
 def migrations(database: str, version: int, where: str) -> list[Migration]:
-    """The steps from that version of the schema to this one's. Raises UnusableStoreError for a
+    """The steps from that version of the schema to the current one. Raises UnusableStoreError for a
     version that never existed."""
     available = MIGRATIONS[database]
     missing = [old for old in range(version, SCHEMA_VERSION) if old not in available]
     if missing:
         raise UnusableStoreError(
             f"{where} says that its schema is {version}, which no AgentEvo version used (the "
-            f"oldest is "
-            f"{min(available)}): it is damaged; restore it from a copy; it was not changed"
+            f"oldest is {min(available)}): it is damaged; restore it from a copy; it was not "
+            "changed"
         )
 
     return [available[old] for old in range(version, SCHEMA_VERSION)]

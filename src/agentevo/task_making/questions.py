@@ -30,7 +30,7 @@ class Link(msgspec.Struct, frozen=True):
     table: str
     """The table with the row that it refers to."""
     key: str
-    """That one's column."""
+    """The column of that table."""
 
 
 class QueryCondition(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,11 +40,11 @@ class QueryCondition(msgspec.Struct, frozen=True, kw_only=True):
     sign: Sign = "="
     value: str | int | float
     link: Link | None = None
-    """The column belongs to the row that this foreign key refers to."""
+    """If set, the column belongs to the row that this foreign key refers to."""
 
     @property
     def sql(self) -> str:
-        """For WHERE."""
+        """The condition, for a WHERE clause."""
         condition = f"{quote_identifier(self.column)} {self.sign} {literal(self.value)}"
         if self.link is None:
             return condition
@@ -66,10 +66,10 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
     table: str
     what: What = "count"
     column: str = ""
-    """Whose value, sum or extreme is asked for; none for a count."""
+    """The column whose value, sum, average or extreme is asked for. Empty for a count."""
     conditions: tuple[QueryCondition, ...] = ()
     most: str = ""
-    """With `value`: of the row in which this column is largest."""
+    """With `value`: the question is about the row with the largest value in this column."""
 
     @property
     def sql(self) -> str:
@@ -80,8 +80,8 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def meant_sql(self) -> str | None:
-        """With `value`: how many rows could be meant; None where all that meet the conditions
-        are."""
+        """With `value`: a SELECT statement that counts the rows that the question can mean. None
+        for other questions, which mean all rows that meet the conditions."""
         if self.what != "value":
             return None
         if not self.most:
@@ -97,7 +97,7 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """As an instruction."""
+        """The question as an instruction in words."""
         table = plain(self.table)
         kind = "" if self.what == "value" else f"{self.what} "
         doing = (
@@ -124,13 +124,13 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quote_identifier(name: str) -> str:
-    """A name of a table or column as SQL has it."""
+    """The name of a table or column, quoted if SQL requires it."""
     plain_name = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) and name.lower() not in _KEYWORDS
     return name if plain_name else '"' + name.replace('"', '""') + '"'
 
 
 def literal(value: str | int | float) -> str:
-    """A value as SQL has it."""
+    """A value as an SQL literal."""
     return str(value) if not isinstance(value, str) else "'" + value.replace("'", "''") + "'"
 
 
@@ -200,4 +200,4 @@ _KEYWORDS = frozenset(
         "with",
     ]
 )
-"""Of SQL that a bare name may not be."""
+"""Keywords of SQL. A name that is one needs quotes."""

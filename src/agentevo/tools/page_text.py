@@ -22,7 +22,7 @@ INLINE = frozenset(
 RAW = ("script", "style")
 """Elements whose content is plain text up to their own end tag."""
 _SPACE = re.compile(r"[ \t\r\f\v\n\u00a0]+")
-# A token that fails reads little, and a token without an end extends to the end of the page.
+# A failed match reads little text. A token without an end extends to the end of the page.
 _TOKEN = re.compile(
     r"""
     (?P<text> [^<]++ | <(?![a-zA-Z!?/]) )
@@ -61,7 +61,7 @@ class _PageParser:
         self._max_chars = max_chars
         self._num_link_chars = 0
         self._unseen: str | None = None
-        """The element that hides its content, and its depth within elements of the same name."""
+        """The element that hides its content. `_depth` counts open elements of that name."""
         self._depth = 0
         self._in_title = False
         self._target: str | None = None

@@ -7,11 +7,9 @@ A call can raise:
 
     ToolArgumentsError     arguments that the tool does not take: the policy reads the message
     ToolError              the tool's own refusal, which the policy also reads
-                           ToolUnavailableError   the tool can't be reached; retried if nothing was
-                           sent, or if equal
+    ToolUnavailableError   the tool can't be reached; retried if nothing was sent, or if equal
                            calls change nothing
-                           anything else          a bug in the tool's code: the policy reads that it
-                           failed, and the
+    anything else          a bug in the tool's code: the policy reads that it failed, and the
                            user sees the traceback
 """
 

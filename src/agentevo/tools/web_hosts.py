@@ -1,4 +1,4 @@
-"""The hosts that a tool may read from, and reads that obey these rules.
+"""The hosts that a tool may read from, and requests that obey these rules.
 
 A host is allowed if an entry of `allow` matches it and no entry of `deny` does: `en.wikipedia.org`,
 `*.python.org` (any host below it), `*` (any). An entry with `:PORT` covers only that port. Without
@@ -107,7 +107,7 @@ class WebHosts:
             for pattern, pattern_port in self._allow
         ):
             at = host if usual else f"{host}:{port}"
-            raise ToolError(f"{at} is no host that may be read")
+            raise ToolError(f"{at} is not a host that may be read")
 
     def _address_of(self, url: httpx.URL, within_s: float) -> _Address:
         """The address to connect to, checked."""
@@ -125,7 +125,7 @@ class WebHosts:
         addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in infos]
         private = next((address for address in addresses if not is_public(address)), None)
         if private is not None and not self._allow_private:
-            raise ToolError(f"{url.host} is no public host: its address is {private}")
+            raise ToolError(f"{url.host} is not a public host: its address is {private}")
         return addresses[0]
 
 

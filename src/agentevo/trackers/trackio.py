@@ -20,7 +20,7 @@ from agentevo.trackers.tracker import (
 
 
 class TrackioConfig(TrackerConfig):
-    """trackio: a file in TRACKIO_DIR, which `trackio show` draws, or a Space."""
+    """trackio: a file in TRACKIO_DIR, which `trackio show` displays, or a Space."""
 
     space_id: str | None = Field(default=None, min_length=1)
     """Hugging Face Space that gets the run, such as me/trackio. Default: TRACKIO_SPACE_ID, else
@@ -73,7 +73,7 @@ class Trackio(Tracker):
 
 
 def _silence() -> None:
-    """Redirects trackio's prints, which would go to the command's stdout; trackio 0.43 has no
+    """Discards what trackio prints, which would go to the command's stdout. trackio 0.43 has no
     setting for that."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "trackio" and module is not None:

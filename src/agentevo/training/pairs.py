@@ -1,4 +1,6 @@
-"""Answers to compare, made from groups of trajectories. loss the answers of a group
+"""Answers to compare, made from groups of trajectories.
+
+    loss         the answers of a group
     kto          every attempt alone, desirable if it succeeded: the binary signal of the paper
     rft          its best successful attempts, none twice
     others       pairs of attempts: best against worst, or every two whose rewards differ by more

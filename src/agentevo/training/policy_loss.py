@@ -99,8 +99,8 @@ class MinibatchLoss:
         listen: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """This micro-batch's part of the loss, and sums over its tokens for the metrics. `weights`
-        [S] are those of the batch's rows. `listen` is called with the log-probs and entropies, [S,
-        T]."""
+        [S] are the weights of the batch's rows, see `row_weights`. `listen` is called with the
+        log-probs and entropies, [S, T]."""
         chosen_logp, node_entropy = token_logprobs(model, batch)  # [M], [R]
         logp = batch.table(chosen_logp)  # [S, T]
         entropy = node_entropy[batch.rows]  # [M]
@@ -157,8 +157,9 @@ class MinibatchLoss:
 def _off_policy(
     logp: torch.Tensor, batch: PackedBatch, measured: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """[S, T]: the weight that the loss gives each token for having been sampled by another policy,
-    caps included; where it gives none, the ratio of the policy to the one that sampled."""
+    """[S, T]: the importance weight, after caps, with which the loss corrects for tokens that
+    another policy sampled. If the loss has no such weight: the ratio of the policy to the one that
+    sampled."""
     if "rollout_is_mean" in measured:
         return measured["rollout_is_mean"]
     return bounded_exp(logp.detach() - batch.rollout_logprobs)

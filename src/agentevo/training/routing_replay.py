@@ -48,9 +48,9 @@ class RoutingReplay:
         return self.mode != "update" and self.routers is not None
 
     def begin(self, rows: Sequence[SampleRow]) -> list[SampleRow]:
-        """The rows of a step; where nothing is replayed and some rows have no record, all rows come
-        without records. Raises TrainingError if a record is missing or not of the policy's
-        routers."""
+        """The rows of a step. If nothing is replayed and some rows have no record, the records of
+        all rows are removed. Raises TrainingError if a record is missing or does not fit the
+        policy's routers."""
         self._recorded = []
         samples = [row.sample for row in rows]
         if self.mode == "rollout" or all(sample.routed_experts is not None for sample in samples):
@@ -71,7 +71,7 @@ class RoutingReplay:
         return batch.with_routing(self._recording)
 
     def heard(self, indices: Sequence[int], batch: PackedBatch) -> None:
-        """Keeps the routing records of the pass of a batch of these samples."""
+        """Keeps the routing records of the last pass. `indices`: the samples of its batch."""
         if self._recording is not None:
             rows = self._recording.rows()
             self._recording = None
@@ -104,9 +104,9 @@ class RoutingReplay:
 
 
 def mismatches(batch: PackedBatch) -> dict[str, float]:
-    """Sums over the trained tokens of a pass that is over: the share of the layers whose router
-    would have chosen other experts, at the token that predicts it, than were recorded; and 1 where
-    any would. Empty if nothing was recorded."""
+    """Sums over the trained tokens of a finished pass. For each token: the share of layers whose
+    router would choose other experts than the recorded ones, at the position that predicts the
+    token; and 1 if any layer would. Empty if nothing was recorded."""
     routing = batch.plan.routing
     differs = routing.differs() if isinstance(routing, RouterReplay) else None
     if differs is None:

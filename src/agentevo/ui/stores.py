@@ -39,7 +39,7 @@ class Stores:
     @asynccontextmanager
     async def reading(self, source: RunSource) -> AsyncIterator[Store]:
         """The run's store, for reading. If it can't be opened, raises AgentEvoError with a remedy:
-        ConfigError, StoreError and those below."""
+        ConfigError, StoreError or a subclass of these."""
         url = await in_thread(self._sources.store_url, source)
         async with self._locks.setdefault(url, asyncio.Lock()):
             opened = self._opened.get(url)

@@ -26,7 +26,7 @@ MAX_VALUES = 40
 
 
 class TaskFacts(NamedTuple):
-    """One task; a text is empty where the task has none."""
+    """One task. A text is empty if the task has none."""
 
     query: str
     answer: str
@@ -59,8 +59,8 @@ def task_facts(task: Task) -> TaskFacts:
 async def read_task_facts(
     request: Request, view: RunView, ids: Iterable[str]
 ) -> Mapping[str, TaskFacts]:
-    """Task id -> facts, of the tasks that the run's store returns in time; a page shows no
-    others."""
+    """Task id -> facts, for the tasks that the run's store returns within WITHIN_S seconds. A page
+    shows no facts of the others."""
     names = list(dict.fromkeys(ids))
     facts: dict[str, TaskFacts] = {}
     if not names:
@@ -75,9 +75,9 @@ async def read_task_facts(
                 try:
                     facts[name] = task_facts(await store.task(name))
                 except AgentEvoError:
-                    continue  # a program's own loop may have kept its tasks to itself
+                    continue  # a program with its own loop may not have stored its tasks
     except (AgentEvoError, TimeoutError):
-        pass  # the page says elsewhere that the store is away
+        pass  # the page says elsewhere that the store is unreachable
 
     return MappingProxyType(facts)
 

@@ -106,7 +106,8 @@ def _of_blocks(blocks_message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tools(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The client's tools: the server's own, such as web_search, have no schema."""
+    """The tools that the client runs. Tools of Anthropic's server, such as web_search, have no
+    schema and are left out."""
     tools = request.get("tools")
     if not isinstance(tools, Sequence):
         return tools_of(tools)

@@ -1,4 +1,4 @@
-"""Notations that write the tool's name between marks, and its arguments as JSON behind it.
+"""Notations that write the tool's name between marks, then its arguments as JSON.
 
 Mistral    [TOOL_CALLS]name[ARGS]{...}, and the older [TOOL_CALLS] [{"name": ..., ...}, ...]
 DeepSeek   V3 and R1: <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name, then
@@ -38,12 +38,12 @@ class NamedCalls:
     begin: str
     end: str = ""
     sections: tuple[str, ...] = ()
-    """Marks around several calls, which have no meaning."""
+    """Marks around a group of calls. They are skipped."""
     head: str
-    """A regular expression of what stands before the arguments, without white space at its ends.
-    Its group is the name."""
+    """A regular expression for the text before the arguments, without white space at its ends. Its
+    group is the tool's name."""
     before_arguments: tuple[str, ...]
-    """What may stand between the head and the arguments, in this order."""
+    """Optional marks between the head and the arguments, in this order."""
     behind_arguments: tuple[str, ...] = ()
     has_objects: bool = False
     """Whether objects with name and arguments may follow `begin` as well."""

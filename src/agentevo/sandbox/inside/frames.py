@@ -14,12 +14,12 @@ LARGEST_CALL = 2**20
 
 
 class BadFrame(Exception):
-    """The received bytes are no message."""
+    """The received bytes are not a message."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
     """Raises ValueError or RecursionError for a value that JSON can't represent."""
-    # halves of surrogate pairs are not UTF-8, and code can name a file or raise an error with them
+    # untrusted code can put lone surrogates in file names and errors, and UTF-8 can't encode them
     text = json.dumps(message, allow_nan=False, ensure_ascii=False)
     content = text.encode("utf-8", "replace")
     return HEADER.pack(len(content)) + content
@@ -42,7 +42,7 @@ class Frames:
 
         (length,) = HEADER.unpack(self._buffer[: HEADER.size])
         if length > self._longest:
-            raise BadFrame(f"a message of {length:,} bytes, and at most {self._longest:,} are read")
+            raise BadFrame(f"a message of {length:,} bytes: the limit is {self._longest:,}")
         if len(self._buffer) < HEADER.size + length:
             return None
 
@@ -51,10 +51,10 @@ class Frames:
         try:
             message = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise BadFrame("a message that is no JSON") from error
+            raise BadFrame("a message that is not JSON") from error
 
         if not isinstance(message, dict):
-            raise BadFrame("a message that is no JSON object")
+            raise BadFrame("a message that is not a JSON object")
 
         return message
 

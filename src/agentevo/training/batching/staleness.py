@@ -1,13 +1,13 @@
 """The age of a step's tokens, and the rule that none older than the bound is trained on.
 
-    age of a token = |trainer_version - version of the weights that sampled it| a token is trained
-    <=>  its age <= bound
+    age of a token = trainer_version - version of the weights that sampled it
+    a token is trained  <=>  its age <= bound
 
 A trainer at version v has committed v steps; its next step is trained at v. Advantages are computed
-before that, from all attempts and all their tokens: a token that is too old loses its gradient, not
-its part in the group's baseline. A token newer than the trainer can only come from a trainer that
-was killed before it committed a version that the engines already had; it is refused unless the
-caller allows it, and then its age is the same distance. Pure functions of samples and trajectories.
+before stale tokens are masked, from all attempts and all their tokens: a token that is too old
+loses its gradient, but it still counts in the group's baseline. A token newer than the trainer can
+only come from a trainer that was killed before it committed a version that the engines already had.
+It raises TrainingError. All functions are pure functions of samples and trajectories.
 docs/asynchronous.md has the formulas of all metrics.
 """
 
@@ -29,7 +29,7 @@ AGE = "age"
 ESS = "actor/ess_age_"
 """Prefix of the metrics of `effective_sizes`; the age follows."""
 STALE = "stale"
-"""The reason for leaving out a whole trajectory, where whole answers are compared."""
+"""The reason why a whole trajectory is left out, for losses that compare whole answers."""
 _SUMS = "by_age/"
 
 
@@ -68,8 +68,9 @@ def mask_stale(
 def leave_out_stale(
     trajectories: Sequence[Trajectory], *, trainer_version: int, bound: int | None = None
 ) -> tuple[list[Trajectory], dict[str, str], dict[str, float]]:
-    """For losses of whole answers, which need every token: the trajectories without a token older
-    than `bound`, the ids of the others -> "stale", and the metrics. Raises as `mask_stale`."""
+    """For losses of whole answers, which need every token. Returns the trajectories without a token
+    older than `bound`, the ids of the others -> "stale", and the metrics. Raises like
+    `mask_stale`."""
     _check(trainer_version, bound)
     fresh_trajectories = []
     dropped = {}
@@ -109,8 +110,8 @@ def age_sums(weights: torch.Tensor, ages: torch.Tensor) -> dict[str, float]:
 
 
 def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
-    """Takes the sums of `age_sums` out of `sums` and returns actor/ess_age_K = total^2 / (count *
-    squares), 0 where every weight is 0.
+    """Removes the sums of `age_sums` from `sums` and returns actor/ess_age_K = total^2 / (count *
+    squares), which is 0 if every weight is 0.
 
     It is `algorithms.importance.effective_sample_size` over the tokens of age K.
     """
@@ -127,8 +128,8 @@ def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
 
 
 def of_first_update(updates: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """The metrics of a step's optimizer steps without effective sample sizes from the second on: by
-    then the policy itself has moved."""
+    """The metrics of a step's optimizer steps. Only those of the first have effective sample sizes,
+    because the policy itself has moved after it."""
     return [
         *updates[:1],
         *(

@@ -1,6 +1,7 @@
 """The training data of a step, written into its record: enough to repeat the step, and to prove
-later how it was made. digest of a trajectory = sha256(the whole trajectory with its final reward,
-without times)
+later how it was made.
+
+    digest of a trajectory = sha256(the whole trajectory with its final reward, without times)
     digest of a step       = sha256(those of its trajectories, in order)
 
 Two sequences of trajectories have the same digest only if a step computes the same from both and

@@ -5,15 +5,14 @@ through one stage after the other.
     others        their layers
     last stage    its layers, norm, output layer: log-probs and losses are made here
 
-All modules stay on every stage, under their names. A module of another stage passes hidden states
-through and has no weights: they are slices of length 0 (layouts.py), so optimizers number
-parameters alike everywhere, and saved and gathered tensors are cut like any other slice.
+Every stage has all modules, under the same names. A module of another stage passes hidden states
+through, and its weights are slices of length 0 (layouts.py). So optimizers number parameters the
+same on every stage, and code that saves or gathers tensors needs no special case.
 
 For a stage's passes see kernels/stages.py. An optimization delays backward passes until as many
 micro-batches are in progress as stages follow this one: one forward and one backward pass in turn,
 1F1B (PipeDream-Flush, arXiv 2006.09503), so a stage keeps the activations of at most as many
-micro-batches as there are stages. Values that count are those of the last stage
-(`parallel.gathered`).
+micro-batches as there are stages. Only the last stage has valid outputs (`parallel.gathered`).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[IndexB
 
 
 def _evenly(low: float, high: float, *, is_whole: bool) -> tuple[float, float, int]:
-    """The first and the last edge, and how many bars. Edges stand between whole numbers, so that no
-    bar holds more of them than its neighbours."""
+    """The first and the last edge, and how many bars. Edges are halfway between whole numbers, so
+    that all bars cover the same number of them."""
     if is_whole:
         width = max(1, -(-int(high - low + 1) // MAX_BARS))
         num = -(-int(high - low + 1) // width)
@@ -44,6 +44,6 @@ def _evenly(low: float, high: float, *, is_whole: bool) -> tuple[float, float, i
         half = max(0.5, abs(low) * 1e-6)
         return low - half, high + half, 1
 
-    # Numbers that are next to each other leave no room for edges between them.
+    # Between adjacent floats there is no room for edges.
     is_wide = (np.diff(np.linspace(low, high, MAX_BARS + 1)) > 0).all()
     return low, high, MAX_BARS if is_wide else 1

@@ -1,8 +1,7 @@
 """The file of an index: SQLite, one for each store, in the user's cache folder.
 
     attempts   a row for each trajectory that the store has or had (`alive`), with the columns of
-    a list; `change` grows with every change of a row, so a reader finds new rows
-    by it
+               a list; `change` grows with every change of a row, so a reader finds new rows by it
     texts      the messages of an attempt, compressed, at most TEXT_CHARS characters
     words      numbers for the few words that filters choose from
     tasks      a number for each task that was attempted, from 1 on

@@ -3,7 +3,7 @@
     catch_up    new rows in the order of writing, columns only
     settle      commits and drops of open rows; skipped numbers
     sweep       compares every row from a number on with the store: after a rewind, or if the
-    numbers of rows differ
+                numbers of rows differ
     read_some   reads the turns of unread rows, newest first
 
 Invariant: after catch_up and settle, every row that the store's commits touched equals the store's.
