@@ -4,7 +4,7 @@ A process that fails writes its error into the store that all processes share, b
 connections break. The processes that wait for it then fail with that error instead of a connection
 error. A process that was killed can write nothing: the others report that a process is gone.
 
-    RUN/logs/rank-N.log the calls of process N, and the traceback at its end
+    RUN/logs/rank-N.log   the calls of process N, and the traceback at its end
 """
 
 from __future__ import annotations

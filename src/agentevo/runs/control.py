@@ -1,7 +1,7 @@
 """Requests to a running run to stop, save, pause or continue, through its folder, so from any
 process and any machine that shares it.
 
-    RUN/control.json the current trainer (a session), whether it is paused, its newest answers
+    RUN/control.json       the current trainer (a session), whether it is paused, its newest answers
     RUN/control/ID.json    one request; its trainer deletes it with its answer
 
 A request names the session that it is for, and its id: a late or leftover request never reaches a
