@@ -246,7 +246,7 @@ def test_what_is_too_long_to_be_summarised_is_summarised_without_its_results(pla
     "options", [{"strategy": "summary"}, {"strategy": "window", "summary_model": "helper"}]
 )
 def test_a_context_that_can_not_be_is_refused(options):
-    with pytest.raises(ValueError, match=r"give max_tokens|for strategy=summary"):
+    with pytest.raises(ValueError, match=r"needs max_tokens|for strategy=summary"):
         ContextSection(**options)
 
 

@@ -173,7 +173,7 @@ def test_a_section_object_changes_only_what_it_sets():
         (
             "lamp.yaml",
             {"sampling": {"top_p": 0.5}},
-            "agentevo.train: sampling.top_p, top_k and min_p cut",
+            "agentevo.train: sampling.top_p, top_k and min_p truncate",
         ),
     ],
 )
@@ -251,7 +251,7 @@ def test_a_run_with_reward_functions_is_opened_again_by_passing_them(tmp_path):
     )
 
     given = {"agent": think, "tasks": [Task(id="a", query="?")]}
-    with pytest.raises(ConfigError, match=r"right_again.*import=\[.*passed first"):
+    with pytest.raises(ConfigError, match=r"right_again.*import=\[.*pass it first"):
         agentevo.load_run(folder, **given)
 
     run = agentevo.load_run(folder, **given, rewards=[right_again])

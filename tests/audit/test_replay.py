@@ -447,7 +447,7 @@ def test_weights_that_are_gone_are_named_with_those_at_hand(
     )
     late = next(t for t in few.trajectories(split="train") if versions_of(t) == [1])
     with pytest.raises(
-        CheckpointError, match=r"no longer has the weights of version 1 \(at hand: 3\)"
+        CheckpointError, match=r"no longer has the weights of version 1 \(available: 3\)"
     ):
         few.replay(late.id)
 

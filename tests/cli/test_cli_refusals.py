@@ -24,7 +24,7 @@ from agentevo.errors import AgentEvoError, ConfigError
         ),
         (
             ["train", "small.yaml", "sampling.top_k=5"],
-            "override: sampling.top_p, top_k and min_p cut",
+            "override: sampling.top_p, top_k and min_p truncate",
         ),
         (
             ["train", "small.yaml", "environment.type=coin"],

@@ -63,7 +63,7 @@ def test_another_preset_than_the_recipes_is_warned_of_on_stderr(agentevo):
 
 def test_explain_says_meaning_type_default_and_unit(agentevo):
     out = agentevo("config", "explain", "sampling.max_new_tokens").out
-    assert re.search(r"^sampling\.max_new_tokens\n  Longest completion", out)
+    assert re.search(r"^sampling\.max_new_tokens\n  Maximum length", out)
     assert "type     whole number, at least 1\n  default  64\n  unit     tokens" in out
 
 

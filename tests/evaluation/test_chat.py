@@ -106,7 +106,7 @@ def test_each_line_of_a_pipe_gets_an_answer_that_goes_on_from_those_before(
 
     pipe(monkeypatch, b"Hello\n\xff\n")
     assert main(["chat", f"{run}@1", "--max-new-tokens", "1"]) == 2
-    assert "standard input, line 2: it is not UTF-8" in capsys.readouterr().err
+    assert "standard input, line 2: not UTF-8" in capsys.readouterr().err
 
 
 class Scripted(ChatModel):

@@ -352,7 +352,7 @@ def test_documents_become_rounds_of_questions_none_of_which_is_held_out(tmp_path
 
 def test_a_search_that_could_only_compare_is_refused_before_anything_is_made(recipe):
     few = {"attempts": 20, "config": {"optimize": {"tasks": 12}}}
-    with pytest.raises(ConfigError, match=r"evolve\.prompts\.attempts: .*takes 16 and"):
+    with pytest.raises(ConfigError, match=r"evolve\.prompts\.attempts: .*needs 16 and"):
         read_evolution(recipe, [*SMALL, "evolve.tasks.held_out=8"], prompts=few).check()
 
     few["attempts"] = 28

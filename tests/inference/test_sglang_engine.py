@@ -62,10 +62,10 @@ def test_a_load_that_fails_halfway_is_undone_and_one_that_can_not_be_serves_noth
                 await case.engine.publish(2, case.new, in_flight="continue")
 
             for asked in (running, case.draw()):
-                with pytest.raises(EngineError, match="no whole weights"):
+                with pytest.raises(EngineError, match="incomplete weights"):
                     await asked
 
-            with pytest.raises(EngineError, match="no whole weights"):
+            with pytest.raises(EngineError, match="incomplete weights"):
                 case.engine.check()
 
             await case.engine.publish(2, case.new)

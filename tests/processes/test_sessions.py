@@ -164,7 +164,7 @@ def test_keys_open_what_is_theirs_alone(doors):
         ({"str": 1}, "unknown field `str`"),
         ({"task": {"id": 3}}, "Expected string, got integer - at `$.task.id`"),
         ({"group": ["g"]}, "Expected string or null, got array"),
-        ([1], "no JSON object"),
+        ([1], "not a JSON object"),
     ],
     ids=str,
 )

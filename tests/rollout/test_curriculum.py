@@ -86,7 +86,7 @@ def test_what_contradicts_a_curriculum_is_refused(tmp_path):
     for tasks, keys, words in (
         (section | {"weights": [1]}, (), "curriculum and weights"),
         (section | {"curriculum": {"windows": 2}}, (), "window"),
-        (section, ("rollout.staleness=1", "rollout.policy=mask"), "tasks.curriculum decides"),
+        (section, ("rollout.staleness=1", "rollout.policy=mask"), "tasks.curriculum chooses"),
     ):
         with pytest.raises(ConfigError, match=words):
             build_config(tree | {"tasks": tasks}, keys)

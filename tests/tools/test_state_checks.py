@@ -108,7 +108,7 @@ def test_a_server_that_was_started_again_is_not_judged(session):
     checks = [{"tool": "worth", "result": '{"count": 1}'}]
     assert worth([entry], [add], checks) == {"state_checks": 1.0}
     for calls in ([add, add, die, add], [add, die, ("worth", "{}")], [add, die]):
-        with pytest.raises(EnvironmentFailure, match="'c' went away in the attempt"):
+        with pytest.raises(EnvironmentFailure, match="'c' was restarted during the attempt"):
             worth([entry], calls, checks)
 
 

@@ -208,7 +208,7 @@ def test_a_call_that_hangs_costs_itself_alone():
     assert [result.text for result in results] == [
         "Error: wait: no answer within 1 s",
         "2",
-        "Error: look can't be reached: an earlier call of these tools has not come back",
+        "Error: look can't be reached: an earlier call of these tools has not returned",
     ]
     assert (metrics["num_tool_timeouts"], metrics["num_tool_failures"]) == (1, 1)
 

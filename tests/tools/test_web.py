@@ -163,12 +163,12 @@ def test_redirects_are_checked_as_the_first_url_is(site):
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("https://evil.example/", "evil.example is no host"),
-        ("https://python.org.evil.example/", "is no host"),
-        ("https://notpython.org/", "is no host"),
-        ("https://secret.docs.python.org/", "is no host"),
-        ("https://docs.python.org:8443/", "docs.python.org:8443 is no host"),
-        ("http://docs.python.org:443/", "is no host"),
+        ("https://evil.example/", "evil.example is not a host"),
+        ("https://python.org.evil.example/", "is not a host"),
+        ("https://notpython.org/", "is not a host"),
+        ("https://secret.docs.python.org/", "is not a host"),
+        ("https://docs.python.org:8443/", "docs.python.org:8443 is not a host"),
+        ("http://docs.python.org:443/", "is not a host"),
         ("ftp://docs.python.org/", "is no URL that begins with https"),
         ("docs.python.org", "is no URL that begins with https"),
         ("https:///x", "is no URL that begins with https"),

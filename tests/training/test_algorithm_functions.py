@@ -245,7 +245,7 @@ def test_what_does_not_fit_together_is_refused():
         ),
         ({"policy_loss": "function"}, "name it with algorithm.loss_function"),
         ({"advantage": "function"}, "name it with algorithm.advantage_function"),
-        ({"name": "dpo", "loss_function": "test_clip"}, "loss_function has no place"),
+        ({"name": "dpo", "loss_function": "test_clip"}, "does not use loss_function"),
     ):
         with pytest.raises(ConfigError, match=words):
             build_config({"environment": {"type": "coins"}, "algorithm": algorithm})

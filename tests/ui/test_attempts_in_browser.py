@@ -112,7 +112,7 @@ def test_every_bar_of_a_histogram_leads_to_the_attempts_that_it_counts(listed: V
     assert len(bars) > 12
 
     titles = {label.split(" ")[0] for _, label in bars}
-    assert titles == {"Reward", "Tokens", "Age"}
+    assert titles == {"Reward", "Sampled", "Age"}
     for href, label in bars:
         many = int(re.findall(r": ([\d,]+) attempt", label)[0].replace(",", ""))
         listed.go(href)

@@ -91,7 +91,7 @@ def test_no_link_is_followed_and_no_pipe_is_waited_for(folder: Path, tmp_path: P
 
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ConfigError, match="it is no file"):
+    with pytest.raises(ConfigError, match="it is not a regular file"):
         read_state(folder)
 
 
