@@ -1,9 +1,9 @@
 """The trainers of a policy by name. Every process that trains it creates its own.
 
-    policy        by advantages: attempts and their rewards
-    preferences   by comparing answers
-    sft           by likelihood, on conversations
-    cold_start    by likelihood, on the answers of the environment's solver, before the first step
+policy        by advantages: attempts and their rewards
+preferences   by comparing answers
+sft           by likelihood, on conversations
+cold_start    by likelihood, on the answers of the environment's solver, before the first step
 """
 
 from __future__ import annotations
