@@ -108,6 +108,7 @@ def stopped_at_work(monkeypatch) -> None:
     for follows in ("agentevo.cli.trajectories.time", "agentevo.cli.top.time"):
         monkeypatch.setattr(follows, clock)  # other threads sleep as ever
 
+    monkeypatch.setattr("os.nice", lambda increment: 0)  # or the later tests run at a low priority
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("agentevo.runs.store_opening.OPENING_S", 0.2)
     monkeypatch.setattr("agentevo.runs.folder.WAIT_S", 0.2)

@@ -196,7 +196,7 @@ def test_records_are_added_whole_whoever_was_killed_before(tmp_path: Path) -> No
     # Half a surrogate can be in no page, so it is read as a question mark.
     assert [row["what"] for row in read_records(path)] == ["one", "two\n?"]
 
-    with pytest.raises(ConfigError, match="at most"):
+    with pytest.raises(ConfigError, match="the limit is"):
         add_record(path, {"what": "x" * 1_000_001})
 
 

@@ -46,14 +46,14 @@ def serve_dashboard(
     for folder_to_come in sources.missing:
         note(f"{folder_to_come}: the folder does not exist yet: its runs appear once it does")
 
-    if nice:
-        os.nice(nice)  # a thread that begins later inherits it, and so does a process
-
     with (
         asked_to_stop() as stop,
         tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,
         client_door(Path(folder), host, port, tls) as door,
     ):
+        if nice:
+            os.nice(nice)  # a thread that begins later inherits it, and so does a process
+
         run_coroutine(_serve(sources, door, host, control, stop, notify, note))
 
 
