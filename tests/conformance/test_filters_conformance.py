@@ -202,7 +202,7 @@ def test_relative_length(rows, weight):
         (lambda: filters.RLPRStd(beta=-1.0), "beta=-1.0"),
         (lambda: filters.RLPRStd(decay=1.5), "from 0 to 1"),
         (lambda: filters.RLPRStd(record_from=11, start=11), "below start"),
-        (lambda: filters.RLPRStd().load_state_dict({}), "no state"),
+        (lambda: filters.RLPRStd().load_state_dict({}), "not a state"),
         (lambda: shaping.soft_overlong([1.0], [1], max_length=5, buffer=6), "at most max_length"),
         (lambda: shaping.soft_overlong([1.0], [1], max_length=5, buffer=0), "above 0"),
         (lambda: shaping.linear_length([1.0], [1, 2], per_token=0.1), "1 rewards, 2 lengths"),
