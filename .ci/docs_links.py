@@ -1,11 +1,10 @@
-"""A hook of mkdocs: links that the site's pages have elsewhere than the repository's.
+"""A hook of mkdocs that adapts the links of a page to the site.
 
-The repository's files are no pages of the site. Where mkdocs.yml has a `repo_url`, such a link
-leads to the repository; otherwise its text remains.
+A link to a file of the repository leads to `repo_url` of mkdocs.yml. Without a `repo_url`, only its
+text remains, since the site has no such page.
 
-A link to another page names its English file and heading, `tools.md#code-as-action`, in every
-language. On a site in another language it leads to the translation, where there is one, and so to
-the heading at the same place there.
+Links name the English page and heading in every language, such as `tools.md#code-as-action`. If
+there is a translation, the link leads to the heading at the same position in it.
 """
 
 import posixpath

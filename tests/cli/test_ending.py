@@ -49,11 +49,14 @@ def test_a_thread_that_never_starts_does_not_keep_the_process():
     program = (
         "import sys, threading\n"
         "from agentevo.cli import ending\n"
-        "ending.ENDING_S = 0.3\n"
+        "ending.START_S = 0.3\n"
         "threading.Thread._bootstrap = lambda thread: None  # as without memory\n"
         "ending.end_soon(3)\n"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=300).returncode == 3
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert (ended.returncode, ended.stderr) == (3, "")
 
 
 @pytest.mark.slow

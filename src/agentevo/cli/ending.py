@@ -17,6 +17,8 @@ from agentevo.console import to_stderr
 
 ENDING_S = 5.0
 """How long Python may take to end."""
+START_S = 10.0
+"""How long a thread may take to start."""
 
 
 def end_soon(code: int) -> None:
@@ -25,9 +27,9 @@ def end_soon(code: int) -> None:
     timer = threading.Timer(ENDING_S, _leave, (code,))
     timer.daemon = True
     # Without memory, a thread may end before it has started, and `start` then waits forever.
-    signal.signal(signal.SIGALRM, lambda *_: _leave(code))
+    signal.signal(signal.SIGALRM, lambda *_: _exit_now(code))
     try:
-        signal.setitimer(signal.ITIMER_REAL, ENDING_S)
+        signal.setitimer(signal.ITIMER_REAL, START_S)
         timer.start()
         signal.setitimer(signal.ITIMER_REAL, 0)
     except (RuntimeError, MemoryError):

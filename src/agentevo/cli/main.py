@@ -107,61 +107,61 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_start = "Start here"
-app.command(rich_help_panel=_start)(train.train)
-app.command("eval", rich_help_panel=_start)(evaluation.evaluate)
-app.command(rich_help_panel=_start)(processes.serve)
-app.command(rich_help_panel=_start)(ui.ui)
-app.command("list", rich_help_panel=_start)(names.list_names)
+_START = "Start here"
+app.command(rich_help_panel=_START)(train.train)
+app.command("eval", rich_help_panel=_START)(evaluation.evaluate)
+app.command(rich_help_panel=_START)(processes.serve)
+app.command(rich_help_panel=_START)(ui.ui)
+app.command("list", rich_help_panel=_START)(names.list_names)
 
-_recipes = "Recipes and models"
-app.command(rich_help_panel=_recipes)(init.init)
-app.command(rich_help_panel=_recipes)(doctor.doctor)
-app.add_typer(names.config_commands, name="config", rich_help_panel=_recipes)
-app.add_typer(names.models, name="models", rich_help_panel=_recipes)
-app.command(rich_help_panel=_recipes)(results.merge)
+_RECIPES = "Recipes and models"
+app.command(rich_help_panel=_RECIPES)(init.init)
+app.command(rich_help_panel=_RECIPES)(doctor.doctor)
+app.add_typer(names.config_commands, name="config", rich_help_panel=_RECIPES)
+app.add_typer(names.models, name="models", rich_help_panel=_RECIPES)
+app.command(rich_help_panel=_RECIPES)(results.merge)
 
-_training = "More ways to train"
-app.command(rich_help_panel=_training)(train.sft)
-app.command(rich_help_panel=_training)(train.rm)
-app.command(rich_help_panel=_training)(pipeline.pipeline)
-app.command(rich_help_panel=_training)(evolve.evolve)
-app.command("mcp-rl", rich_help_panel=_training)(evolve.mcp_rl)
-app.command(rich_help_panel=_training)(prompts.optimize)
-app.command(rich_help_panel=_training)(server.server)
+_TRAINING = "More ways to train"
+app.command(rich_help_panel=_TRAINING)(train.sft)
+app.command(rich_help_panel=_TRAINING)(train.rm)
+app.command(rich_help_panel=_TRAINING)(pipeline.pipeline)
+app.command(rich_help_panel=_TRAINING)(evolve.evolve)
+app.command("mcp-rl", rich_help_panel=_TRAINING)(evolve.mcp_rl)
+app.command(rich_help_panel=_TRAINING)(prompts.optimize)
+app.command(rich_help_panel=_TRAINING)(server.server)
 
-_runs = "Look at runs"
-app.command(rich_help_panel=_runs)(top.top)
-app.command(rich_help_panel=_runs)(control.control)
-app.command(rich_help_panel=_runs)(chat.chat)
-app.add_typer(trajectories.trajectories, name="trajectories", rich_help_panel=_runs)
-app.command(rich_help_panel=_runs)(results.report)
-app.command(rich_help_panel=_runs)(results.table)
-app.command(rich_help_panel=_runs)(results.plot)
-app.command(rich_help_panel=_runs)(audit.audit)
-app.command(rich_help_panel=_runs)(audit.replay)
-app.add_typer(store.stores, name="store", rich_help_panel=_runs)
+_RUNS = "Look at runs"
+app.command(rich_help_panel=_RUNS)(top.top)
+app.command(rich_help_panel=_RUNS)(control.control)
+app.command(rich_help_panel=_RUNS)(chat.chat)
+app.add_typer(trajectories.trajectories, name="trajectories", rich_help_panel=_RUNS)
+app.command(rich_help_panel=_RUNS)(results.report)
+app.command(rich_help_panel=_RUNS)(results.table)
+app.command(rich_help_panel=_RUNS)(results.plot)
+app.command(rich_help_panel=_RUNS)(audit.audit)
+app.command(rich_help_panel=_RUNS)(audit.replay)
+app.add_typer(store.stores, name="store", rich_help_panel=_RUNS)
 
-_scores = "Scores, judges and labels"
-app.command(rich_help_panel=_scores)(evaluation.score)
-app.add_typer(judge.commands, name="judge", rich_help_panel=_scores)
-app.command(rich_help_panel=_scores)(labelling.annotate)
-app.add_typer(annotating.commands, name="annotations", rich_help_panel=_scores)
+_SCORES = "Scores, judges and labels"
+app.command(rich_help_panel=_SCORES)(evaluation.score)
+app.add_typer(judge.commands, name="judge", rich_help_panel=_SCORES)
+app.command(rich_help_panel=_SCORES)(labelling.annotate)
+app.add_typer(annotating.commands, name="annotations", rich_help_panel=_SCORES)
 
-_tasks = "Agents, tasks and tools"
-app.add_typer(agent.agent, name="agent", rich_help_panel=_tasks)
-app.add_typer(data.data, name="data", rich_help_panel=_tasks)
-app.add_typer(tasks.tasks, name="tasks", rich_help_panel=_tasks)
-app.add_typer(tools.tools, name="tools", rich_help_panel=_tasks)
-app.add_typer(mcp.mcp, name="mcp", rich_help_panel=_tasks)
-app.command(rich_help_panel=_tasks)(retriever.retriever)
-app.add_typer(sandbox.sandbox, name="sandbox", rich_help_panel=_tasks)
+_TASKS = "Agents, tasks and tools"
+app.add_typer(agent.agent, name="agent", rich_help_panel=_TASKS)
+app.add_typer(data.data, name="data", rich_help_panel=_TASKS)
+app.add_typer(tasks.tasks, name="tasks", rich_help_panel=_TASKS)
+app.add_typer(tools.tools, name="tools", rich_help_panel=_TASKS)
+app.add_typer(mcp.mcp, name="mcp", rich_help_panel=_TASKS)
+app.command(rich_help_panel=_TASKS)(retriever.retriever)
+app.add_typer(sandbox.sandbox, name="sandbox", rich_help_panel=_TASKS)
 
-_machines = "Several processes and machines"
-app.add_typer(launch.launch, name="launch", rich_help_panel=_machines)
-app.command(rich_help_panel=_machines)(processes.learn)
-app.command(rich_help_panel=_machines)(processes.sample)
-app.command(rich_help_panel=_machines)(processes.gateway)
+_MACHINES = "Several processes and machines"
+app.add_typer(launch.launch, name="launch", rich_help_panel=_MACHINES)
+app.command(rich_help_panel=_MACHINES)(processes.learn)
+app.command(rich_help_panel=_MACHINES)(processes.sample)
+app.command(rich_help_panel=_MACHINES)(processes.gateway)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
