@@ -142,12 +142,16 @@ def test_postgresql_that_is_restarted(
     rng = random.Random(3)
 
     def disturb() -> bool:
+        began = time.monotonic()
         if rng.random() < 0.5:
             own_postgresql.stop("immediate")
         else:
             own_postgresql.kill()
         time.sleep(rng.uniform(0.0, 0.5))
         own_postgresql.start()
+
+        # A slow machine needs longer to open the store, too.
+        time.sleep(2 * (time.monotonic() - began))
         return True
 
     parts = members(config, *APART)
