@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from agentevo.catalogue.describe import ENTRIES, describe
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, resolve_preference
-from agentevo.catalogue.presets import PRESETS, resolve_preset
+from agentevo.algorithms.describe import describe
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS, resolve_preference
+from agentevo.algorithms.presets import PRESETS, TABLES, resolve_preset
 from agentevo.config import config_keys
 from agentevo.errors import UnknownNameError
 from agentevo.listings import LISTS
@@ -146,8 +146,8 @@ def test_a_preset_is_explained_with_the_formulas_of_its_parts(name):
         ]
     ):
         assert text.count(f"algorithm.{kind}={part}\n") == 1
-        assert f"  formula      {ENTRIES[kind][part].formula}" in text
-        assert f"  source       {ENTRIES[kind][part].source}" in text
+        assert f"  formula      {TABLES[kind][part].formula}" in text
+        assert f"  source       {TABLES[kind][part].source}" in text
 
 
 @pytest.mark.parametrize("kind", ["recipes", "pipelines"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from slow import soak
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.cli.main import main
 from agentevo.config import build_config, load_config
 from agentevo.config.other_preset import kept_keys

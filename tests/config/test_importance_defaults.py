@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import ConfigError
 

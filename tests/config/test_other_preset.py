@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import AlgorithmSection, build_config, sources
 from agentevo.config.other_preset import kept_keys, own_values
 

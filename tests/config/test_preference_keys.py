@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from agentevo.catalogue.describe import describe
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, resolve_preference
+from agentevo.algorithms.describe import describe
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS, resolve_preference
 from agentevo.config import AlgorithmSection, RunConfig, build_config, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.listings import algorithms

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import load_config
 from agentevo.config.sources import find_recipe
 from agentevo.config.sweep import load_sweep, recipe_keys

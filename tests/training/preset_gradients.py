@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.training.pairs import CandidateAnswer, Pair
 from agentevo.training.preference import PreferenceTrainer

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 import pydantic
 from pydantic import Field, model_validator
 
-from agentevo.catalogue import FUNCTION
-from agentevo.catalogue.advantages import ADVANTAGES
-from agentevo.catalogue.aggregations import AGGREGATIONS
-from agentevo.catalogue.kl import KL
-from agentevo.catalogue.policy_losses import IMPORTANCE, POLICY_LOSSES, check_importance
-from agentevo.catalogue.preference import PREFERENCE_LOSSES
-from agentevo.catalogue.preference_presets import (
+from agentevo.algorithms.aggregation import AGGREGATIONS
+from agentevo.algorithms.divergence import KL
+from agentevo.algorithms.entries import FUNCTION
+from agentevo.algorithms.estimators import ADVANTAGES
+from agentevo.algorithms.importance import IMPORTANCE
+from agentevo.algorithms.losses import POLICY_LOSSES, check_weights
+from agentevo.algorithms.preference import PREFERENCE_LOSSES
+from agentevo.algorithms.preference_presets import (
     PREFERENCE_PRESETS,
     PreferenceAlgorithm,
     resolve_preference,
 )
-from agentevo.catalogue.presets import PRESETS, Algorithm, hyper_parameters, resolve_preset
+from agentevo.algorithms.presets import PRESETS, Algorithm, hyper_parameters, resolve_preset
 from agentevo.config.collect import CollectKeys
 from agentevo.config.preference import check_preference_keys
 from agentevo.config.section import Section
@@ -155,7 +156,7 @@ class AlgorithmKeys(Section):
         preference = self.preference()
         check_preference_keys(self, preference)
         if preference is None:
-            check_importance(
+            check_weights(
                 self.resolve().policy_loss,
                 self.importance,
                 self.importance_cap,
@@ -213,7 +214,7 @@ class AlgorithmKeys(Section):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The inputs that the advantage needs (`CatalogueEntry.needs`); empty for a preference
+        """The inputs that the advantage needs (`AlgorithmEntry.needs`); empty for a preference
         algorithm."""
         return ADVANTAGES[self.resolve().advantage].needs if self.preference() is None else ()
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentevo.catalogue.advantages import ADVANTAGES
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.estimators import ADVANTAGES
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config.algorithm import algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
 from agentevo.config.memory import memory_contradictions

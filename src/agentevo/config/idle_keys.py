@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from agentevo.catalogue import FUNCTION
-from agentevo.catalogue.advantages import ADVANTAGES
-from agentevo.catalogue.aggregations import AGGREGATIONS
-from agentevo.catalogue.policy_losses import POLICY_LOSSES
-from agentevo.catalogue.preference import PREFERENCE_LOSSES
-from agentevo.catalogue.preference_presets import ALONE, DEFAULT_PAIRS, PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS, hyper_parameters
+from agentevo.algorithms.aggregation import AGGREGATIONS
+from agentevo.algorithms.entries import FUNCTION
+from agentevo.algorithms.estimators import ADVANTAGES
+from agentevo.algorithms.losses import POLICY_LOSSES
+from agentevo.algorithms.preference import PREFERENCE_LOSSES
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
+from agentevo.algorithms.presets import PRESETS, hyper_parameters
 from agentevo.config.preference import OF_PREFERENCE, OF_REFERENCE, OF_RL
 
 SECTIONS = {"critic": "values", "process_reward": "process_rewards"}
@@ -80,14 +80,13 @@ def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, 
         if loss is None:
             return None
 
-        used = {hyper.name for hyper in loss.hyper}
-        idle = {*OF_RL, *(set(hyper_parameters()) - used)}
-        if not any(need.startswith("ref_") for need in loss.needs):
+        idle = {*OF_RL, *(set(hyper_parameters()) - loss.hyper_names)}
+        if not loss.needs_reference:
             idle |= {*OF_REFERENCE}
 
-        if loss.name in ALONE:
+        if loss.pairs is None:
             idle |= {"pairs", "pair_margin", *(["pairs_per_group"] if loss.name == "kto" else [])}
-        elif (section.get("pairs") or DEFAULT_PAIRS.get(loss.name)) == "demonstrations":
+        elif (section.get("pairs") or loss.pairs) == "demonstrations":
             idle |= {"pair_margin"}
 
         return idle - {*PREFERENCE_PRESETS[name].keys}, ()
@@ -110,7 +109,7 @@ def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, 
     for entry in entries:
         if entry is None:
             return None
-        used |= {hyper.name for hyper in entry.hyper}
+        used |= entry.hyper_names
 
     assert entries[0] is not None
     idle = {*OF_PREFERENCE, *(set(hyper_parameters()) - used)}

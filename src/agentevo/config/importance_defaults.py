@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.losses import POLICY_LOSSES
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
+from agentevo.algorithms.presets import PRESETS
 
 OWN = "torch"
 """The engine that computes with the trainer's kernels."""
-WEIGHS = "decoupled_ppo"
 DEFAULTS = {"importance": "token_tis", "old_logprobs": "recomputed"}
 
 
@@ -42,8 +42,8 @@ def with_importance(tree: Any) -> Any:
 
     preset = PRESETS[name]
     algorithm = {**preset.keys, **section}
-    loss = algorithm.get("policy_loss") or preset.policy_loss
-    if loss == WEIGHS or algorithm.get("train_observations"):
+    loss = POLICY_LOSSES.get(algorithm.get("policy_loss") or preset.policy_loss)
+    if loss is None or loss.weighs_sampling or algorithm.get("train_observations"):
         return tree
 
     if not DEFAULTS.keys() & algorithm.keys():

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import sources
 from agentevo.config.algorithm import AlgorithmSection
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys

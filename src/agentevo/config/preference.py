@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, PreferenceAlgorithm
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS, PreferenceAlgorithm
 
 if TYPE_CHECKING:
     from agentevo.config import AlgorithmKeys, RunConfig

@@ -24,8 +24,8 @@ import pydantic
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 from pydantic_core import ErrorDetails
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import sources
 from agentevo.config.agents import (
     AgentSection,

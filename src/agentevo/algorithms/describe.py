@@ -7,33 +7,19 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentevo.catalogue import CatalogueEntry, Hyperparameter, Value
-from agentevo.catalogue.advantages import ADVANTAGES
-from agentevo.catalogue.aggregations import AGGREGATIONS
-from agentevo.catalogue.kl import KL
-from agentevo.catalogue.policy_losses import POLICY_LOSSES, Switch
-from agentevo.catalogue.preference import PREFERENCE_LOSSES
-from agentevo.catalogue.preference_presets import (
+from agentevo.algorithms.entries import AlgorithmEntry, Hyperparameter, Switch, Value
+from agentevo.algorithms.preference_presets import (
     PREFERENCE_PRESETS,
     PreferencePreset,
     resolve_preference,
 )
-from agentevo.catalogue.presets import PRESETS, Preset, resolve_preset
-
-ENTRIES: Mapping[str, Mapping[str, CatalogueEntry]] = {
-    "advantage": ADVANTAGES,
-    "policy_loss": POLICY_LOSSES,
-    "aggregation": AGGREGATIONS,
-    "kl": KL,
-    "preference_loss": PREFERENCE_LOSSES,
-}
-"""Key of the configuration -> the entries of that kind."""
+from agentevo.algorithms.presets import PRESETS, TABLES, Preset, resolve_preset
 
 PAGE_WIDTH = 100
 """Characters of a line of prose on the page."""
 INTRODUCTION = """# Algorithms
 
-<!-- Made by `python -m agentevo.catalogue > docs/algorithms.md`: edit src/agentevo/catalogue. -->
+<!-- Made by `python -m agentevo.algorithms > docs/algorithms.md`: edit src/agentevo/algorithms. -->
 
 This page lists every algorithm that you can train with: presets, and the parts that they combine.
 You choose a preset in the recipe, and may replace any part or hyper-parameter of it:
@@ -134,7 +120,7 @@ def describe(name: str) -> list[str]:
 
     return texts + [
         _entry(kind, entries[shown])
-        for kind, entries in ENTRIES.items()
+        for kind, entries in TABLES.items()
         for shown in dict.fromkeys([name, parts.get(kind, "")])
         if shown in entries
     ]
@@ -166,7 +152,7 @@ def _preference_preset(preset: PreferencePreset) -> str:
     return "\n".join([*lines, f"  source       {preset.source}"])
 
 
-def _entry(kind: str, entry: CatalogueEntry) -> str:
+def _entry(kind: str, entry: AlgorithmEntry) -> str:
     lines = [
         f"algorithm.{kind}={entry.name}",
         f"  {entry.meaning}",
@@ -215,7 +201,7 @@ def markdown() -> str:
         "|---|---|---|---|---|",
         *(_preference_row(preset) for preset in PREFERENCE_PRESETS.values()),
     ]
-    for kind, entries in ENTRIES.items():
+    for kind, entries in TABLES.items():
         lines += ["", KIND_TEXTS[kind].rstrip()]
         for entry in entries.values():
             lines += ["", *_entry_section(entry)]
@@ -241,12 +227,12 @@ def _preference_row(preset: PreferencePreset) -> str:
     resolved = resolve_preference(preset.name, {})
     keys = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
     return (
-        f"| {preset.name} | {resolved.loss}{_settings(preset.hyper)} | "
+        f"| {preset.name} | {resolved.loss} | "
         f"{resolved.pairs or 'single answers'} | {keys} | {preset.source} |"
     )
 
 
-def _entry_section(entry: CatalogueEntry) -> list[str]:
+def _entry_section(entry: AlgorithmEntry) -> list[str]:
     lines = [
         f"### {entry.name}",
         "",

@@ -8,28 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from agentevo.catalogue import Value, find, resolve
-from agentevo.catalogue.preference import PREFERENCE_LOSSES
-
-Pairs = Literal["best_worst", "all", "demonstrations"]
-ALONE = ("kto", "rft")
-"""Losses of single answers: they make no pairs."""
-DEFAULT_PAIRS: Mapping[str, Pairs] = {"spin": "demonstrations"}
-"""The kind of pairs that a group gives, by loss; `best_worst` for the losses that are not named."""
+from agentevo.algorithms.entries import Value
+from agentevo.algorithms.preference import PREFERENCE_LOSSES, Pairs
 
 
 @dataclass(frozen=True)
 class PreferencePreset:
-    """One published algorithm: a preference loss, its hyper-parameters, and other keys of the
-    recipe's algorithm section."""
+    """One published algorithm: a preference loss, and other keys of the recipe's algorithm
+    section."""
 
     name: str
     meaning: str
     source: str
     preference_loss: str
-    hyper: Mapping[str, Value] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -44,7 +37,7 @@ class PreferenceAlgorithm:
 
     @property
     def needs_reference(self) -> bool:
-        return any(need.startswith("ref_") for need in PREFERENCE_LOSSES[self.loss].needs)
+        return PREFERENCE_LOSSES[self.loss].needs_reference
 
     @property
     def within_group(self) -> bool:
@@ -114,23 +107,14 @@ def resolve_preference(
     preference_loss: str | None = None,
     pairs: Pairs | None = None,
 ) -> PreferenceAlgorithm:
-    """The preset with the given choices in place of its own; its hyper-parameters count only for
-    its own loss. Raises ValueError."""
-    preset = PREFERENCE_PRESETS[name]
-    loss = preference_loss or preset.preference_loss
-    hyper_names = {hyper.name for hyper in find("preference loss", PREFERENCE_LOSSES, loss).hyper}
-    inherited = {
-        key: value
-        for key, value in preset.hyper.items()
-        if key in hyper_names and preference_loss is None
-    }
-    resolved = resolve("preference loss", PREFERENCE_LOSSES, loss, inherited | dict(hyper))
-    if loss in ALONE:
-        if pairs is not None:
-            raise ValueError(
-                f"preference loss {loss} takes single answers: remove algorithm.pairs, or choose "
-                "a loss of pairs such as dpo"
-            )
-        return PreferenceAlgorithm(loss, resolved, None)
+    """The preset with the given choices in place of its own. Raises ValueError."""
+    loss = preference_loss or PREFERENCE_PRESETS[name].preference_loss
+    entry = PREFERENCE_LOSSES.find(loss)
+    resolved = PREFERENCE_LOSSES.resolve(loss, hyper)
+    if entry.pairs is None and pairs is not None:
+        raise ValueError(
+            f"preference loss {loss} takes single answers: remove algorithm.pairs, or choose "
+            "a loss of pairs such as dpo"
+        )
 
-    return PreferenceAlgorithm(loss, resolved, pairs or DEFAULT_PAIRS.get(loss, "best_worst"))
+    return PreferenceAlgorithm(loss, resolved, pairs or entry.pairs)

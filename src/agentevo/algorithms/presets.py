@@ -12,23 +12,23 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from agentevo.catalogue import CatalogueEntry, Kind, Value, find, resolve
-from agentevo.catalogue.advantages import ADVANTAGES
-from agentevo.catalogue.aggregations import AGGREGATIONS
-from agentevo.catalogue.policy_losses import POLICY_LOSSES, check_aggregation
-from agentevo.catalogue.preference import PREFERENCE_LOSSES
+from agentevo.algorithms.aggregation import AGGREGATIONS
+from agentevo.algorithms.divergence import KL
+from agentevo.algorithms.entries import EntryTable, Value
+from agentevo.algorithms.estimators import ADVANTAGES
+from agentevo.algorithms.losses import POLICY_LOSSES, check_aggregation
+from agentevo.algorithms.preference import PREFERENCE_LOSSES
 
-KINDS: Mapping[Kind, Mapping[str, CatalogueEntry]] = {
+TABLES: Mapping[str, EntryTable[..., Any]] = {
     "advantage": ADVANTAGES,
-    "policy loss": POLICY_LOSSES,
+    "policy_loss": POLICY_LOSSES,
     "aggregation": AGGREGATIONS,
+    "kl": KL,
+    "preference_loss": PREFERENCE_LOSSES,
 }
-"""The kinds of entries that a preset combines."""
-TUNABLE: Mapping[Kind, Mapping[str, CatalogueEntry]] = {
-    **KINDS,
-    "preference loss": PREFERENCE_LOSSES,
-}
-"""Kinds whose hyper-parameters are keys of a recipe."""
+"""Key of the recipe's algorithm section -> the entries that it can name."""
+PARTS = ("advantage", "policy_loss", "aggregation")
+"""The keys whose entries a preset combines."""
 
 
 @dataclass(frozen=True)
@@ -273,53 +273,39 @@ def resolve_preset(
     for unknown names, values out of range and hyper-parameters that none of the entries has.
     """
     preset = PRESETS[name]
-    names = {
-        "advantage": advantage or preset.advantage,
-        "policy loss": policy_loss or preset.policy_loss,
-        "aggregation": aggregation or preset.aggregation,
-    }
-    is_inherited = {
-        "advantage": advantage is None,
-        "policy loss": policy_loss is None,
-        "aggregation": aggregation is None,
-    }
-    resolved: dict[str, Mapping[str, Value]] = {}
+    chosen = {"advantage": advantage, "policy_loss": policy_loss, "aggregation": aggregation}
+    names = {key: chosen[key] or getattr(preset, key) for key in PARTS}
+    resolved: dict[str, Mapping[str, Any]] = {}
     used: set[str] = set()
-    for kind, entries in KINDS.items():
-        hyper_names = {hyper.name for hyper in find(kind, entries, names[kind]).hyper}
-        inherited = {
-            key: value
-            for key, value in preset.hyper.items()
-            if key in hyper_names and is_inherited[kind]
-        }
-        resolved[kind] = resolve(
-            kind,
-            entries,
-            names[kind],
-            inherited | {key: value for key, value in hyper.items() if key in hyper_names},
+    for key in PARTS:
+        hyper_names = TABLES[key].find(names[key]).hyper_names
+        inherited = preset.hyper if chosen[key] is None else {}
+        resolved[key] = TABLES[key].resolve(
+            names[key],
+            {name: value for name, value in {**inherited, **hyper}.items() if name in hyper_names},
         )
         used |= hyper_names
 
-    check_aggregation(names["policy loss"], resolved["policy loss"], names["aggregation"])
+    check_aggregation(names["policy_loss"], resolved["policy_loss"], names["aggregation"])
     for key in hyper:
         if key not in used:
             owners = [
-                f"{kind} {entry.name}"
-                for kind, entries in TUNABLE.items()
-                for entry in entries.values()
-                if key in {h.name for h in entry.hyper}
+                f"{table.kind} {entry.name}"
+                for table in TABLES.values()
+                for entry in table.values()
+                if key in entry.hyper_names
             ]
             raise ValueError(
                 f"{key} belongs to {', '.join(owners)}; this algorithm is made of "
-                f"{', '.join(f'{k} {n}' for k, n in names.items())}: "
+                f"{', '.join(f'{TABLES[key].kind} {entry}' for key, entry in names.items())}: "
                 f"remove {key}, or choose an entry that has it"
             )
 
     return Algorithm(
         names["advantage"],
         resolved["advantage"],
-        names["policy loss"],
-        resolved["policy loss"],
+        names["policy_loss"],
+        resolved["policy_loss"],
         names["aggregation"],
         resolved["aggregation"],
     )
@@ -331,8 +317,8 @@ def hyper_parameters() -> dict[str, tuple[Any, str]]:
     have it."""
     texts: dict[str, dict[str, list[str]]] = {}
     types: dict[str, Any] = {}
-    for kind, entries in TUNABLE.items():
-        for entry in entries.values():
+    for table in TABLES.values():
+        for entry in table.values():
             for hyper in entry.hyper:
                 types[hyper.name] = (
                     bool
@@ -342,14 +328,14 @@ def hyper_parameters() -> dict[str, tuple[Any, str]]:
                     else float
                 )
                 texts.setdefault(hyper.name, {}).setdefault(hyper.meaning, []).append(
-                    f"{kind} {entry.name}"
+                    f"{table.kind} {entry.name}"
                 )
 
     return {
         key: (
             types[key],
             "; ".join(f"{', '.join(owners)}: {meaning}" for meaning, owners in meanings.items())
-            + ". Default: that of the chosen hyper.",
+            + ". Default: that of the chosen entry.",
         )
         for key, meanings in texts.items()
     }
