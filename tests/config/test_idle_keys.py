@@ -9,6 +9,7 @@ from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
 from agentevo.algorithms.presets import PRESETS
 from agentevo.cli.main import main
 from agentevo.config import build_config, load_config
+from agentevo.config.idle_keys import drop_idle_keys
 from agentevo.config.other_preset import kept_keys
 from agentevo.config.sweep import load_sweep
 from agentevo.errors import ConfigError
@@ -54,6 +55,15 @@ def test_equal_groups_are_left_out_by_a_preset_whatever_the_recipe_says_for_its_
     assert not build_config(lake, ["algorithm.name=gspo"]).algorithm.drop_zero_variance
     with pytest.raises(ConfigError, match="set dynamic_sampling=0 or drop_zero_variance=true"):
         build_config(lake, ["algorithm.name=dapo", "algorithm.drop_zero_variance=false"])
+
+
+def test_the_keys_of_a_credit_function_stay_with_it():
+    credit = {"credit": "mine", "turn_baseline": "place", "clip_high": 0.3}
+    tree = {"algorithm": {**credit, "name": "dpo"}}
+    dropped = drop_idle_keys({"algorithm": credit}, tree, [])
+    assert dropped == ["algorithm.credit", "algorithm.turn_baseline", "algorithm.clip_high"]
+    tree = {"algorithm": {**credit, "name": "rloo"}}
+    assert drop_idle_keys({"algorithm": credit}, tree, []) == []
 
 
 def test_what_is_left_out_is_told():

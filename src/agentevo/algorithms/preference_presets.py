@@ -107,14 +107,11 @@ def resolve_preference(
     preference_loss: str | None = None,
     pairs: Pairs | None = None,
 ) -> PreferenceAlgorithm:
-    """The preset with the given choices in place of its own. Raises ValueError."""
+    """The preset with the given choices in place of its own. Its loss gets those of `hyper` that it
+    has. Raises ValueError for an unknown name and values out of range."""
     loss = preference_loss or PREFERENCE_PRESETS[name].preference_loss
     entry = PREFERENCE_LOSSES.find(loss)
-    resolved = PREFERENCE_LOSSES.resolve(loss, hyper)
-    if entry.pairs is None and pairs is not None:
-        raise ValueError(
-            f"preference loss {loss} takes single answers: remove algorithm.pairs, or choose "
-            "a loss of pairs such as dpo"
-        )
-
-    return PreferenceAlgorithm(loss, resolved, pairs or entry.pairs)
+    resolved = PREFERENCE_LOSSES.resolve(
+        loss, {key: value for key, value in hyper.items() if key in entry.hyper_names}
+    )
+    return PreferenceAlgorithm(loss, resolved, entry.pairs and (pairs or entry.pairs))

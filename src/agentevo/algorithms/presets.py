@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 from agentevo.algorithms.aggregation import AGGREGATIONS
@@ -259,48 +260,25 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def resolve_preset(
-    name: str,
-    hyper: Mapping[str, Value],
-    *,
-    advantage: str | None = None,
-    policy_loss: str | None = None,
-    aggregation: str | None = None,
+    name: str, hyper: Mapping[str, Value], parts: Mapping[str, str] = MappingProxyType({})
 ) -> Algorithm:
-    """The preset with the given choices in place of its own. `hyper` goes to the entries that have
-    it.
+    """The preset with `parts` (key of TABLES -> name of an entry) in place of its own. Each entry
+    gets those of `hyper` that it has.
 
     A preset's hyper-parameters count only for the entries that it chose itself. Raises ValueError
-    for unknown names, values out of range and hyper-parameters that none of the entries has.
+    for unknown names and values out of range.
     """
     preset = PRESETS[name]
-    chosen = {"advantage": advantage, "policy_loss": policy_loss, "aggregation": aggregation}
-    names = {key: chosen[key] or getattr(preset, key) for key in PARTS}
+    names = {key: parts.get(key) or getattr(preset, key) for key in PARTS}
     resolved: dict[str, Mapping[str, Any]] = {}
-    used: set[str] = set()
     for key in PARTS:
         hyper_names = TABLES[key].find(names[key]).hyper_names
-        inherited = preset.hyper if chosen[key] is None else {}
+        values = {**({} if key in parts else preset.hyper), **hyper}
         resolved[key] = TABLES[key].resolve(
-            names[key],
-            {name: value for name, value in {**inherited, **hyper}.items() if name in hyper_names},
+            names[key], {name: value for name, value in values.items() if name in hyper_names}
         )
-        used |= hyper_names
 
     check_aggregation(names["policy_loss"], resolved["policy_loss"], names["aggregation"])
-    for key in hyper:
-        if key not in used:
-            owners = [
-                f"{table.kind} {entry.name}"
-                for table in TABLES.values()
-                for entry in table.values()
-                if key in entry.hyper_names
-            ]
-            raise ValueError(
-                f"{key} belongs to {', '.join(owners)}; this algorithm is made of "
-                f"{', '.join(f'{TABLES[key].kind} {entry}' for key, entry in names.items())}: "
-                f"remove {key}, or choose an entry that has it"
-            )
-
     return Algorithm(
         names["advantage"],
         resolved["advantage"],

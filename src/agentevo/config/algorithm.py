@@ -22,8 +22,8 @@ from agentevo.algorithms.preference_presets import (
 )
 from agentevo.algorithms.presets import PRESETS, Algorithm, hyper_parameters, resolve_preset
 from agentevo.config.collect import CollectKeys
-from agentevo.config.preference import check_preference_keys
 from agentevo.config.section import Section
+from agentevo.config.unused_keys import check_used_keys, named_parts
 
 if TYPE_CHECKING:
     PresetName: TypeAlias = str
@@ -153,9 +153,8 @@ class AlgorithmKeys(Section):
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> Self:
-        preference = self.preference()
-        check_preference_keys(self, preference)
-        if preference is None:
+        check_used_keys(self)
+        if self.preference() is None:
             check_weights(
                 self.resolve().policy_loss,
                 self.importance,
@@ -168,18 +167,7 @@ class AlgorithmKeys(Section):
     def resolve(self) -> Algorithm:
         """Every entry by name, with all its hyper-parameters. Must not be called for a preference
         algorithm."""
-        return resolve_preset(
-            self.name,
-            self._hyper(),
-            advantage=self._advantage_name(),
-            policy_loss=self.policy_loss if self.loss_function is None else FUNCTION,
-            aggregation=self.aggregation,
-        )
-
-    def _advantage_name(self) -> str | None:
-        if self.credit is not None:
-            return "credit"
-        return self.advantage if self.advantage_function is None else FUNCTION
+        return resolve_preset(self.name, self._hyper(), named_parts(dict(self)))
 
     def preference(self) -> PreferenceAlgorithm | None:
         """The preference loss and its pairs; None for an algorithm with advantages and a policy
@@ -285,10 +273,10 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
             f"choose kl={section.kl[:-1]} or kl_in=loss"
         )
 
-    if section.kl_in == "reward" and section.resolve().advantage == "gdpo":
+    if section.kl_in == "reward" and "reward_parts" in section.needs:
         problems.append(
-            "algorithm.advantage=gdpo compares the reward's named parts, and a KL is not one of "
-            "them: choose kl_in=loss"
+            f"algorithm.advantage={section.resolve().advantage} compares the reward's named parts, "
+            "and a KL is not one of them: choose kl_in=loss"
         )
 
     hyper = section._hyper()
