@@ -36,7 +36,7 @@ from agentevo.algorithms.blocks import row_blocks
 from agentevo.algorithms.estimators import ADVANTAGES, bind_advantage
 from agentevo.algorithms.loss_inputs import LossTables
 from agentevo.algorithms.losses import POLICY_LOSSES, bind_policy_loss, required_aggregation
-from agentevo.algorithms.presets import PRESETS, Algorithm, resolve_preset
+from agentevo.algorithms.presets import POLICY_PRESETS, Algorithm, resolve_preset
 from figures import Figure
 from memory import peak_bytes
 
@@ -192,7 +192,7 @@ def make_parts(table: Table) -> dict[str, Callable[[], object]]:
         **{f"policy_loss_{name}": partial(run_loss_alone, table, name) for name in POLICY_LOSSES},
         **{
             f"preset_{name}": partial(run_algorithm, table, resolve_preset(name, {}))
-            for name in PRESETS
+            for name in POLICY_PRESETS
         },
     }
 

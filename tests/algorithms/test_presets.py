@@ -10,14 +10,14 @@ import pytest
 
 from agentevo.algorithms.describe import describe, markdown
 from agentevo.algorithms.importance import IMPORTANCE
-from agentevo.algorithms.presets import PRESETS, TABLES, hyper_parameters, resolve_preset
+from agentevo.algorithms.presets import POLICY_PRESETS, TABLES, hyper_parameters, resolve_preset
 from agentevo.config import AlgorithmSection, build_config
 from agentevo.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_PRESETS)
 def test_every_preset_resolves_and_is_explained(name):
     resolved = AlgorithmSection(name=name).resolve()
     assert resolved == resolve_preset(name, {})

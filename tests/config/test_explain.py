@@ -6,8 +6,13 @@ import re
 import pytest
 
 from agentevo.algorithms.describe import describe
-from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS, resolve_preference
-from agentevo.algorithms.presets import PRESETS, TABLES, resolve_preset
+from agentevo.algorithms.presets import (
+    PREFERENCE_PRESETS,
+    PRESETS,
+    TABLES,
+    resolve_preference,
+    resolve_preset,
+)
 from agentevo.config import config_keys
 from agentevo.errors import UnknownNameError
 from agentevo.listings import LISTS
@@ -134,7 +139,7 @@ def test_a_key_like_nothing_is_not_guessed():
         config_keys().explain("qqq")
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *PREFERENCE_PRESETS])
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_explained_with_the_formulas_of_its_parts(name):
     text = "\n".join(describe(name))
     for kind, part in (

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from agentevo.algorithms.describe import describe
-from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS, resolve_preference
+from agentevo.algorithms.presets import PREFERENCE_PRESETS, resolve_preference
 from agentevo.config import AlgorithmSection, RunConfig, build_config, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.listings import algorithms
@@ -27,7 +27,7 @@ def build(algorithm: dict, **sections) -> RunConfig:
 def test_every_preset_settles_is_explained_and_comes_back_from_yaml(name):
     config = build({"name": name})
     assert config.algorithm.preference() == resolve_preference(name, {})
-    assert PREFERENCE_PRESETS[name].preference_loss in describe(name)[0]
+    assert PREFERENCE_PRESETS[name].parts["preference_loss"] in describe(name)[0]
     assert name in dict(algorithms())
     again = build_config(yaml.safe_load(to_yaml(config)))
     assert again == config

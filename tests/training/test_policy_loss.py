@@ -12,7 +12,7 @@ import torch
 
 from agentevo.algorithms.entries import FUNCTION
 from agentevo.algorithms.losses import POLICY_LOSSES, required_aggregation
-from agentevo.algorithms.presets import PRESETS, resolve_preset
+from agentevo.algorithms.presets import POLICY_PRESETS, resolve_preset
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.models.attention import prepare
 from agentevo.training.batching.packing import pack
@@ -96,7 +96,7 @@ def test_losses_differ(model, batch, gradient):
     assert same == {("gpg", "reinforce")}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_PRESETS)
 def test_every_preset_makes_an_update(name, model, batch):
     before = [p.detach().clone() for p in model.parameters()]
     metrics = Trainer(

@@ -1,8 +1,11 @@
-"""Presets: named combinations of an advantage, a policy loss, an aggregation, their
-hyper-parameters and other keys of the recipe's algorithm section. Nothing else is in a preset.
+"""Presets: named combinations of an advantage, a policy loss and an aggregation, or a preference
+loss, with hyper-parameters and other keys of the recipe's algorithm section. Nothing else is in a
+preset.
 
     resolve_preset("dapo", {"clip_high": 0.3})
     ->  Algorithm(advantage="grpo", policy_loss="ppo_clip", aggregation="token-mean", ...)
+    resolve_preference("ipo", {"beta": 0.5})
+    ->  PreferenceAlgorithm(loss="ipo", hyper={"beta": 0.5}, pairs="best_worst")
 """
 
 from __future__ import annotations
@@ -11,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from agentevo.algorithms.aggregation import AGGREGATIONS
 from agentevo.algorithms.divergence import KL
-from agentevo.algorithms.entries import EntryTable, Value
+from agentevo.algorithms.entries import AlgorithmEntry, EntryTable, Value
 from agentevo.algorithms.estimators import ADVANTAGES
 from agentevo.algorithms.losses import POLICY_LOSSES, check_aggregation
-from agentevo.algorithms.preference import PREFERENCE_LOSSES
+from agentevo.algorithms.preference import PREFERENCE_LOSSES, Pairs
 
 TABLES: Mapping[str, EntryTable[..., Any]] = {
     "advantage": ADVANTAGES,
@@ -28,8 +31,6 @@ TABLES: Mapping[str, EntryTable[..., Any]] = {
     "preference_loss": PREFERENCE_LOSSES,
 }
 """Key of the recipe's algorithm section -> the entries that it can name."""
-PARTS = ("advantage", "policy_loss", "aggregation")
-"""The keys whose entries a preset combines."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,8 @@ class Preset:
     name: str
     meaning: str
     source: str
-    advantage: str
-    policy_loss: str = "ppo_clip"
-    aggregation: str = "token-mean"
+    parts: Mapping[str, str]
+    """Key of TABLES -> the entry that it names."""
     hyper: Mapping[str, Value] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)
     """What else the algorithm consists of: filters, shaping, reference. Values of keys of the
@@ -61,6 +61,32 @@ class Algorithm:
     aggregation_hyper: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class PreferenceAlgorithm:
+    """The algorithm that is computed: the loss, every number, and where the answers come from."""
+
+    loss: str
+    hyper: Mapping[str, Any]
+    pairs: Pairs | None
+    """None for a loss of single answers."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return PREFERENCE_LOSSES[self.loss].needs_reference
+
+    @property
+    def within_group(self) -> bool:
+        """Whether an attempt is useless without another one of its group that earned more or
+        less."""
+        return self.pairs in ("best_worst", "all")
+
+
+def _policy_parts(
+    advantage: str, policy_loss: str = "ppo_clip", aggregation: str = "token-mean"
+) -> dict[str, str]:
+    return {"advantage": advantage, "policy_loss": policy_loss, "aggregation": aggregation}
+
+
 PRESETS: Mapping[str, Preset] = {
     preset.name: preset
     for preset in (
@@ -68,23 +94,25 @@ PRESETS: Mapping[str, Preset] = {
             "ppo",
             "clipped ratios, advantages from a critic (GAE over tokens)",
             "arXiv 1707.06347, 1506.02438",
-            "gae",
+            _policy_parts("gae"),
         ),
         Preset(
             "turn_ppo",
             "PPO whose critic judges turns: GAE with a turn as one step",
             "arXiv 1506.02438, 2504.20073",
-            "turn_gae",
+            _policy_parts("turn_gae"),
         ),
         Preset(
-            "grpo", "group-relative advantages, clipped token ratios", "arXiv 2402.03300", "grpo"
+            "grpo",
+            "group-relative advantages, clipped token ratios",
+            "arXiv 2402.03300",
+            _policy_parts("grpo"),
         ),
         Preset(
             "dr_grpo",
             "GRPO without the division by the group's spread and without a length bias",
             "arXiv 2503.20783",
-            "grpo",
-            aggregation="seq-mean-token-sum",
+            _policy_parts("grpo", aggregation="seq-mean-token-sum"),
             hyper={"scale_by_std": False},
         ),
         Preset(
@@ -93,7 +121,7 @@ PRESETS: Mapping[str, Preset] = {
             "sampling until the batch is full; the paper also has "
             "length_shaping=soft_overlong, for answers of one turn whose length_max is known",
             "arXiv 2503.14476",
-            "grpo",
+            _policy_parts("grpo"),
             hyper={"clip_high": 0.28},
             keys={"dynamic_sampling": 10},
         ),
@@ -101,53 +129,43 @@ PRESETS: Mapping[str, Preset] = {
             "gspo",
             "GRPO with one ratio per sequence",
             "arXiv 2507.18071",
-            "grpo",
-            "gspo",
-            "seq-mean-token-mean",
+            _policy_parts("grpo", "gspo", "seq-mean-token-mean"),
         ),
         Preset(
             "gmpo",
             "GRPO with the geometric mean of a sequence's token ratios",
             "arXiv 2507.20673",
-            "grpo",
-            "gmpo",
-            "seq-mean-token-mean",
+            _policy_parts("grpo", "gmpo", "seq-mean-token-mean"),
         ),
         Preset(
             "cispo",
             "GRPO's advantages, REINFORCE weighted with clipped ratios",
             "arXiv 2506.13585",
-            "grpo",
-            "cispo",
+            _policy_parts("grpo", "cispo"),
         ),
         Preset(
             "sapo",
             "GRPO's advantages, a smooth gate instead of the clip",
             "arXiv 2511.20347",
-            "grpo",
-            "sapo",
-            "seq-mean-token-mean",
+            _policy_parts("grpo", "sapo", "seq-mean-token-mean"),
         ),
         Preset(
             "clip_cov",
             "GRPO without the tokens that reduce entropy most",
             "arXiv 2505.22617",
-            "grpo",
-            "clip_cov",
+            _policy_parts("grpo", "clip_cov"),
         ),
         Preset(
             "kl_cov",
             "GRPO with a pull to the old policy on the tokens that reduce entropy most",
             "arXiv 2505.22617",
-            "grpo",
-            "kl_cov",
+            _policy_parts("grpo", "kl_cov"),
         ),
         Preset(
             "minirl",
             "GRPO's centred advantages, REINFORCE in a band of ratios",
             "arXiv 2512.01374; AgentCPM-Explore",
-            "grpo",
-            "minirl",
+            _policy_parts("grpo", "minirl"),
             hyper={"scale_by_std": False},
         ),
         Preset(
@@ -155,85 +173,81 @@ PRESETS: Mapping[str, Preset] = {
             "group-relative advantages, ratios against the newest policy, weighted for tokens of "
             "older ones",
             "arXiv 2505.24298, eq. 5",
-            "grpo",
-            "decoupled_ppo",
+            _policy_parts("grpo", "decoupled_ppo"),
         ),
         Preset(
             "rloo",
             "each attempt against the mean of the others, mean over sequences of token sums",
             "arXiv 2402.14740",
-            "rloo",
-            aggregation="seq-mean-token-sum",
+            _policy_parts("rloo", aggregation="seq-mean-token-sum"),
         ),
         Preset(
             "remax",
             "each attempt against a greedy one at the same task, plain policy gradient, mean "
             "over sequences of token sums",
             "arXiv 2310.10505",
-            "remax",
-            "reinforce",
-            "seq-mean-token-sum",
+            _policy_parts("remax", "reinforce", "seq-mean-token-sum"),
         ),
         Preset(
             "reinforce_pp",
             "return-to-go whitened over the batch, clipped ratios",
             "arXiv 2501.03262",
-            "reinforce_pp",
+            _policy_parts("reinforce_pp"),
         ),
         Preset(
             "reinforce_pp_baseline",
             "scores against the group's mean, whitened over the batch",
             "arXiv 2501.03262",
-            "reinforce_pp_baseline",
+            _policy_parts("reinforce_pp_baseline"),
         ),
         Preset(
             "opo",
             "on-policy gradient with the length-weighted baseline",
             "arXiv 2505.23585",
-            "opo",
-            "reinforce",
-            "seq-mean-token-sum",
+            _policy_parts("opo", "reinforce", "seq-mean-token-sum"),
         ),
         Preset(
             "gpg",
             "the plain policy gradient, scaled up to make up for groups whose scores are equal",
             "arXiv 2504.02546",
-            "gpg",
-            "gpg",
+            _policy_parts("gpg", "gpg"),
         ),
         Preset(
             "maxrl",
             "advantages in units of the group's mean reward: hard tasks weigh more",
             "arXiv 2602.02710",
-            "maxrl",
+            _policy_parts("maxrl"),
         ),
         Preset(
             "prime",
             "outcomes and process rewards that are learnt from them online",
             "arXiv 2502.01456",
-            "prime",
+            _policy_parts("prime"),
         ),
-        Preset("arpo", "RAGEN's StarPO with raw rewards", "arXiv 2504.20073", "raw"),
+        Preset(
+            "arpo",
+            "RAGEN's StarPO with raw rewards",
+            "arXiv 2504.20073",
+            _policy_parts("raw"),
+        ),
         Preset(
             "brpo",
             "RAGEN's StarPO with rewards normalised over the batch",
             "arXiv 2504.20073",
-            "batch_norm",
+            _policy_parts("batch_norm"),
         ),
         Preset(
             "starpo",
             "RAGEN's StarPO in its GRPO form: whole trajectories, mean over each one's tokens",
             "arXiv 2504.20073, eq. 4",
-            "grpo",
-            aggregation="per-trajectory-token-mean",
+            _policy_parts("grpo", aggregation="per-trajectory-token-mean"),
         ),
         Preset(
             "starpo_s",
             "StarPO made stable: only the quarter of the groups whose rewards differ most, "
             "Clip-Higher, no KL; the paper's PPO form also has a critic",
             "arXiv 2504.20073",
-            "grpo",
-            aggregation="per-trajectory-token-mean",
+            _policy_parts("grpo", aggregation="per-trajectory-token-mean"),
             hyper={"clip_high": 0.28},
             keys={"keep_groups": 0.25, "kl_coef": 0.0},
         ),
@@ -244,7 +258,7 @@ PRESETS: Mapping[str, Preset] = {
             "reward, the policy's probability of the reference answer, is the reward `rlpr`, "
             "which any preset may train on",
             "arXiv 2506.18254",
-            "grpo",
+            _policy_parts("grpo"),
             hyper={"clip_high": 0.27},
             keys={"rlpr_beta": 0.5},
         ),
@@ -253,40 +267,107 @@ PRESETS: Mapping[str, Preset] = {
             "return-to-go of each turn against all turns of the group: credit per turn without a "
             "critic",
             "arXiv 2402.03300, section 4.1.3",
-            "turn_returns",
+            _policy_parts("turn_returns"),
+        ),
+        Preset(
+            "dpo",
+            "the best attempt of each group against the worst, on fresh groups (online) or on "
+            "given pairs",
+            "arXiv 2305.18290; online: 2402.04792",
+            {"preference_loss": "dpo"},
+        ),
+        Preset(
+            "ipo",
+            "DPO's pairs with a target gain instead of one as large as possible",
+            "arXiv 2310.12036",
+            {"preference_loss": "ipo"},
+        ),
+        Preset(
+            "kto",
+            "each attempt alone: desirable where it succeeded, else undesirable",
+            "arXiv 2402.01306",
+            {"preference_loss": "kto"},
+        ),
+        Preset(
+            "orpo",
+            "imitates the best attempt and lowers the odds of the worst; no reference",
+            "arXiv 2403.07691",
+            {"preference_loss": "orpo"},
+        ),
+        Preset(
+            "spin",
+            "self-play: the solver's demonstrations against the policy's own attempts; the "
+            "reference follows the policy",
+            "arXiv 2401.01335",
+            {"preference_loss": "spin"},
+            keys={"reference": "synced", "reference_every": 10},
+        ),
+        Preset(
+            "sppo",
+            "self-play: log-ratios towards each attempt's chance to beat its group; the "
+            "reference follows the policy",
+            "arXiv 2405.00675",
+            {"preference_loss": "sppo"},
+            keys={"reference": "synced", "reference_every": 10},
+        ),
+        Preset(
+            "rft",
+            "rejection-sampling fine-tuning: imitates the best successful attempts of each group",
+            "arXiv 2308.01825; RAFT 2304.06767; STaR 2203.14465",
+            {"preference_loss": "rft"},
         ),
     )
 }
+PREFERENCE_PRESETS = {
+    name: preset for name, preset in PRESETS.items() if "preference_loss" in preset.parts
+}
+"""Those that train on pairs or single answers, in place of advantages."""
+POLICY_PRESETS = {name: PRESETS[name] for name in PRESETS if name not in PREFERENCE_PRESETS}
 
 
-def resolve_preset(
-    name: str, hyper: Mapping[str, Value], parts: Mapping[str, str] = MappingProxyType({})
-) -> Algorithm:
-    """The preset with `parts` (key of TABLES -> name of an entry) in place of its own. Each entry
-    gets those of `hyper` that it has.
+Parts: TypeAlias = Mapping[str, str]
+"""Key of TABLES -> the entry that a recipe names in place of the preset's."""
+NO_PARTS: Parts = MappingProxyType({})
 
-    A preset's hyper-parameters count only for the entries that it chose itself. Raises ValueError
-    for unknown names and values out of range.
-    """
-    preset = PRESETS[name]
-    names = {key: parts.get(key) or getattr(preset, key) for key in PARTS}
-    resolved: dict[str, Mapping[str, Any]] = {}
-    for key in PARTS:
-        hyper_names = TABLES[key].find(names[key]).hyper_names
-        values = {**({} if key in parts else preset.hyper), **hyper}
-        resolved[key] = TABLES[key].resolve(
-            names[key], {name: value for name, value in values.items() if name in hyper_names}
-        )
 
-    check_aggregation(names["policy_loss"], resolved["policy_loss"], names["aggregation"])
-    return Algorithm(
-        names["advantage"],
-        resolved["advantage"],
-        names["policy_loss"],
-        resolved["policy_loss"],
-        names["aggregation"],
-        resolved["aggregation"],
-    )
+def resolve_preset(name: str, hyper: Mapping[str, Value], parts: Parts = NO_PARTS) -> Algorithm:
+    """A preset with advantages and a policy loss, with `parts` in place of its own. Raises
+    ValueError for unknown names, values out of range and an aggregation that the loss excludes."""
+    resolved = resolve_parts(name, hyper, parts)
+    check_aggregation(*resolved["policy_loss"], resolved["aggregation"][0])
+    return Algorithm(*resolved["advantage"], *resolved["policy_loss"], *resolved["aggregation"])
+
+
+def resolve_preference(
+    name: str, hyper: Mapping[str, Value], parts: Parts = NO_PARTS, pairs: Pairs | None = None
+) -> PreferenceAlgorithm:
+    """A preset with a preference loss, with `parts` in place of its own. Raises ValueError for
+    unknown names and values out of range."""
+    loss, settings = resolve_parts(name, hyper, parts)["preference_loss"]
+    default = PREFERENCE_LOSSES[loss].pairs
+    return PreferenceAlgorithm(loss, settings, default and (pairs or default))
+
+
+def resolve_parts(
+    name: str, hyper: Mapping[str, Value], parts: Parts = NO_PARTS
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Key of TABLES -> the entry of the preset, or that of `parts`, with its hyper-parameters. Each
+    entry gets those of `hyper` that it has. A preset's hyper-parameters count only for the entries
+    that it chose itself."""
+    resolved = {}
+    for key, entry in chosen_entries(name, parts).items():
+        values = {**({} if key in parts else PRESETS[name].hyper), **hyper}
+        fitting = {name: value for name, value in values.items() if name in entry.hyper_names}
+        resolved[key] = entry.name, TABLES[key].resolve(entry.name, fitting)
+
+    return resolved
+
+
+def chosen_entries(name: str, parts: Parts) -> dict[str, AlgorithmEntry]:
+    """Key of TABLES -> the entry of the preset, or that of `parts`. Raises ValueError for an
+    unknown name in `parts`."""
+    own_parts = PRESETS[name].parts
+    return {key: TABLES[key].find(parts.get(key, own)) for key, own in own_parts.items()}
 
 
 @cache

@@ -15,12 +15,15 @@ from agentevo.algorithms.estimators import ADVANTAGES
 from agentevo.algorithms.importance import IMPORTANCE
 from agentevo.algorithms.losses import POLICY_LOSSES, check_weights
 from agentevo.algorithms.preference import PREFERENCE_LOSSES
-from agentevo.algorithms.preference_presets import (
+from agentevo.algorithms.presets import (
     PREFERENCE_PRESETS,
+    PRESETS,
+    Algorithm,
     PreferenceAlgorithm,
+    hyper_parameters,
     resolve_preference,
+    resolve_preset,
 )
-from agentevo.algorithms.presets import PRESETS, Algorithm, hyper_parameters, resolve_preset
 from agentevo.config.collect import CollectKeys
 from agentevo.config.section import Section
 from agentevo.config.unused_keys import check_used_keys, named_parts
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     ImportanceName: TypeAlias = str
     PreferenceLossName: TypeAlias = str
 else:
-    PresetName = Literal[(*PRESETS, *PREFERENCE_PRESETS)]
+    PresetName = Literal[tuple(PRESETS)]
     AdvantageName = Literal[tuple(ADVANTAGES)]
     PolicyLossName = Literal[tuple(POLICY_LOSSES)]
     AggregationName = Literal[tuple(AGGREGATIONS)]
@@ -148,7 +151,7 @@ class AlgorithmKeys(Section):
     def _of_the_preset(cls, value: Any) -> Any:
         """Adds the preset's keys that the section does not set."""
         name = str(value.get("name", "grpo")) if isinstance(value, dict) else ""
-        preset = PRESETS.get(name) or PREFERENCE_PRESETS.get(name)
+        preset = PRESETS.get(name)
         return {**preset.keys, **value} if preset is not None else value
 
     @model_validator(mode="after")
@@ -174,9 +177,7 @@ class AlgorithmKeys(Section):
         loss."""
         if self.name not in PREFERENCE_PRESETS:
             return None
-        return resolve_preference(
-            self.name, self._hyper(), preference_loss=self.preference_loss, pairs=self.pairs
-        )
+        return resolve_preference(self.name, self._hyper(), named_parts(dict(self)), self.pairs)
 
     @property
     def credit_rule(self) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
 from agentevo.algorithms.presets import PRESETS
 from agentevo.config.unused_keys import entries_of, unused_keys
 
@@ -33,7 +32,7 @@ def drop_idle_keys(
 
     name = section.get("name", "grpo")
     old = (was or {}).get("name", "grpo")
-    if name == old or not isinstance(name, str) or name not in (*PRESETS, *PREFERENCE_PRESETS):
+    if name == old or not isinstance(name, str) or name not in PRESETS:
         return []
 
     try:
@@ -71,8 +70,7 @@ def _is_changed(key: str, changed: Collection[str]) -> bool:
 
 def _leaves_out_equal_groups(name: str, section: Mapping[str, Any]) -> bool:
     """Whether dynamic sampling leaves out the groups that drop_zero_variance=false would keep."""
-    preset = PRESETS.get(name)
-    rounds = section.get("dynamic_sampling", preset.keys.get("dynamic_sampling") if preset else 0)
+    rounds = section.get("dynamic_sampling", PRESETS[name].keys.get("dynamic_sampling"))
     return bool(rounds) and section.get("drop_zero_variance") is False
 
 

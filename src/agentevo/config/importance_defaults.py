@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentevo.algorithms.losses import POLICY_LOSSES
-from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
-from agentevo.algorithms.presets import PRESETS
+from agentevo.algorithms.presets import POLICY_PRESETS
 
 OWN = "torch"
 """The engine that computes with the trainer's kernels."""
@@ -37,12 +36,12 @@ def with_importance(tree: Any) -> Any:
         return tree
 
     name = section.get("name", "grpo")
-    if not isinstance(name, str) or name in PREFERENCE_PRESETS or name not in PRESETS:
+    if not isinstance(name, str) or name not in POLICY_PRESETS:
         return tree
 
-    preset = PRESETS[name]
+    preset = POLICY_PRESETS[name]
     algorithm = {**preset.keys, **section}
-    loss = POLICY_LOSSES.get(algorithm.get("policy_loss") or preset.policy_loss)
+    loss = POLICY_LOSSES.get(algorithm.get("policy_loss") or preset.parts["policy_loss"])
     if loss is None or loss.weighs_sampling or algorithm.get("train_observations"):
         return tree
 

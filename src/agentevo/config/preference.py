@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
+from agentevo.algorithms.presets import PREFERENCE_PRESETS
 from agentevo.config.unused_keys import changed_keys
 
 if TYPE_CHECKING:

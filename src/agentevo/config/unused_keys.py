@@ -13,14 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from agentevo.algorithms.entries import FUNCTION, AlgorithmEntry
 from agentevo.algorithms.preference import PREFERENCE_LOSSES
-from agentevo.algorithms.preference_presets import PREFERENCE_PRESETS
-from agentevo.algorithms.presets import PARTS, PRESETS, TABLES, hyper_parameters
+from agentevo.algorithms.presets import (
+    PREFERENCE_PRESETS,
+    PRESETS,
+    TABLES,
+    chosen_entries,
+    hyper_parameters,
+)
 
 if TYPE_CHECKING:
     from agentevo.config.algorithm import AlgorithmKeys
 
 OF_RL = (
-    *PARTS,
+    "advantage",
+    "policy_loss",
+    "aggregation",
     "kl_coef",
     "kl",
     "kl_in",
@@ -46,7 +53,8 @@ OF_REFERENCE = ("reference", "reference_model", "reference_every", "reference_de
 
 def named_parts(section: Mapping[str, Any]) -> dict[str, str]:
     """Key of TABLES -> the entry that the section names in place of the preset's."""
-    parts = {key: section[key] for key in (*PARTS, "preference_loss") if section.get(key)}
+    keys = ("advantage", "policy_loss", "aggregation", "preference_loss")
+    parts = {key: section[key] for key in keys if section.get(key)}
     if section.get("credit"):
         parts["advantage"] = "credit"
     elif section.get("advantage_function"):
@@ -60,11 +68,7 @@ def named_parts(section: Mapping[str, Any]) -> dict[str, str]:
 def entries_of(section: Mapping[str, Any]) -> dict[str, AlgorithmEntry]:
     """Key of TABLES -> the entry that the algorithm of the section uses. Raises ValueError for an
     unknown name of an entry, KeyError for one of a preset."""
-    name = section.get("name", "grpo")
-    preset: object = PREFERENCE_PRESETS[name] if name in PREFERENCE_PRESETS else PRESETS[name]
-    keys = ("preference_loss",) if name in PREFERENCE_PRESETS else PARTS
-    parts = named_parts(section)
-    return {key: TABLES[key].find(parts.get(key) or getattr(preset, key)) for key in keys}
+    return chosen_entries(section.get("name", "grpo"), named_parts(section))
 
 
 def unused_keys(section: Mapping[str, Any]) -> dict[str, str]:
@@ -99,7 +103,7 @@ def check_used_keys(section: AlgorithmKeys) -> None:
     """Raises ValueError for keys that are not at their defaults, nor the preset's, and that the
     algorithm does not use."""
     values = dict(section)
-    preset = PRESETS.get(section.name) or PREFERENCE_PRESETS[section.name]
+    preset = PRESETS[section.name]
     unused = unused_keys(values)
     idle = [
         key
