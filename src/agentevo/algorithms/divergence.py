@@ -21,7 +21,7 @@ KL = EntryTable("kl", AlgorithmEntry)
 """Each maps d to the estimate, elementwise. In the formulas sg is stop-gradient."""
 
 _SCHULMAN = "Schulman, Approximating KL divergence (2020)"
-_THROUGH = "with the gradient of k2, which is that of the KL itself under on-policy samples"
+_K2_GRADIENT = "with the gradient of k2, which is that of the KL itself under on-policy samples"
 
 
 @KL.entry(
@@ -70,7 +70,7 @@ def absolute(d: torch.Tensor) -> torch.Tensor:
 
 @KL.entry(
     name="k1+",
-    meaning=f"the value of k1, {_THROUGH}",
+    meaning=f"the value of k1, {_K2_GRADIENT}",
     formula="sg(d) + d^2/2 - sg(d^2/2)",
     source="verl; arXiv 2510.01555",
     peers={"verl": "k1+"},
@@ -81,7 +81,7 @@ def k1_plus(d: torch.Tensor) -> torch.Tensor:
 
 @KL.entry(
     name="k2+",
-    meaning=f"the value of k2, {_THROUGH}",
+    meaning=f"the value of k2, {_K2_GRADIENT}",
     formula="d^2 / 2: the same as k2",
     source="verl",
     peers={"verl": "k2+"},
@@ -92,7 +92,7 @@ def k2_plus(d: torch.Tensor) -> torch.Tensor:
 
 @KL.entry(
     name="k3+",
-    meaning=f"the value of k3, {_THROUGH}",
+    meaning=f"the value of k3, {_K2_GRADIENT}",
     formula="sg(exp(-d) - 1 + d) + d^2/2 - sg(d^2/2)",
     source="verl; arXiv 2510.01555",
     peers={"verl": "k3+"},
@@ -103,7 +103,7 @@ def k3_plus(d: torch.Tensor) -> torch.Tensor:
 
 @KL.entry(
     name="abs+",
-    meaning=f"the value of abs, {_THROUGH}",
+    meaning=f"the value of abs, {_K2_GRADIENT}",
     formula="sg(|d|) + d^2/2 - sg(d^2/2)",
     source="verl",
     peers={"verl": "abs+"},

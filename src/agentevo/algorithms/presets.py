@@ -366,8 +366,8 @@ def resolve_parts(
 def chosen_entries(name: str, parts: Parts) -> dict[str, AlgorithmEntry]:
     """Key of TABLES -> the entry of the preset, or that of `parts`. Raises ValueError for an
     unknown name in `parts`."""
-    own_parts = PRESETS[name].parts
-    return {key: TABLES[key].find(parts.get(key, own)) for key, own in own_parts.items()}
+    preset = PRESETS[name]
+    return {key: TABLES[key].find(parts.get(key, preset.parts[key])) for key in preset.parts}
 
 
 @cache

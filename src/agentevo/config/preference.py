@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from agentevo.algorithms.presets import PREFERENCE_PRESETS
-from agentevo.config.unused_keys import changed_keys
+from agentevo.config.unused_keys import keys_off_default
 
 if TYPE_CHECKING:
     from agentevo.config import RunConfig
@@ -47,7 +47,7 @@ def preference_contradictions(config: RunConfig) -> Iterator[str]:
     idle = (
         []
         if data.pairs is None
-        else changed_keys(section, ("pairs", "pairs_per_group", "pair_margin"))
+        else keys_off_default(section, ("pairs", "pairs_per_group", "pair_margin"))
     )
     if idle:
         yield (

@@ -107,7 +107,7 @@ def check_used_keys(section: AlgorithmKeys) -> None:
     unused = unused_keys(values)
     idle = [
         key
-        for key in changed_keys(section, tuple(type(section).model_fields))
+        for key in keys_off_default(section, tuple(type(section).model_fields))
         if key in unused and not (key in preset.keys and preset.keys[key] == values[key])
     ]
     if not idle:
@@ -124,7 +124,7 @@ def check_used_keys(section: AlgorithmKeys) -> None:
     )
 
 
-def changed_keys(section: AlgorithmKeys, keys: tuple[str, ...]) -> list[str]:
+def keys_off_default(section: AlgorithmKeys, keys: tuple[str, ...]) -> list[str]:
     """The keys whose values differ from their defaults."""
     return [
         key
