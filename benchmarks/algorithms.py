@@ -33,6 +33,7 @@ from transformers import Qwen2Config, Qwen2Model
 from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.aggregation import bind_aggregation
 from agentevo.algorithms.blocks import row_blocks
+from agentevo.algorithms.entries import FUNCTION
 from agentevo.algorithms.estimators import ADVANTAGES, bind_advantage
 from agentevo.algorithms.loss_inputs import LossTables
 from agentevo.algorithms.losses import POLICY_LOSSES, bind_policy_loss, required_aggregation
@@ -94,6 +95,7 @@ def make_table(seed: int = 0) -> Table:
             "rollout_logp": logp + 0.1 * torch.randn(shape, generator=rng),
             "proximal_logp": logp + 0.1 * torch.randn(shape, generator=rng),
             "advantages": torch.randn(NUM_SEQUENCES, 1, generator=rng).expand(shape).contiguous(),
+            "turn_credit": torch.rand(shape, generator=rng),
         },
         int(lengths.float().mean()),
     )
@@ -188,8 +190,16 @@ def make_forward(length: int, dtype: torch.dtype) -> Callable[[], object]:
 
 def make_parts(table: Table) -> dict[str, Callable[[], object]]:
     return {
-        **{f"advantage_{name}": partial(run_advantage, table, name, {}) for name in ADVANTAGES},
-        **{f"policy_loss_{name}": partial(run_loss_alone, table, name) for name in POLICY_LOSSES},
+        **{
+            f"advantage_{name}": partial(run_advantage, table, name, {})
+            for name in ADVANTAGES
+            if name != FUNCTION
+        },
+        **{
+            f"policy_loss_{name}": partial(run_loss_alone, table, name)
+            for name in POLICY_LOSSES
+            if name != FUNCTION
+        },
         **{
             f"preset_{name}": partial(run_algorithm, table, resolve_preset(name, {}))
             for name in POLICY_PRESETS
