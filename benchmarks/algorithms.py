@@ -33,13 +33,11 @@ from transformers import Qwen2Config, Qwen2Model
 from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.aggregation import bind_aggregation
 from agentevo.algorithms.blocks import row_blocks
-from agentevo.algorithms.estimators import bind_advantage
+from agentevo.algorithms.entries import FUNCTION
+from agentevo.algorithms.estimators import ADVANTAGES, bind_advantage
 from agentevo.algorithms.loss_inputs import LossTables
-from agentevo.algorithms.losses import bind_policy_loss
-from agentevo.catalogue import find, resolve
-from agentevo.catalogue.advantages import ADVANTAGES
-from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
-from agentevo.catalogue.presets import PRESETS, Algorithm, resolve_preset
+from agentevo.algorithms.losses import POLICY_LOSSES, bind_policy_loss, required_aggregation
+from agentevo.algorithms.presets import POLICY_PRESETS, Algorithm, resolve_preset
 from figures import Figure
 from memory import peak_bytes
 
@@ -97,13 +95,14 @@ def make_table(seed: int = 0) -> Table:
             "rollout_logp": logp + 0.1 * torch.randn(shape, generator=rng),
             "proximal_logp": logp + 0.1 * torch.randn(shape, generator=rng),
             "advantages": torch.randn(NUM_SEQUENCES, 1, generator=rng).expand(shape).contiguous(),
+            "turn_credit": torch.rand(shape, generator=rng),
         },
         int(lengths.float().mean()),
     )
 
 
 def run_advantage(table: Table, name: str, hyper: Mapping[str, Any]) -> torch.Tensor:
-    needs = find("advantage", ADVANTAGES, name).needs
+    needs = ADVANTAGES[name].needs
     tensors = {**table.floats, "turn_ids": table.turn_ids, "turn_parents": table.turn_ids - 1}
     given = {key: tensors[key] for key in ("token_rewards", *needs)}
     tables = AdvantageTables(mask=table.mask, group_ids=table.group_ids, **given)
@@ -119,7 +118,7 @@ def run_loss(
     aggregation_hyper: Mapping[str, Any],
 ) -> None:
     """To the gradient in logp, which is then dropped: in micro-batches of rows, as in training."""
-    needed = ("old_logp", *find("policy loss", POLICY_LOSSES, name).needs)
+    needed = ("old_logp", *POLICY_LOSSES[name].needs)
     columns = {
         "logp": table.floats["logp"],
         "advantages": advantages,
@@ -142,12 +141,8 @@ def run_loss(
 
 
 def run_loss_alone(table: Table, name: str) -> None:
-    required = {
-        one.name: 1.0
-        for one in find("policy loss", POLICY_LOSSES, name).hyper
-        if one.default is None
-    }
-    hyper = resolve("policy loss", POLICY_LOSSES, name, required)
+    required = {one.name: 1.0 for one in POLICY_LOSSES[name].hyper if one.default is None}
+    hyper = POLICY_LOSSES.resolve(name, required)
     run_loss(
         table,
         name,
@@ -195,11 +190,19 @@ def make_forward(length: int, dtype: torch.dtype) -> Callable[[], object]:
 
 def make_parts(table: Table) -> dict[str, Callable[[], object]]:
     return {
-        **{f"advantage_{name}": partial(run_advantage, table, name, {}) for name in ADVANTAGES},
-        **{f"policy_loss_{name}": partial(run_loss_alone, table, name) for name in POLICY_LOSSES},
+        **{
+            f"advantage_{name}": partial(run_advantage, table, name, {})
+            for name in ADVANTAGES
+            if name != FUNCTION
+        },
+        **{
+            f"policy_loss_{name}": partial(run_loss_alone, table, name)
+            for name in POLICY_LOSSES
+            if name != FUNCTION
+        },
         **{
             f"preset_{name}": partial(run_algorithm, table, resolve_preset(name, {}))
-            for name in PRESETS
+            for name in POLICY_PRESETS
         },
     }
 

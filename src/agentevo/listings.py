@@ -52,15 +52,12 @@ def rewards() -> list[Row]:
 
 def algorithms() -> list[Row]:
     """Presets, and below them the entries that any of them can be made of."""
-    from agentevo.catalogue.describe import ENTRIES
-    from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-    from agentevo.catalogue.presets import PRESETS
+    from agentevo.algorithms.presets import PRESETS, TABLES
 
     rows = [(name, preset.meaning) for name, preset in PRESETS.items()]
-    rows += [(name, preference.meaning) for name, preference in PREFERENCE_PRESETS.items()]
     return rows + [
         (f"{kind}={name}", piece.meaning)
-        for kind, entries in ENTRIES.items()
+        for kind, entries in TABLES.items()
         for name, piece in entries.items()
     ]
 

@@ -5,9 +5,14 @@ import re
 
 import pytest
 
-from agentevo.catalogue.describe import ENTRIES, describe
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, resolve_preference
-from agentevo.catalogue.presets import PRESETS, resolve_preset
+from agentevo.algorithms.describe import describe
+from agentevo.algorithms.presets import (
+    PREFERENCE_PRESETS,
+    PRESETS,
+    TABLES,
+    resolve_preference,
+    resolve_preset,
+)
 from agentevo.config import config_keys
 from agentevo.errors import UnknownNameError
 from agentevo.listings import LISTS
@@ -134,7 +139,7 @@ def test_a_key_like_nothing_is_not_guessed():
         config_keys().explain("qqq")
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *PREFERENCE_PRESETS])
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_explained_with_the_formulas_of_its_parts(name):
     text = "\n".join(describe(name))
     for kind, part in (
@@ -146,8 +151,8 @@ def test_a_preset_is_explained_with_the_formulas_of_its_parts(name):
         ]
     ):
         assert text.count(f"algorithm.{kind}={part}\n") == 1
-        assert f"  formula      {ENTRIES[kind][part].formula}" in text
-        assert f"  source       {ENTRIES[kind][part].source}" in text
+        assert f"  formula      {TABLES[kind][part].formula}" in text
+        assert f"  source       {TABLES[kind][part].source}" in text
 
 
 @pytest.mark.parametrize("kind", ["recipes", "pipelines"])

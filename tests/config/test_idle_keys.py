@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from slow import soak
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.cli.main import main
 from agentevo.config import build_config, load_config
+from agentevo.config.idle_keys import drop_idle_keys
 from agentevo.config.other_preset import kept_keys
 from agentevo.config.sweep import load_sweep
 from agentevo.errors import ConfigError
@@ -17,7 +17,6 @@ DOORS = {"environment": {"type": "test_doors"}}
 RL = {**DOORS, "algorithm": {"entropy_coef": 0.2, "kl_coef": 0.1, "clip_high": 0.3}}
 PPO = {**DOORS, "algorithm": {"name": "ppo", "lam": 0.9}, "critic": {"coef": 0.3}}
 DPO = {**DOORS, "algorithm": {"name": "dpo", "beta": 0.2, "pairs": "all", "reference": "synced"}}
-ALL = [*PRESETS, *PREFERENCE_PRESETS]
 
 
 def test_an_algorithm_of_another_kind_on_the_quickstart():
@@ -26,16 +25,16 @@ def test_an_algorithm_of_another_kind_on_the_quickstart():
 
 
 @pytest.mark.parametrize("tree", [RL, PPO, DPO], ids=["grpo", "ppo", "dpo"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_may_replace_every_other(tree, name):
     assert build_config(tree, [f"algorithm.name={name}"]).algorithm.name == name
 
 
 @pytest.mark.parametrize("recipe", ["frozen_lake", *soak("coins", "sokoban")])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_passes_the_dry_run_of_a_packaged_recipe(recipe, name, capsys):
     """README: "any of 34 algorithms, by name"."""
-    assert len(ALL) == 34
+    assert len(PRESETS) == 34
     assert main(["train", recipe, f"algorithm.name={name}", "--dry-run"]) == 0
     assert f"  name: {name}\n" in capsys.readouterr().out
 
@@ -54,6 +53,15 @@ def test_equal_groups_are_left_out_by_a_preset_whatever_the_recipe_says_for_its_
     assert not build_config(lake, ["algorithm.name=gspo"]).algorithm.drop_zero_variance
     with pytest.raises(ConfigError, match="set dynamic_sampling=0 or drop_zero_variance=true"):
         build_config(lake, ["algorithm.name=dapo", "algorithm.drop_zero_variance=false"])
+
+
+def test_the_keys_of_a_credit_function_stay_with_it():
+    credit = {"credit": "mine", "turn_baseline": "place", "clip_high": 0.3}
+    tree = {"algorithm": {**credit, "name": "dpo"}}
+    dropped = drop_idle_keys({"algorithm": credit}, tree, [])
+    assert dropped == ["algorithm.credit", "algorithm.turn_baseline", "algorithm.clip_high"]
+    tree = {"algorithm": {**credit, "name": "rloo"}}
+    assert drop_idle_keys({"algorithm": credit}, tree, []) == []
 
 
 def test_what_is_left_out_is_told():

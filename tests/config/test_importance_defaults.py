@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import ConfigError
 
@@ -65,7 +64,7 @@ def test_overrides_count_as_given_and_choose_the_engine() -> None:
     assert weights_of(build_config({"environment": {"type": "coins"}}, ["engine.type=other"])) == ON
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *PREFERENCE_PRESETS])
+@pytest.mark.parametrize("name", PRESETS)
 def test_no_preset_is_refused_for_its_engine(name: str) -> None:
     """Whatever the algorithm is, an engine is no contradiction that nobody wrote."""
     plain, foreign = [_outcome(engine, name) for engine in ("torch", "other")]

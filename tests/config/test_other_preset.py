@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import AlgorithmSection, build_config, sources
 from agentevo.config.other_preset import kept_keys, own_values
 
@@ -72,7 +71,7 @@ def test_what_is_equal_to_the_presets_own_is_not_told():
     assert "clip_high" not in "".join(told("algorithm.name=dapo")), "0.28 is DAPO's own"
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *PREFERENCE_PRESETS])
+@pytest.mark.parametrize("name", PRESETS)
 def test_own_values_are_what_the_preset_computes_with(name: str):
     own = own_values(name)
     section = AlgorithmSection(name=name)

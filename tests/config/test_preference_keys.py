@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from agentevo.catalogue.describe import describe
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, resolve_preference
+from agentevo.algorithms.describe import describe
+from agentevo.algorithms.presets import PREFERENCE_PRESETS, resolve_preference
 from agentevo.config import AlgorithmSection, RunConfig, build_config, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.listings import algorithms
@@ -27,7 +27,7 @@ def build(algorithm: dict, **sections) -> RunConfig:
 def test_every_preset_settles_is_explained_and_comes_back_from_yaml(name):
     config = build({"name": name})
     assert config.algorithm.preference() == resolve_preference(name, {})
-    assert PREFERENCE_PRESETS[name].preference_loss in describe(name)[0]
+    assert PREFERENCE_PRESETS[name].parts["preference_loss"] in describe(name)[0]
     assert name in dict(algorithms())
     again = build_config(yaml.safe_load(to_yaml(config)))
     assert again == config
@@ -59,61 +59,65 @@ def test_what_a_recipe_chooses_wins_and_the_rest_is_the_presets():
     [
         (
             {"name": "dpo", "advantage": "grpo"},
-            "name=dpo trains by the preference loss dpo, which does not use advantage: remove it",
+            "name=dpo (preference loss dpo) does not use advantage: remove it. Its "
+            "hyper-parameters are beta, label_smoothing",
         ),
         (
             {"name": "dpo", "policy_loss": "gspo", "kl": "k1"},
-            "which does not use policy_loss, kl",
+            "does not use policy_loss, kl: remove them",
         ),
         (
             {"name": "dpo", "kl_coef": 0.1},
-            "which does not use kl_coef: remove it (or set it to its default); its pull to "
-            "the reference is",
+            "does not use kl_coef: remove it. Its hyper-parameters are beta, label_smoothing; the "
+            "pull to the reference is beta",
         ),
-        ({"name": "orpo", "entropy_coef": 0.1}, "which does not use entropy_coef"),
+        ({"name": "orpo", "entropy_coef": 0.1}, "does not use entropy_coef"),
         (
             {"name": "kto", "importance": "token_tis", "old_logprobs": "recomputed"},
-            "which does not use old_logprobs, importance",
+            "does not use old_logprobs, importance",
         ),
-        ({"name": "dpo", "clip_low": 0.1}, "preference loss dpo has no hyper-parameter 'clip_low'"),
+        ({"name": "dpo", "clip_low": 0.1}, "clip_low belongs to policy loss ppo_clip, "),
         (
             {"name": "dpo", "beta": 0.0},
             "preference loss dpo: beta=0.0 is not possible: give a number above 0",
         ),
         (
             {"name": "orpo", "beta": 0.1},
-            "preference loss orpo has no hyper-parameter 'beta': it has coef",
+            "does not use beta: remove it. Its hyper-parameters are coef; beta belongs to policy "
+            "loss dro, preference loss dpo, ipo, kto, spin, sppo",
         ),
         (
             {"name": "orpo", "reference": "ema"},
-            "name=orpo trains by the preference loss orpo, which has no reference: remove "
-            "reference",
+            "does not use reference: remove it. Its hyper-parameters are coef; preference loss "
+            "orpo has no reference",
         ),
         (
             {"name": "kto", "pairs": "all"},
-            "preference loss kto takes single answers: remove algorithm.pairs",
+            "does not use pairs: remove it. Its hyper-parameters are beta, desirable_weight, "
+            "undesirable_weight; preference loss kto takes single answers",
         ),
         (
             {"name": "kto", "pairs_per_group": 2},
-            "which takes every attempt: remove pairs_per_group",
+            "kto takes every attempt",
         ),
         (
             {"name": "rft", "pair_margin": 0.1},
-            "on single answers, which have no margin: remove pair_margin",
+            "does not use pair_margin: remove it. Its hyper-parameters are none; preference loss "
+            "rft takes single answers",
         ),
         (
             {"name": "spin", "pair_margin": 0.1},
-            "on demonstrations, which have no margin: remove pair_margin",
+            "demonstrations have no margin",
         ),
         (
             {"pairs": "all"},
-            "pairs works only with presets that train by a preference loss, and name=grpo does "
-            "not: remove it, or choose one of dpo",
+            "pairs works only with a preference loss (name=dpo, ipo, ",
         ),
         (
             {"preference_loss": "dpo"},
-            "preference_loss works only with presets that train by a preference loss, and "
-            "name=grpo does not",
+            "name=grpo (advantage grpo, policy loss ppo_clip, aggregation token-mean) does not use "
+            "preference_loss: remove it. Its hyper-parameters are scale_by_std, epsilon, clip_low, "
+            "clip_high, dual_clip; preference_loss works only with",
         ),
         ({"label_smoothing": 0.1}, "label_smoothing belongs to preference loss dpo"),
         ({"name": "dpoo"}, "algorithm.name: got 'dpoo'; did you mean dpo?"),

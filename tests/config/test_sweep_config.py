@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import load_config
 from agentevo.config.sources import find_recipe
 from agentevo.config.sweep import load_sweep, recipe_keys
@@ -262,7 +261,7 @@ def test_every_key_of_a_sweep_is_explained(key):
 
 def test_the_zoo_has_every_preset():
     sweep = load_sweep("zoo")
-    assert {member.variant for member in sweep.members} == {*PRESETS, *PREFERENCE_PRESETS}
+    assert {member.variant for member in sweep.members} == {*PRESETS}
     assert all(member.config.algorithm.name == member.variant for member in sweep.members)
     assert sweep.section.seeds == (0, 1, 2)
     assert find_recipe("zoo").read_text().startswith("# ")

@@ -1,5 +1,5 @@
 """Every advantage estimator again, in plain loops over float64 numbers, from the equations that the
-catalogue names.
+entries name.
 
 Slow on purpose and without a line in common with `agentevo.algorithms`: what both say is right, or
 both are wrong in the same way.

@@ -9,8 +9,7 @@ from by_name import aggregate, aggregation_weights, weighted_sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo.algorithms.aggregation import ROW_WEIGHTS
-from agentevo.catalogue.aggregations import AGGREGATIONS
+from agentevo.algorithms.aggregation import AGGREGATIONS
 
 from . import slow_aggregation as slow
 
@@ -36,8 +35,12 @@ def hyper(name: str) -> dict[str, float]:
     return {"norm": 7.5} if name == "seq-mean-token-sum-norm" else {}
 
 
-def test_every_name_of_the_catalogue_has_its_function():
-    assert set(AGGREGATIONS) == set(ROW_WEIGHTS)
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_every_aggregation_has_loops(name):
+    values = np.array([[1.0, 2.0], [5.0, 0.0]])
+    mask = np.array([[True, True], [True, False]])
+    result = aggregate(name, torch.tensor(values), torch.tensor(mask), **hyper(name))
+    assert result.item() == pytest.approx(slow.aggregate(name, values, mask, **hyper(name)))
 
 
 @settings(deadline=None)

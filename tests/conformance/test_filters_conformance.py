@@ -217,8 +217,7 @@ def test_refusals_say_what_to_do(call, words):
 
 
 @pytest.mark.slow
-def test_the_catalogue_needs_no_torch():
-    code = (
-        "import sys, agentevo.catalogue.describe, agentevo.config; sys.exit('torch' in sys.modules)"
-    )
+def test_the_entries_and_the_configuration_need_no_torch():
+    imports = "import sys, agentevo.algorithms.describe, agentevo.config"
+    code = f"{imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

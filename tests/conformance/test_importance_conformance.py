@@ -11,8 +11,7 @@ from by_name import effective_share, importance_weights, policy_loss, policy_ter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo.algorithms.importance import bind_importance
-from agentevo.catalogue.policy_losses import IMPORTANCE
+from agentevo.algorithms.importance import IMPORTANCE, bind_importance
 from examples import examples
 
 NAMES = [name for name in IMPORTANCE[0].choices if name != "none"]

@@ -11,8 +11,7 @@ from by_name import aggregate, kl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo.algorithms.divergence import ESTIMATES, AdaptiveKL, FixedKL
-from agentevo.catalogue.kl import KL, KL_CONTROLLERS
+from agentevo.algorithms.divergence import KL, AdaptiveKL, FixedKL
 from examples import examples
 
 from . import slow_kl as slow
@@ -27,9 +26,12 @@ def tensors(rows, dtype=torch.float64):
     return logp.requires_grad_(), ref
 
 
-def test_every_name_of_the_catalogue_has_its_function():
-    assert set(KL) == set(ESTIMATES) | {f"{name}+" for name in ESTIMATES}
-    assert set(KL_CONTROLLERS) == {"fixed", "adaptive"}
+@pytest.mark.parametrize("name", KL)
+def test_every_estimate_has_a_definition(name):
+    d = 0.5
+    assert kl(name, torch.tensor([[d - 1.0]]), torch.tensor([[-1.0]])).item() == pytest.approx(
+        slow.value(name, d - 1.0, -1.0)
+    )
 
 
 @settings(deadline=None)
@@ -50,7 +52,7 @@ def test_values_and_gradients_equal_the_definitions(name, rows):
 
 @settings(deadline=None, max_examples=examples(30))
 @given(
-    st.sampled_from(list(ESTIMATES)),
+    st.sampled_from([name for name in KL if not name.endswith("+")]),
     st.lists(st.tuples(st.floats(-6, -0.1), st.floats(-6, -0.1)), min_size=1, max_size=5),
 )
 def test_gradients_equal_finite_differences_inside_the_bound(name, rows):
@@ -130,9 +132,6 @@ def test_straight_through_is_unbiased_where_k2_is_and_reference_gets_no_gradient
         (lambda: kl("k4", torch.ones(1, 1), torch.ones(1, 1)), "k1|k2|k3"),
         (lambda: kl("k1", torch.ones(1, 1), torch.ones(1, 2)), "same tokens"),
         (lambda: kl("k1", torch.ones(1, 1), torch.ones(1, 1), torch.ones(2, 1)), "same tokens"),
-        (lambda: FixedKL(-1.0), "at least 0"),
-        (lambda: AdaptiveKL(0.1, 0.0, 10), "above 0"),
-        (lambda: AdaptiveKL(0.1, 0.1, 0), "at least 1"),
         (lambda: AdaptiveKL(0.1, 0.1, 10).update(float("nan"), 4), "finite"),
     ],
 )

@@ -23,8 +23,7 @@ from by_name import (
 from peer_recordings import batch, case, close, our_advantage, our_loss, trl_advantages
 
 from agentevo.algorithms.divergence import AdaptiveKL
-from agentevo.catalogue import resolve
-from agentevo.catalogue.policy_losses import POLICY_LOSSES
+from agentevo.algorithms.losses import POLICY_LOSSES
 
 
 def theirs(peer: str, name: str, key: str = "advantages") -> torch.Tensor:
@@ -37,7 +36,7 @@ def whitened(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def defaults(name: str) -> dict:
-    return resolve("policy loss", POLICY_LOSSES, name, {})
+    return POLICY_LOSSES.resolve(name, {})
 
 
 # Advantages

@@ -9,8 +9,8 @@ from by_name import aggregation_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentevo.algorithms.aggregation import AGGREGATIONS
 from agentevo.algorithms.value import explained_variance, value_loss
-from agentevo.catalogue.aggregations import AGGREGATIONS
 from examples import examples
 
 from . import slow_aggregation as slow

@@ -13,11 +13,14 @@ from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.aggregation import bind_aggregation
 from agentevo.algorithms.divergence import bind_kl
 from agentevo.algorithms.estimators import bind_advantage
-from agentevo.algorithms.importance import bind_importance, effective_sample_size
+from agentevo.algorithms.importance import (
+    bind_importance,
+    check_importance,
+    effective_sample_size,
+)
 from agentevo.algorithms.loss_inputs import LossTables
 from agentevo.algorithms.losses import PolicyLoss, bind_policy_loss
 from agentevo.algorithms.preference import bind_preference_loss
-from agentevo.catalogue.policy_losses import check_importance
 
 TABLES = {field.name for field in fields(AdvantageTables)}
 BINDING = ("importance", "importance_cap", "importance_floor")
@@ -70,7 +73,7 @@ def importance_weights(
     floor: float = 0.0,
 ) -> torch.Tensor:
     """Weights [S, T] as a policy loss computes them; not for "none", which has none."""
-    check_importance("ppo_clip", name, cap, floor)
+    check_importance(name, cap, floor)
     weights = bind_importance(name, cap, floor)
     assert weights is not None
     trained = mask != 0

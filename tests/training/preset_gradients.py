@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.presets import PREFERENCE_PRESETS, PRESETS
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.training.pairs import CandidateAnswer, Pair
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample, Trajectory, Turn
 
-NAMES = (*PRESETS, *PREFERENCE_PRESETS)
+NAMES = tuple(PRESETS)
 WHOLE = 1 << 20
 """Tokens of a micro-batch that everything fits into."""
 VOCABULARY = 97

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from agentevo.catalogue import FUNCTION
-from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
-from agentevo.catalogue.presets import PRESETS, resolve_preset
+from agentevo.algorithms.entries import FUNCTION
+from agentevo.algorithms.losses import POLICY_LOSSES, required_aggregation
+from agentevo.algorithms.presets import POLICY_PRESETS, resolve_preset
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.models.attention import prepare
 from agentevo.training.batching.packing import pack
@@ -96,7 +96,7 @@ def test_losses_differ(model, batch, gradient):
     assert same == {("gpg", "reinforce")}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_PRESETS)
 def test_every_preset_makes_an_update(name, model, batch):
     before = [p.detach().clone() for p in model.parameters()]
     metrics = Trainer(

@@ -1,7 +1,7 @@
-"""The RL maths: pure functions of tensors [sequences, tokens], each with its formula and source.
+"""The RL maths: pure functions of tensors [sequences, tokens]. Each function that has a name in a
+recipe stands below its entry (entries.py): formula, source, hyper-parameters with defaults.
 
-Everything that has a name in a recipe is bound once (`bind_policy_loss`, `bind_aggregation`, ...):
-binding checks the name and the hyper-parameters, and the result is called with tensors only. Names,
-formulas, hyper-parameters and the names in other systems are in `agentevo.catalogue`, `agentevo
-list algorithms` and docs/algorithms.md.
+Training binds each once (`bind_policy_loss`, `bind_aggregation`, ...): binding checks the name and
+the hyper-parameters, and the result is called with tensors only. Importing this package imports no
+torch (lazy_torch.py), since the configuration reads the entries.
 """

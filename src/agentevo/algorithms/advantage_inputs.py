@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from agentevo.algorithms.blocks import block_rows, row_blocks, row_lengths
 from agentevo.algorithms.group_relative import BOUND, Members
+from agentevo.algorithms.lazy_torch import torch
 
-Ids = Sequence[Hashable] | Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Ids: TypeAlias = "Sequence[Hashable] | Tensor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +186,12 @@ def _trained_mask(mask: Tensor, like: Tensor) -> Tensor:
 
 def _number_ids(name: str, ids: Ids | range, like: Tensor) -> Tensor:
     """[S] int64: the ids as numbers 0, 1, 2, ... in the order in which they first appear."""
-    if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.is_floating_point()):
+    if isinstance(ids, torch.Tensor) and (ids.dim() != 1 or ids.is_floating_point()):
         raise ValueError(
             f"{name} is {ids.dtype} {list(ids.shape)}: give one integer or hashable per row"
         )
 
-    listed = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    listed = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
     if len(listed) != len(like):
         raise ValueError(
             f"{name}: {len(listed)} ids for {len(like)} rows: give one per row of token_rewards"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
+from agentevo.algorithms.lazy_torch import torch
 
 BLOCK_TOKENS = 2**18
 """The number of tokens in a block, trained or not."""

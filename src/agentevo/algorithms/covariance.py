@@ -17,46 +17,34 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+from agentevo.algorithms.clipped import clip_bounds, clip_surrogate
+from agentevo.algorithms.entries import EntryTable, Hyperparameter
+from agentevo.algorithms.lazy_torch import torch
+from agentevo.algorithms.loss_inputs import (
+    LossInputs,
+    LossTables,
+    PolicyLossEntry,
+    StatisticsFunction,
+    Terms,
+    bounded_exp,
+)
 
-from agentevo.algorithms.clipped import clip_surrogate
-from agentevo.algorithms.loss_inputs import LossInputs, LossTables, Terms, bounded_exp
+LOSSES = EntryTable("policy loss", PolicyLossEntry)
 
 EQUAL = 1e-12
 """Relative distance up to which covariances tie."""
 
-
-def clip_cov(
-    inputs: LossInputs,
-    *,
-    clip_low: float,
-    clip_high: float,
-    fraction: float,
-    low: float,
-    high: float,
-) -> Terms:
-    """PPO's clipped surrogate, 0 for the chosen among unclipped tokens with low < cov < high.
-    Source: eq. 11 and 12.
-
-    A token that PPO clips has no gradient to remove, so it is no candidate (as in the paper's
-    code).
-    """
-    loss, clipped = clip_surrogate(
-        bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high
-    )
-    chosen = _candidates(inputs, ~clipped, inputs.statistics, low, high)[1]
-    return torch.where(chosen, 0.0, loss), {"pg_clipfrac": clipped, "cov_clipfrac": chosen}
+_FRACTION = Hyperparameter(
+    "fraction",
+    0.0002,
+    "share of all trained tokens that is chosen (at least one token)",
+    low=0.0,
+    high=1.0,
+    low_allowed=False,
+)
 
 
-def kl_cov(inputs: LossInputs, *, fraction: float, coef: float) -> Terms:
-    """-A r, plus coef |logp - old_logp| for the chosen among all trained tokens. Source: eq. 13 and
-    14."""
-    chosen = _candidates(inputs, inputs.mask, inputs.statistics, -math.inf, math.inf)[1]
-    pull = torch.where(chosen, coef * inputs.log_ratio.abs(), 0.0)
-    return -inputs.advantages * bounded_exp(inputs.log_ratio) + pull, {"cov_klfrac": chosen}
-
-
-def clip_cov_statistics(tables: LossTables, hyper: Mapping[str, Any]) -> dict[str, float]:
+def clip_cov_statistics(hyper: Mapping[str, Any]) -> StatisticsFunction:
     """mean_advantage, mean_logp and threshold (between chosen and other covariances) of a whole
     minibatch."""
     clip_low, clip_high, fraction, low, high = (
@@ -68,15 +56,64 @@ def clip_cov_statistics(tables: LossTables, hyper: Mapping[str, Any]) -> dict[st
             bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high
         )[1]
 
-    return _statistics(tables, is_unclipped, fraction, low, high)
+    return lambda tables: _statistics(tables, is_unclipped, fraction, low, high)
 
 
-def kl_cov_statistics(tables: LossTables, hyper: Mapping[str, Any]) -> dict[str, float]:
-    """mean_advantage, mean_logp and threshold (between chosen and other covariances) of a whole
-    minibatch."""
-    return _statistics(
-        tables, lambda inputs: inputs.mask, float(hyper["fraction"]), -math.inf, math.inf
+def kl_cov_statistics(hyper: Mapping[str, Any]) -> StatisticsFunction:
+    """The same statistics of losses that choose among all trained tokens."""
+    fraction = float(hyper["fraction"])
+    return lambda tables: _statistics(
+        tables, lambda inputs: inputs.mask, fraction, -math.inf, math.inf
     )
+
+
+@LOSSES.entry(
+    meaning="PPO without the tokens of largest covariance of log-prob and advantage, which reduce "
+    "entropy most",
+    formula="PPO's clipped loss; 0 for the max(1, fraction N) unclipped tokens of largest low < "
+    "cov < high, cov = (A - mean A) (l - mean l), means over the N trained tokens",
+    source="Clip-Cov, arXiv 2505.22617, eq. 11 and 12; the paper draws at random between the "
+    "bounds, here the largest are chosen",
+    hyper=(
+        *clip_bounds(0.2, 0.2),
+        _FRACTION,
+        Hyperparameter("low", 1.0, "tokens above this covariance are candidates"),
+        Hyperparameter("high", 5.0, "tokens below this covariance are candidates"),
+    ),
+    peers={"verl": "clip_cov"},
+    statistics=clip_cov_statistics,
+)
+def clip_cov(
+    inputs: LossInputs,
+    *,
+    clip_low: float,
+    clip_high: float,
+    fraction: float,
+    low: float,
+    high: float,
+) -> Terms:
+    """A token that PPO clips has no gradient to remove, so it is no candidate (as in the paper's
+    code)."""
+    loss, clipped = clip_surrogate(
+        bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high
+    )
+    chosen = _candidates(inputs, ~clipped, inputs.statistics, low, high)[1]
+    return torch.where(chosen, 0.0, loss), {"pg_clipfrac": clipped, "cov_clipfrac": chosen}
+
+
+@LOSSES.entry(
+    meaning="unclipped PPO with a pull towards the old policy on the tokens of largest covariance",
+    formula="-A r + coef |l - o| for the max(1, fraction N) tokens of largest cov = (A - mean A) "
+    "(l - mean l), -A r elsewhere",
+    source="KL-Cov, arXiv 2505.22617, eq. 13 and 14",
+    hyper=(_FRACTION, Hyperparameter("coef", 1.0, "strength of the pull", low=0.0)),
+    peers={"verl": "kl_cov; coef is ppo_kl_coef"},
+    statistics=kl_cov_statistics,
+)
+def kl_cov(inputs: LossInputs, *, fraction: float, coef: float) -> Terms:
+    chosen = _candidates(inputs, inputs.mask, inputs.statistics, -math.inf, math.inf)[1]
+    pull = torch.where(chosen, coef * inputs.log_ratio.abs(), 0.0)
+    return -inputs.advantages * bounded_exp(inputs.log_ratio) + pull, {"cov_klfrac": chosen}
 
 
 def _statistics(

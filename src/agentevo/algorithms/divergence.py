@@ -10,34 +10,111 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-import torch
-
-from agentevo.catalogue import Value, find, resolve
-from agentevo.catalogue.kl import KL, KL_CONTROLLERS
+from agentevo.algorithms.entries import AlgorithmEntry, EntryTable
+from agentevo.algorithms.lazy_torch import torch
 
 BOUND = 20.0
 
+KL = EntryTable("kl", AlgorithmEntry)
+"""Each maps d to the estimate, elementwise. In the formulas sg is stop-gradient."""
 
-def _k1(d: torch.Tensor) -> torch.Tensor:
+_SCHULMAN = "Schulman, Approximating KL divergence (2020)"
+_K2_GRADIENT = "with the gradient of k2, which is that of the KL itself under on-policy samples"
+
+
+@KL.entry(
+    meaning="log-ratio: unbiased, may be negative",
+    formula="d = logp - ref_logp",
+    source=f"{_SCHULMAN}, k1",
+    peers={"verl": "kl or k1"},
+)
+def k1(d: torch.Tensor) -> torch.Tensor:
     return d
 
 
-def _k2(d: torch.Tensor) -> torch.Tensor:
+@KL.entry(
+    meaning="half the squared log-ratio: biased, gradient is right on-policy",
+    formula="d^2 / 2",
+    source=f"{_SCHULMAN}, k2",
+    peers={"verl": "mse or k2"},
+)
+def k2(d: torch.Tensor) -> torch.Tensor:
     return 0.5 * d * d
 
 
-def _k3(d: torch.Tensor) -> torch.Tensor:
+@KL.entry(
+    meaning="unbiased and never negative",
+    formula="exp(-d) - 1 + d",
+    source=f"{_SCHULMAN}, k3; GRPO, arXiv 2402.03300, eq. 4",
+    peers={
+        "verl": "low_var_kl or k3",
+        "TRL": "the only one of GRPOTrainer (RLOOTrainer: k1 in the reward)",
+    },
+)
+def k3(d: torch.Tensor) -> torch.Tensor:
     return torch.expm1(-d) + d  # expm1: exp(-d) - 1 loses every digit of a small d
 
 
-ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "k1": _k1,
-    "k2": _k2,
-    "k3": _k3,
-    "abs": torch.abs,
-}
+@KL.entry(
+    name="abs",
+    meaning="absolute log-ratio",
+    formula="|d|",
+    source="verl",
+    peers={"verl": "abs"},
+)
+def absolute(d: torch.Tensor) -> torch.Tensor:
+    return d.abs()
+
+
+@KL.entry(
+    name="k1+",
+    meaning=f"the value of k1, {_K2_GRADIENT}",
+    formula="sg(d) + d^2/2 - sg(d^2/2)",
+    source="verl; arXiv 2510.01555",
+    peers={"verl": "k1+"},
+)
+def k1_plus(d: torch.Tensor) -> torch.Tensor:
+    return _with_gradient_of_k2(k1(d), d)
+
+
+@KL.entry(
+    name="k2+",
+    meaning=f"the value of k2, {_K2_GRADIENT}",
+    formula="d^2 / 2: the same as k2",
+    source="verl",
+    peers={"verl": "k2+"},
+)
+def k2_plus(d: torch.Tensor) -> torch.Tensor:
+    return _with_gradient_of_k2(k2(d), d)
+
+
+@KL.entry(
+    name="k3+",
+    meaning=f"the value of k3, {_K2_GRADIENT}",
+    formula="sg(exp(-d) - 1 + d) + d^2/2 - sg(d^2/2)",
+    source="verl; arXiv 2510.01555",
+    peers={"verl": "k3+"},
+)
+def k3_plus(d: torch.Tensor) -> torch.Tensor:
+    return _with_gradient_of_k2(k3(d), d)
+
+
+@KL.entry(
+    name="abs+",
+    meaning=f"the value of abs, {_K2_GRADIENT}",
+    formula="sg(|d|) + d^2/2 - sg(d^2/2)",
+    source="verl",
+    peers={"verl": "abs+"},
+)
+def absolute_plus(d: torch.Tensor) -> torch.Tensor:
+    return _with_gradient_of_k2(absolute(d), d)
+
+
+def _with_gradient_of_k2(value: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    gradient_of = k2(d)
+    return value.detach() + (gradient_of - gradient_of.detach())
 
 
 def bounded_log_ratio(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
@@ -50,18 +127,16 @@ def bounded_log_ratio(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tenso
     return d.detach().clamp(-bound, bound) + (d - d.detach())
 
 
-KLEstimate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+KLEstimate: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]"
 """(logp, ref_logp, mask), [S, T] each -> estimate of KL(policy || reference) per token, [S, T] of
 logp's dtype, 0 where the bool mask is False, whatever the inputs are there. No gradient flows into
 ref_logp. Raises ValueError for different shapes."""
 
 
 def bind_kl(name: str) -> KLEstimate:
-    """The estimate of that name. For names and formulas see `KL` in the catalogue, for values
-    beyond the bound see the module. Raises ValueError for an unknown name."""
-    find("kl", KL, name)
-    value_of = ESTIMATES[name.removesuffix("+")]
-    straight_through = name.endswith("+")
+    """The estimate of that name; for values beyond the bound see the module. Raises ValueError for
+    an unknown name."""
+    of_distance = KL.find(name).function
 
     def estimate(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if not logp.shape == ref_logp.shape == mask.shape:
@@ -74,11 +149,8 @@ def bind_kl(name: str) -> KLEstimate:
         d = bounded_log_ratio(
             torch.where(mask, logp, zero), torch.where(mask, ref_logp.to(logp.dtype), zero)
         )
-        if not straight_through:
-            return value_of(d)
-
-        gradient_of = _k2(d)
-        return value_of(d).detach() + (gradient_of - gradient_of.detach())
+        bounded: torch.Tensor = of_distance(d)
+        return bounded
 
     return estimate
 
@@ -97,7 +169,7 @@ class FixedKL:
     """A coefficient that never changes."""
 
     def __init__(self, coef: float) -> None:
-        self.coef = float(_settings("fixed", {"coef": coef})["coef"])
+        self.coef = coef
 
     def update(self, kl: float, num_sequences: int) -> None:
         """Leaves the coefficient as it is."""
@@ -117,10 +189,9 @@ class AdaptiveKL:
     """
 
     def __init__(self, coef: float, target: float, horizon: int) -> None:
-        settings = _settings("adaptive", {"coef": coef, "target": target, "horizon": horizon})
-        self.coef = float(settings["coef"])
-        self.target = float(settings["target"])
-        self.horizon = float(settings["horizon"])
+        self.coef = coef
+        self.target = target
+        self.horizon = horizon
 
     def update(self, kl: float, num_sequences: int) -> None:
         """Updates the coefficient; `kl` is the step's mean estimate per token. Raises ValueError if
@@ -138,11 +209,3 @@ class AdaptiveKL:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.coef = float(state["coef"])
-
-
-def _settings(name: str, overrides: Mapping[str, Value]) -> dict[str, float]:
-    return {
-        key: float(value)
-        for key, value in resolve("kl", KL_CONTROLLERS, name, overrides).items()
-        if value is not None
-    }

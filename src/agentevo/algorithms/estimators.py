@@ -13,43 +13,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from agentevo.algorithms import group_relative, returns
+from agentevo.algorithms import returns
 from agentevo.algorithms.advantage_inputs import AdvantageTables, Inputs, check_tables
-from agentevo.catalogue import Value, check_function, resolve
-from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.algorithms.entries import FUNCTION, EntryTable, Value, check_function
+from agentevo.algorithms.group_relative import SCORES, AdvantageEntry
+from agentevo.algorithms.lazy_torch import torch
 
-SCORES: Mapping[str, Callable[..., Tensor]] = {
-    "raw": group_relative.raw,
-    "batch_norm": group_relative.batch_norm,
-    "grpo": group_relative.grpo,
-    "grpo_passk": group_relative.grpo_passk,
-    "rloo": group_relative.rloo,
-    "opo": group_relative.opo,
-    "gpg": group_relative.gpg,
-    "maxrl": group_relative.maxrl,
-    "gdpo": group_relative.gdpo,
-    "reinforce_pp_baseline": group_relative.reinforce_pp_baseline,
-}
-"""Estimators that give each trajectory one number, (inputs, **hyper) -> [N]."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
-RECURSIONS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "reinforce_pp": returns.reinforce_pp,
-    "remax": returns.remax,
-    "gae": returns.gae,
-    "turn_gae": returns.turn_gae,
-    "bi_level_gae": returns.bi_level_gae,
-    "turn_returns": returns.turn_returns,
-    "otb": returns.otb,
-    "tree_returns": returns.tree_returns,
-    "credit": returns.credit,
-    "prime": returns.prime,
-}
-"""Estimators by recursion, (inputs, stream, **hyper) -> advantages [M], returns [M]."""
+ADVANTAGES = EntryTable("advantage", AdvantageEntry, SCORES, returns.RECURSIONS)
+
+
+@ADVANTAGES.entry(
+    name=FUNCTION,
+    meaning="the advantage that your own function computes (algorithm.advantage_function)",
+    formula="A = advantage(inputs), of each trajectory or of each token",
+    source="your function; docs/algorithms.md",
+)
+def _call_function(inputs: Inputs, *, function: Callable[[Inputs], Tensor]) -> Tensor:
+    return function(inputs)
 
 
 @dataclass(frozen=True)
@@ -67,7 +52,7 @@ class Advantage:
     def is_recursion(self) -> bool:
         """Whether the estimator is a recursion over tokens or turns, and not one number per
         trajectory."""
-        return self.name in RECURSIONS
+        return self.name in returns.RECURSIONS
 
     def monte_carlo(self) -> Advantage:
         """The same estimator with lambda 1, so that it does not depend on a critic."""
@@ -93,8 +78,9 @@ class Advantage:
 
         inputs = check_tables(tables)
         rewards = tables.token_rewards
+        bound = self.hyper if self.function is None else {"function": self.function}
+        compute = partial(ADVANTAGES[self.name].function, **bound)
         if not self.is_recursion:
-            compute = self.function or partial(SCORES[self.name], **self.hyper)
             values = _fitting(compute(inputs), rewards)
             if values.dim() == 1:
                 values = values[inputs.trajectory][:, None]
@@ -106,7 +92,7 @@ class Advantage:
             rewards.new_zeros(rewards.numel())
             .index_copy_(0, stream.index, _fitting(part, rewards))
             .view(rewards.shape)
-            for part in RECURSIONS[self.name](inputs, stream, **self.hyper)
+            for part in compute(inputs, stream)
         )
         return advantages, targets
 
@@ -117,9 +103,9 @@ def bind_advantage(
     *,
     function: Callable[[Inputs], Tensor] | None = None,
 ) -> Advantage:
-    """The estimator of that name; hyper-parameters that are not given are the catalogue's. Raises
+    """The estimator of that name; hyper-parameters that are not given are its entry's. Raises
     ValueError for an unknown name, for wrong hyper-parameters, and for FUNCTION without one."""
-    settings = resolve("advantage", ADVANTAGES, name, hyper)
+    settings = ADVANTAGES.resolve(name, hyper)
     check_function("advantage", name, function)
     return Advantage(name, settings, ADVANTAGES[name].needs, function)
 

@@ -1,8 +1,11 @@
 """Estimators that give each trajectory one number: its score against the scores of its group or of
 the batch.
 
-Each takes the validated inputs and returns [N] float64, one entry per trajectory;
-`estimators.Advantage` spreads it over the trajectory's trained tokens. What holds for all of them:
+Each takes the validated inputs and returns [N] float64, one number per trajectory;
+`estimators.Advantage` spreads it over the trajectory's trained tokens. In the formulas s_i is the
+score of trajectory i (the sum of its rewards at trained tokens), mu_g and std_g mean and unbiased
+standard deviation of the scores of its group, n the number of trajectories in the group. What holds
+for all of them:
 
 - A trajectory without any trained token has no score: it enters no mean, no count, and gets 0.
 - A group of one has advantage 0 (except under `raw`, which has no baseline).
@@ -16,12 +19,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from agentevo.algorithms.entries import AlgorithmEntry, EntryTable, Hyperparameter
 from agentevo.algorithms.equality import EQUAL
+from agentevo.algorithms.lazy_torch import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from agentevo.algorithms.advantage_inputs import Inputs
 
 WHITEN_EPSILON = 1e-8
@@ -29,6 +33,26 @@ WHITEN_EPSILON = 1e-8
 BOUND = 1e100
 """The magnitude to which inputs are bounded, so that their squares and sums are finite in
 float64."""
+
+EPSILON = Hyperparameter("epsilon", 1e-6, "added to the divisor", low=0.0, high=0.01)
+SCALE_BY_STD = Hyperparameter("scale_by_std", True, "divide by the standard deviation of the group")
+WHITEN = Hyperparameter(
+    "whiten",
+    True,
+    "shift and scale the advantages of the batch's trained tokens to mean 0 and variance 1",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageEntry(AlgorithmEntry):
+    """An advantage."""
+
+    within_group: bool = False
+    """Whether it compares a trajectory with others of its group, and is 0 without them."""
+
+
+SCORES = EntryTable("advantage", AdvantageEntry)
+"""Estimators that give each trajectory one number, (inputs, **hyper) -> [N]."""
 
 
 @dataclass(frozen=True)
@@ -120,40 +144,56 @@ def whiten(values: Tensor, weights: Tensor | None = None) -> Tensor:
     )
 
 
+@SCORES.entry(
+    meaning="the trajectory's score, without a baseline (ARPO)",
+    formula="A_i = s_i",
+    source="REINFORCE, Williams 1992; as ARPO in RAGEN's StarPO code, arXiv 2504.20073",
+    peers={"RAGEN": "reward_norm_type arpo (March 2025); state + identity later"},
+)
 def raw(inputs: Inputs) -> Tensor:
-    """A_i = s_i: the score itself (ARPO). [N]
-
-    Source: REINFORCE (Williams 1992); the name ARPO is from RAGEN's StarPO code, arXiv 2504.20073.
-    """
     return inputs.score
 
 
+@SCORES.entry(
+    meaning="scores normalised over all trajectories of the batch (BRPO)",
+    formula="A_i = (s_i - mean) / (std + epsilon), over the batch; a batch of one gives 0",
+    source="BRPO in RAGEN's StarPO code, arXiv 2504.20073",
+    hyper=(EPSILON,),
+    peers={"RAGEN": "reward_norm_type brpo, put before GAE; a batch of one keeps its raw reward"},
+)
 def batch_norm(inputs: Inputs, *, epsilon: float) -> Tensor:
-    """A_i = (s_i - mean) / (std + epsilon) over all trajectories of the batch, std unbiased; a
-    batch of one gives 0 (BRPO). [N]
-
-    Source: RAGEN's StarPO code, arXiv 2504.20073.
-    """
+    """std is unbiased."""
     batch_members = Members(torch.zeros_like(inputs.members.group), inputs.members.counts)
     return batch_members.normalise(inputs.score, scale_by_std=True, epsilon=epsilon)
 
 
+@SCORES.entry(
+    meaning="score against the mean of its group, in units of the group's spread",
+    formula="A_i = (s_i - mu_g) / (std_g + epsilon); scale_by_std=false: A_i = s_i - mu_g (Dr. "
+    "GRPO)",
+    source="DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783",
+    hyper=(SCALE_BY_STD, EPSILON),
+    within_group=True,
+    peers={
+        "verl": "grpo, grpo_vectorized; scale_by_std is norm_adv_by_std_in_grpo",
+        "TRL": 'GRPOTrainer, scale_rewards="group" or "none"',
+    },
+)
 def grpo(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
-    """A_i = (s_i - mu_g) / (std_g + epsilon), std unbiased as in TRL and verl; `scale_by_std=False`
-    leaves the division out. [N]
-
-    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; without division: Dr. GRPO, arXiv
-    2503.20783.
-    """
+    """std_g is unbiased, as in TRL and verl."""
     return inputs.members.normalise(inputs.score, scale_by_std=scale_by_std, epsilon=epsilon)
 
 
+@SCORES.entry(
+    meaning="only the best of a group is reinforced, by its lead over the second best",
+    formula="A_best = (s_best - s_second) / (std_g + epsilon), all others 0; a tie for the best "
+    "gives 0",
+    source="arXiv 2503.19595 (policy optimisation for inference-time objectives)",
+    hyper=(SCALE_BY_STD, EPSILON),
+    within_group=True,
+    peers={"verl": "grpo_passk"},
+)
 def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
-    """The best of a group gets (best - second best) / (std_g + epsilon), all others 0; so does a
-    tie for the best. [N]
-
-    Source: arXiv 2503.19595.
-    """
     members = inputs.members
     score = inputs.score
     best = members.highest(score)
@@ -171,43 +211,58 @@ def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
     )
 
 
+@SCORES.entry(
+    meaning="score against the mean of the other trajectories of its group",
+    formula="A_i = n / (n - 1) (s_i - mu_g) = s_i - mean of the others",
+    source="Back to basics, arXiv 2402.14740; Kool et al. 2019",
+    within_group=True,
+    peers={"verl": "rloo, rloo_vectorized", "TRL": "RLOOTrainer"},
+)
 def rloo(inputs: Inputs) -> Tensor:
-    """A_i = n / (n - 1) (s_i - mu_g): the score against the mean of the others. [N]
-
-    Source: arXiv 2402.14740.
-    """
     size = inputs.members.size
     return size / (size - 1.0).clamp(min=1.0) * inputs.members.subtract_mean(inputs.score)
 
 
+@SCORES.entry(
+    meaning="score against the mean of its group weighted by length, near the baseline of least "
+    "variance",
+    formula="A_i = s_i - sum_j(l_j s_j) / sum_j(l_j), l_j = trained tokens of trajectory j",
+    source="OPO, arXiv 2505.23585",
+    within_group=True,
+    peers={"verl": "opo"},
+)
 def opo(inputs: Inputs) -> Tensor:
-    """A_i = s_i - sum_j(l_j s_j) / sum_j(l_j) over the group, l_j = trained tokens of trajectory j.
-    [N]
-
-    Source: OPO, arXiv 2505.23585.
-    """
     members = inputs.members
     score = inputs.score
     baseline = members.total(inputs.length * score) / members.total(inputs.length).clamp(min=1.0)
     return torch.where(members.differ(score), score - baseline, 0.0)
 
 
+@SCORES.entry(
+    meaning="score against the mean of its group, scaled up to make up for groups whose scores "
+    "are all equal",
+    formula="A_i = alpha (s_i - mu_g), alpha = trajectories / trajectories in groups whose scores "
+    "differ",
+    source="GPG, arXiv 2504.02546",
+    within_group=True,
+    peers={"verl": "gpg"},
+)
 def gpg(inputs: Inputs) -> Tensor:
-    """A_i = alpha (s_i - mu_g), alpha = trajectories / trajectories in groups whose scores differ.
-    [N]
-
-    A group of one counts among those that teach nothing. Source: GPG, arXiv 2504.02546.
-    """
+    """A group of one counts among those whose scores are equal."""
     useful = inputs.members.differ(inputs.score).sum().double().clamp(min=1.0)
     return inputs.members.counts.sum() / useful * inputs.members.subtract_mean(inputs.score)
 
 
+@SCORES.entry(
+    meaning="score against the mean of its group in units of that mean: hard tasks weigh more",
+    formula="A_i = (s_i - mu_g) / (mu_g + epsilon), scores of at least 0; 0 where mu_g is 0",
+    source="Maximum likelihood reinforcement learning, arXiv 2602.02710",
+    hyper=(EPSILON,),
+    within_group=True,
+    peers={"prime-rl": "max_rl"},
+)
 def maxrl(inputs: Inputs, *, epsilon: float) -> Tensor:
-    """A_i = (s_i - mu_g) / (mu_g + epsilon); 0 where mu_g is 0. Raises ValueError for a negative
-    score. [N]
-
-    Source: arXiv 2602.02710.
-    """
+    """Raises ValueError for a negative score."""
     score = inputs.score
     if bool((score < 0.0).any()):
         raise ValueError(
@@ -222,12 +277,21 @@ def maxrl(inputs: Inputs, *, epsilon: float) -> Tensor:
     )
 
 
+@SCORES.entry(
+    meaning="each reward normalised within its group before they are added, so that none dominates",
+    formula="A_i = whiten(sum_r w_r (s_ri - mu_rg) / (std_rg + epsilon)), whitened over the "
+    "batch's trained tokens; w_r default 1",
+    source="GDPO, arXiv 2601.05242",
+    hyper=(EPSILON, WHITEN),
+    needs=("reward_parts",),
+    within_group=True,
+    peers={
+        "verl": "gdpo, with gdpo_reward_keys and gdpo_reward_weights",
+        "TRL": 'multi_objective_aggregation="normalize_then_sum"',
+    },
+)
 def gdpo(inputs: Inputs, *, epsilon: float, whiten: bool) -> Tensor:
-    """A_i = sum_r w_r (s_ri - mu_rg) / (std_rg + epsilon) for rewards r = 1..K, then whitened over
-    the batch's trained tokens. [N]
-
-    Groups of one are left out of the whitening. Source: GDPO, arXiv 2601.05242.
-    """
+    """Groups of one are left out of the whitening."""
     assert (
         inputs.reward_parts is not None and inputs.reward_weights is not None
     )  # `Advantage` checks its `needs`
@@ -237,12 +301,16 @@ def gdpo(inputs: Inputs, *, epsilon: float, whiten: bool) -> Tensor:
     return _whiten_compared(inputs, total) if whiten else total
 
 
+@SCORES.entry(
+    meaning="score against the mean of its group, whitened over the batch instead of the group",
+    formula="A_i = whiten(s_i - mu_g), over the batch's trained tokens; groups of one are left "
+    "out and get 0",
+    source="REINFORCE++, arXiv 2501.03262, baseline variant",
+    within_group=True,
+    peers={"verl": "reinforce_plus_plus_baseline"},
+)
 def reinforce_pp_baseline(inputs: Inputs) -> Tensor:
-    """A_i = s_i - mu_g, whitened over the batch's trained tokens: a trajectory weighs by its
-    length. [N]
-
-    Groups of one are left out of the whitening. Source: REINFORCE++, arXiv 2501.03262.
-    """
+    """A trajectory weighs by its length in the whitening."""
     return _whiten_compared(inputs, inputs.members.subtract_mean(inputs.score))
 
 

@@ -10,9 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
+from agentevo.algorithms.entries import Hyperparameter
+from agentevo.algorithms.lazy_torch import torch
 from agentevo.algorithms.loss_inputs import bounded_exp, row_mean
+
+IMPORTANCE = (
+    Hyperparameter(
+        "importance",
+        "none",
+        "corrects for sampling with another policy",
+        choices=("none", "token_tis", "token_mis", "sequence_tis", "sequence_mis", "geometric_mis"),
+    ),
+    Hyperparameter("importance_cap", 2.0, "largest weight", low=0.0, low_allowed=False),
+    Hyperparameter("importance_floor", 0.0, "smallest weight that mis keeps", low=0.0),
+)
+"""The settings of `bind_importance`. Sources: TIS: Yao et al., "Your efficient RL framework
+secretly brings you off-policy RL training" (2025); sequence and geometric masks: Liu et al., "When
+speed kills stability" (2025). verl: rollout_is (token, sequence) with rollout_is_threshold,
+IcePop's "lo_hi"."""
 
 
 def _of_token(gap: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -55,13 +70,31 @@ def bind_importance(name: str, cap: float, floor: float) -> ImportanceWeights | 
     token_*: w_t = exp(d_t). sequence_*: w = exp(sum d), the same for every token of the row.
     geometric_mis: w = exp(mean d). *_tis (truncated) gives min(w, cap). *_mis (masked) gives w
     where floor <= w <= cap, else 0. Log-ratios are bounded to +-20 before exp.
-    `catalogue.policy_losses.check_importance` says which names and numbers are valid together; for
-    sources see IMPORTANCE there.
+    `check_importance` says which names and numbers are valid together.
     """
     if name == "none":
         return None
     level, kind = name.split("_")
     return ImportanceWeights(LEVELS[level], "clamp" if kind == "tis" else "mask", cap, floor)
+
+
+def check_importance(name: str, cap: float, floor: float) -> None:
+    """Raises ValueError for an unknown name, values out of range, and a floor that would have no
+    effect or keep no token."""
+    for hyper, value in zip(IMPORTANCE, (name, cap, floor), strict=True):
+        hyper.check("importance weights", value)
+
+    if floor and not name.endswith("_mis"):
+        raise ValueError(
+            f"importance_floor={floor} does nothing with importance={name}: leave it out, or "
+            "choose token_mis"
+        )
+
+    if floor > cap:
+        raise ValueError(
+            f"importance_floor={floor} is above importance_cap={cap}, so no token would train: "
+            "exchange them"
+        )
 
 
 def bound(weights: torch.Tensor, mode: str, *, cap: float, floor: float = 0.0) -> torch.Tensor:

@@ -1,20 +1,25 @@
-"""The inputs of every policy loss: checked tensors that are 0 at untrained places.
+"""The inputs and the entry of every policy loss.
 
 Invariant: wherever `mask` is False every tensor of `LossInputs` is 0, so NaN or garbage there
 reaches neither a loss nor a gradient. Only `logp` carries a gradient.
+
+In the formulas of entries l = log-prob now (carries the gradient), o = under the policy before the
+update, p = proximal, q = as sampled by the engine; A = advantage; r = exp(l - o); sg = no gradient
+through it. A formula is the loss of one token (or of one sequence, where stated).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-
-import torch
+from typing import Any, TypeAlias
 
 from agentevo.algorithms.blocks import row_blocks
+from agentevo.algorithms.entries import AlgorithmEntry
+from agentevo.algorithms.lazy_torch import torch
 
-Terms = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Terms: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"
 """The result of a loss: token losses, and measurements per token whose mean over trained tokens is
 the metric of that name."""
 
@@ -100,6 +105,29 @@ class LossTables:
             LossTables(**dict(zip(tensors, parts, strict=True))).clean_inputs()
             for parts in row_blocks(*tensors.values())
         )
+
+
+StatisticsFunction: TypeAlias = Callable[[LossTables], dict[str, float]]
+"""Statistics of a whole minibatch, from its tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossEntry(AlgorithmEntry):
+    """A policy loss, (inputs, **hyper) -> Terms."""
+
+    statistics: Callable[[Mapping[str, Any]], StatisticsFunction | None] | None = None
+    """Maps the hyper-parameters to what the loss must know of the whole minibatch before that is
+    split."""
+    aggregation: Callable[[Mapping[str, Any]], str] | None = None
+    """Maps the hyper-parameters to the only aggregation with which the loss matches its paper.
+    None: it matches with any. Raises ValueError for hyper-parameters that contradict each other."""
+    aggregation_reason: str = ""
+    """Why other aggregations are refused."""
+
+    @property
+    def weighs_sampling(self) -> bool:
+        """Whether the loss has importance weights of its own."""
+        return "rollout_logp" in self.needs
 
 
 def _check_like(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:

@@ -16,50 +16,32 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-import torch
-
-from agentevo.algorithms.clipped import decoupled_ppo, gmpo, gspo, gspo_token, ppo_clip, sapo
-from agentevo.algorithms.covariance import clip_cov, clip_cov_statistics, kl_cov, kl_cov_statistics
-from agentevo.algorithms.importance import ImportanceWeights, bind_importance
-from agentevo.algorithms.loss_inputs import LossInputs, LossTables, Terms, bounded_gap
-from agentevo.algorithms.score_losses import (
-    cispo,
-    dppo_kl,
-    dppo_tv,
-    dro,
-    minirl,
-    minirl_statistics,
-    reinforce,
+from agentevo.algorithms import clipped, covariance, score_losses
+from agentevo.algorithms.entries import FUNCTION, EntryTable, Value, check_function
+from agentevo.algorithms.importance import ImportanceWeights, bind_importance, check_importance
+from agentevo.algorithms.lazy_torch import torch
+from agentevo.algorithms.loss_inputs import (
+    LossInputs,
+    LossTables,
+    PolicyLossEntry,
+    StatisticsFunction,
+    Terms,
+    bounded_gap,
 )
-from agentevo.catalogue import Value, check_function, resolve
-from agentevo.catalogue.policy_losses import POLICY_LOSSES, check_aggregation, check_importance
 
-LOSSES: Mapping[str, Callable[..., Terms]] = {
-    "ppo_clip": ppo_clip,
-    "gspo": gspo,
-    "gspo_token": gspo_token,
-    "gmpo": gmpo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "dro": dro,
-    "gpg": reinforce,
-    "reinforce": reinforce,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "minirl": minirl,
-    "decoupled_ppo": decoupled_ppo,
-}
-"""Loss name -> function of (LossInputs, **hyper)."""
+POLICY_LOSSES = EntryTable(
+    "policy loss", PolicyLossEntry, clipped.LOSSES, score_losses.LOSSES, covariance.LOSSES
+)
 
-STATISTICS: Mapping[str, Callable[[LossTables, Mapping[str, object]], dict[str, float]]] = {
-    "clip_cov": clip_cov_statistics,
-    "kl_cov": kl_cov_statistics,
-    "minirl": minirl_statistics,
-}
-"""Statistics of the whole minibatch that a loss needs before the minibatch is split: for clip_cov
-and kl_cov mean_advantage, mean_logp and threshold, for minirl with token_level_loss kept_share."""
+
+@POLICY_LOSSES.entry(
+    name=FUNCTION,
+    meaning="the loss that your own function computes (algorithm.loss_function)",
+    formula="L_t = loss(inputs)_t, from the tokens of its own row",
+    source="your function; docs/algorithms.md",
+)
+def _call_function(inputs: LossInputs, *, function: Callable[[LossInputs], Terms]) -> Terms:
+    return function(inputs)
 
 
 @dataclass(frozen=True)
@@ -71,8 +53,8 @@ class PolicyLoss:
     importance: ImportanceWeights | None
     """Weighs tokens with the old over the rollout policy; None where the recipe has no such
     weights."""
-    statistics_of: Callable[[LossTables], dict[str, float]] | None
-    """The function that computes them (see STATISTICS); None for most losses."""
+    statistics_of: StatisticsFunction | None
+    """Computes what the loss must know of the whole minibatch; None for most losses."""
 
     def statistics(self, tables: LossTables) -> dict[str, float]:
         """The statistics of a whole minibatch that calls on its parts need."""
@@ -121,16 +103,43 @@ def bind_policy_loss(
     """The policy loss of that name, for an aggregation by that name. `importance` names the weights
     of `importance.bind_importance`; `function` computes the loss FUNCTION. Raises ValueError where
     a setting is wrong or where settings are inconsistent."""
-    settings = resolve("policy loss", POLICY_LOSSES, name, hyper)
+    settings = POLICY_LOSSES.resolve(name, hyper)
+    entry = POLICY_LOSSES[name]
     check_function("policy loss", name, function)
     check_aggregation(name, settings, aggregation)
-    check_importance(name, importance, importance_cap, importance_floor)
+    check_weights(name, importance, importance_cap, importance_floor)
 
-    # minirl needs the whole minibatch only where its denominator is that of all tokens
-    statistics = STATISTICS.get(name) if settings.get("token_level_loss", True) else None
+    bound = settings if function is None else {"function": function}
     return PolicyLoss(
         name,
-        function or partial(LOSSES[name], **settings),
+        partial(entry.function, **bound),
         bind_importance(importance, importance_cap, importance_floor),
-        None if statistics is None else lambda tables: statistics(tables, settings),
+        None if entry.statistics is None else entry.statistics(settings),
     )
+
+
+def required_aggregation(name: str, hyper: Mapping[str, Value]) -> str | None:
+    """The only aggregation with which the loss matches its paper, or None where any aggregation
+    does. `hyper` as from `EntryTable.resolve`."""
+    entry = POLICY_LOSSES[name]
+    return None if entry.aggregation is None else entry.aggregation(hyper)
+
+
+def check_aggregation(name: str, hyper: Mapping[str, Value], aggregation: str) -> None:
+    """Raises ValueError where a loss, its hyper-parameters and an aggregation are inconsistent."""
+    needed = required_aggregation(name, hyper)
+    if needed not in (None, aggregation):
+        raise ValueError(
+            f"policy loss {name} can't be aggregated by {aggregation}: "
+            f"{POLICY_LOSSES[name].aggregation_reason}. Choose aggregation={needed}"
+        )
+
+
+def check_weights(name: str, importance: str, cap: float, floor: float) -> None:
+    """Raises ValueError for importance weights that are wrong, or that the loss has already."""
+    check_importance(importance, cap, floor)
+    if POLICY_LOSSES[name].weighs_sampling and importance != "none":
+        raise ValueError(
+            f"policy loss {name} weighs with proximal over rollout policy already: leave "
+            f"importance={importance} out, or use ppo_clip"
+        )

@@ -10,15 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, TypeAlias
 
-import torch
-from torch.nn.functional import logsigmoid
+from agentevo.algorithms.entries import AlgorithmEntry, EntryTable, Hyperparameter, Value
+from agentevo.algorithms.lazy_torch import torch
 
-from agentevo.catalogue import Value, resolve
-from agentevo.catalogue.preference import PREFERENCE_LOSSES
-
-PerPair = tuple[torch.Tensor, dict[str, torch.Tensor]]
+PerPair: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"
 """Losses [P], and the numbers that are reported, [P] each."""
+Pairs = Literal["best_worst", "all", "demonstrations"]
+
+_PAIRS = ("chosen_logp", "rejected_logp")
+_REFERENCE = ("ref_chosen_logp", "ref_rejected_logp")
+WIN_PROBS = ("chosen_win_prob", "rejected_win_prob")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceEntry(AlgorithmEntry):
+    """A preference loss, (**inputs, **hyper) -> PerPair. `needs` begins with log-probs of the
+    policy."""
+
+    optional: tuple[str, ...] = ()
+    """Inputs that it uses where they are given."""
+    pairs: Pairs | None = "best_worst"
+    """The kind of pairs that a group gives by default; None for a loss of single answers."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return any(need.startswith("ref_") for need in self.needs)
+
+
+PREFERENCE_LOSSES = EntryTable("preference loss", PreferenceEntry)
 
 
 def _rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -31,6 +52,28 @@ def _rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Te
     }
 
 
+@PREFERENCE_LOSSES.entry(
+    meaning="the chosen answer should gain more probability over the reference than the rejected "
+    "one",
+    formula="-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h), h = (chosen - ref_chosen) - "
+    "(rejected - ref_rejected)",
+    source="arXiv 2305.18290, eq. 7; label smoothing s: Mitchell, A note on DPO with noisy "
+    "preferences (2023)",
+    hyper=(
+        Hyperparameter(
+            "beta", 0.1, "strength of the pull to the reference", 0.0, low_allowed=False
+        ),
+        Hyperparameter(
+            "label_smoothing",
+            0.0,
+            "probability that a pair is labelled the wrong way round",
+            0.0,
+            0.5,
+        ),
+    ),
+    needs=(*_PAIRS, *_REFERENCE),
+    peers={"TRL": "DPOTrainer loss_type sigmoid"},
+)
 def dpo(
     *,
     chosen_logp: torch.Tensor,
@@ -40,12 +83,13 @@ def dpo(
     beta: float,
     label_smoothing: float,
 ) -> PerPair:
-    """-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h). Rewards: beta (logp - ref_logp).
-    Source: arXiv 2305.18290, eq. 7."""
+    """Rewards: beta (logp - ref_logp)."""
     chosen = beta * (chosen_logp - ref_chosen_logp)
     rejected = beta * (rejected_logp - ref_rejected_logp)
     margin = chosen - rejected
-    losses = -(1.0 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+    losses = -(1.0 - label_smoothing) * torch.nn.functional.logsigmoid(
+        margin
+    ) - label_smoothing * torch.nn.functional.logsigmoid(-margin)
     return losses, _rewards(chosen, rejected)
 
 
@@ -55,10 +99,29 @@ def bradley_terry(
     """-log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2, of the
     rewards [P] that a reward model gives. Sources: arXiv 2203.02155, eq. 1; the margin: arXiv
     2307.09288, eq. 2; the centre: arXiv 2312.09244, section 2.1."""
-    losses = -logsigmoid(chosen - rejected - margin) + center * (chosen + rejected) ** 2
+    losses = (
+        -torch.nn.functional.logsigmoid(chosen - rejected - margin)
+        + center * (chosen + rejected) ** 2
+    )
     return losses, _rewards(chosen, rejected)
 
 
+@PREFERENCE_LOSSES.entry(
+    meaning="the gain over the rejected answer should be 1/(2 beta), not as large as possible",
+    formula="(h - 1/(2 beta))^2, h as in dpo, summed log-probs (not length-normalised)",
+    source="arXiv 2310.12036, eq. 17 (its tau is beta)",
+    hyper=(
+        Hyperparameter(
+            "beta",
+            0.1,
+            "strength of the pull to the reference: 1/(2 beta) is the wanted gain",
+            0.0,
+            low_allowed=False,
+        ),
+    ),
+    needs=(*_PAIRS, *_REFERENCE),
+    peers={"TRL": "DPOTrainer loss_type ipo"},
+)
 def ipo(
     *,
     chosen_logp: torch.Tensor,
@@ -67,13 +130,27 @@ def ipo(
     ref_rejected_logp: torch.Tensor,
     beta: float,
 ) -> PerPair:
-    """(h - 1/(2 beta))^2 with h = the difference of the summed log-ratios: not length-normalised.
-    Source: arXiv 2310.12036, eq. 17."""
     chosen = chosen_logp - ref_chosen_logp
     rejected = rejected_logp - ref_rejected_logp
     return (chosen - rejected - 1.0 / (2.0 * beta)) ** 2, _rewards(beta * chosen, beta * rejected)
 
 
+@PREFERENCE_LOSSES.entry(
+    meaning="single answers, each desirable or undesirable, against a shared baseline",
+    formula="w_d sigmoid(-beta (r - z)) if desirable else w_u sigmoid(beta (r - z)), r = logp - "
+    "ref_logp, z = max(kl_baseline, 0)",
+    source="arXiv 2402.01306, eq. 8",
+    hyper=(
+        Hyperparameter(
+            "beta", 0.1, "strength of the pull to the reference", 0.0, low_allowed=False
+        ),
+        Hyperparameter("desirable_weight", 1.0, "weight of desirable answers", 0.0),
+        Hyperparameter("undesirable_weight", 1.0, "weight of undesirable answers", 0.0),
+    ),
+    needs=("logp", "ref_logp", "desirable", "kl_baseline"),
+    peers={"TRL": "KTOTrainer"},
+    pairs=None,
+)
 def kto(
     *,
     logp: torch.Tensor,
@@ -84,13 +161,9 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> PerPair:
-    """w (1 - sigmoid(+-beta (logp - ref_logp - z))), + and desirable_weight for desirable answers,
-    - and undesirable_weight for others.
-
-    z = max(kl_baseline, 0) is a constant: the paper's estimate of KL(policy || reference), the
-    batch mean of logp - ref_logp on answers that belong to other prompts. The reward's margin is
-    how far an answer is on its right side of z. Source: arXiv 2402.01306, eq. 8.
-    """
+    """z is a constant: the paper's estimate of KL(policy || reference), the batch mean of logp -
+    ref_logp on answers that belong to other prompts. The reward's margin is how far an answer is on
+    its right side of z."""
     reward = beta * (logp - ref_logp)
     sign = torch.where(desirable, torch.ones_like(logp), -1.0)
     margin = sign * (reward - beta * kl_baseline.detach().clamp(min=0.0))
@@ -101,6 +174,19 @@ def kto(
     return weight * torch.sigmoid(-margin), metrics
 
 
+@PREFERENCE_LOSSES.entry(
+    meaning="supervised loss on the chosen answer and a penalty on the odds of the rejected one; "
+    "no reference",
+    formula="-chosen/n_c - coef log sigmoid(log odds_c - log odds_r), odds = P/(1 - P), P = "
+    "exp(logp / length)",
+    source="arXiv 2403.07691, eq. 6 and 7",
+    hyper=(Hyperparameter("coef", 0.1, "weight of the odds-ratio term (lambda)", 0.0),),
+    needs=(*_PAIRS, "chosen_lengths", "rejected_lengths"),
+    peers={
+        "TRL": "ORPOTrainer, its coef is called beta and its supervised loss is a mean "
+        "over the batch's tokens"
+    },
+)
 def orpo(
     *,
     chosen_logp: torch.Tensor,
@@ -109,17 +195,13 @@ def orpo(
     rejected_lengths: torch.Tensor,
     coef: float,
 ) -> PerPair:
-    """-chosen/n_c - coef log sigmoid(log odds_c - log odds_r), odds = P/(1 - P) with P = exp(logp /
-    length).
-
-    A mean log-prob above -1e-6 counts as -1e-6 in the odds (without gradient there), so that they
-    stay finite. The reward is the log odds. Source: arXiv 2403.07691, eq. 6 and 7.
-    """
+    """A mean log-prob above -1e-6 counts as -1e-6 in the odds (without gradient there), so that
+    they stay finite. The reward is the log odds."""
     chosen = chosen_logp / chosen_lengths
     rejected = rejected_logp / rejected_lengths
     chosen_odds = _log_odds(chosen)
     rejected_odds = _log_odds(rejected)
-    return -chosen - coef * logsigmoid(chosen_odds - rejected_odds), _rewards(
+    return -chosen - coef * torch.nn.functional.logsigmoid(chosen_odds - rejected_odds), _rewards(
         chosen_odds, rejected_odds
     )
 
@@ -129,6 +211,18 @@ def _log_odds(logp: torch.Tensor) -> torch.Tensor:
     return logp - torch.log(-torch.expm1(logp))
 
 
+@PREFERENCE_LOSSES.entry(
+    meaning="self-play: DPO of the data's answers (chosen) against the opponent's own samples "
+    "(rejected), with it as reference",
+    formula="-log sigmoid(beta h), h as in dpo with the opponent's log-probs as reference",
+    source="arXiv 2401.01335, eq. 4.7 (its lambda is beta) with the logistic loss",
+    hyper=(
+        Hyperparameter("beta", 0.1, "strength of the pull to the opponent", 0.0, low_allowed=False),
+    ),
+    needs=(*_PAIRS, *_REFERENCE),
+    peers={"verl": "recipe/spin: online DPO, chosen = the better of two samples"},
+    pairs="demonstrations",
+)
 def spin(
     *,
     chosen_logp: torch.Tensor,
@@ -137,8 +231,6 @@ def spin(
     ref_rejected_logp: torch.Tensor,
     beta: float,
 ) -> PerPair:
-    """`dpo` with the data's answers as chosen, the opponent's samples as rejected, the opponent as
-    reference: arXiv 2401.01335, eq. 4.7."""
     return dpo(
         chosen_logp=chosen_logp,
         rejected_logp=rejected_logp,
@@ -149,6 +241,30 @@ def spin(
     )
 
 
+@PREFERENCE_LOSSES.entry(
+    meaning="self-play: each answer's log-ratio should be its chance of winning less 1/2, over "
+    "beta",
+    formula="(a - (p_c - 1/2)/beta)^2 + (b - (p_r - 1/2)/beta)^2, a = chosen - ref_chosen, b = "
+    "rejected - ref_rejected, p = chance to beat the opponent (p_c = chosen_win_prob, else 1; p_r "
+    "= rejected_win_prob, else 1 - p_c)",
+    source="arXiv 2405.00675, its squared loss on the best and the worst of K samples (its eta is "
+    "1/beta)",
+    hyper=(
+        Hyperparameter(
+            "beta",
+            0.001,
+            "strength of the pull to the opponent; the paper's eta = 1000",
+            0.0,
+            low_allowed=False,
+        ),
+    ),
+    needs=(*_PAIRS, *_REFERENCE),
+    peers={
+        "TRL": "DPOTrainer loss_type sppo_hard (p = 1)",
+        "verl": "recipe/sppo: one sample at a time, rewards less their soft mean for p - 1/2",
+    },
+    optional=WIN_PROBS,
+)
 def sppo(
     *,
     chosen_logp: torch.Tensor,
@@ -159,9 +275,6 @@ def sppo(
     rejected_win_prob: torch.Tensor | None = None,
     beta: float,
 ) -> PerPair:
-    """(a - (p_c - 1/2)/beta)^2 + (b - (p_r - 1/2)/beta)^2 with a, b the log-ratios of chosen and
-    rejected and p the chance that each beats the opponent; p_c is 1 and p_r is 1 - p_c if not
-    given. Source: arXiv 2405.00675 with eta = 1/beta."""
     chosen = chosen_logp - ref_chosen_logp
     rejected = rejected_logp - ref_rejected_logp
     winning = torch.ones_like(chosen_logp) if chosen_win_prob is None else chosen_win_prob.detach()
@@ -170,22 +283,26 @@ def sppo(
     return losses, _rewards(beta * chosen, beta * rejected)
 
 
+@PREFERENCE_LOSSES.entry(
+    meaning="rejection-sampling fine-tuning: supervised loss on answers that were good; no "
+    "rejected ones, no reference",
+    formula="-chosen/n_c",
+    source="arXiv 2308.01825 (RFT), 2304.06767 (RAFT), 2203.14465 (STaR): sample, keep the good, "
+    "imitate them",
+    needs=("chosen_logp", "chosen_lengths"),
+    peers={
+        "TRL": "SFTTrainer on the chosen answers, whose mean is over the batch's tokens "
+        "and not over answers"
+    },
+    pairs=None,
+)
 def rft(*, chosen_logp: torch.Tensor, chosen_lengths: torch.Tensor) -> PerPair:
-    """-chosen/n_c: the mean negative log-prob per token of each answer. Source: arXiv 2308.01825,
-    2304.06767, 2203.14465."""
     return -chosen_logp / chosen_lengths, {}
 
 
-LOSSES: dict[str, Callable[..., PerPair]] = {
-    "dpo": dpo,
-    "ipo": ipo,
-    "kto": kto,
-    "orpo": orpo,
-    "spin": spin,
-    "sppo": sppo,
-    "rft": rft,
-}
-WIN_PROBS = ("chosen_win_prob", "rejected_win_prob")
+SINGLE_ANSWER_LOSSES = frozenset(
+    name for name, entry in PREFERENCE_LOSSES.items() if entry.pairs is None
+)
 
 
 @dataclass(frozen=True)
@@ -196,6 +313,7 @@ class PreferenceLoss:
     formula: Callable[..., PerPair]
     needs: tuple[str, ...]
     """Names of the inputs that the loss needs."""
+    optional: tuple[str, ...]
 
     def __call__(
         self, **inputs: torch.Tensor | float
@@ -223,11 +341,10 @@ class PreferenceLoss:
                 "one summed log-prob per answer"
             )
 
-        optional = WIN_PROBS if self.name == "sppo" else ()
         used = {
             name: _like(name, value, policy)
             for name, value in inputs.items()
-            if name in self.needs or name in optional
+            if name in self.needs or name in self.optional
         }
         losses, reported = self.formula(**used)
         count = max(len(losses), 1)
@@ -237,10 +354,11 @@ class PreferenceLoss:
 
 
 def bind_preference_loss(name: str, hyper: Mapping[str, Value]) -> PreferenceLoss:
-    """The preference loss of that name; hyper-parameters that are not given are the catalogue's.
-    Raises ValueError for an unknown name and for wrong hyper-parameters."""
-    settings = resolve("preference loss", PREFERENCE_LOSSES, name, hyper)
-    return PreferenceLoss(name, partial(LOSSES[name], **settings), PREFERENCE_LOSSES[name].needs)
+    """The preference loss of that name; hyper-parameters that are not given are its entry's. Raises
+    ValueError for an unknown name and for wrong hyper-parameters."""
+    settings = PREFERENCE_LOSSES.resolve(name, hyper)
+    entry = PREFERENCE_LOSSES[name]
+    return PreferenceLoss(name, partial(entry.function, **settings), entry.needs, entry.optional)
 
 
 def _like(name: str, value: torch.Tensor | float, policy: torch.Tensor) -> torch.Tensor:

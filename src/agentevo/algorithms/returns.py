@@ -6,7 +6,8 @@ separately. Observation tokens are skipped: the successor of a trained token is 
 token. After the end of a stream reward and value are 0.
 
 Each takes the validated inputs and their stream and returns advantages and returns, both [M]
-float64 in the order of the stream.
+float64 in the order of the stream. In the formulas t is an index over trained tokens, k one over
+turns; the other symbols are those of group_relative.py.
 """
 
 from __future__ import annotations
@@ -15,14 +16,40 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
-from agentevo.algorithms.group_relative import BOUND, Members, divide, rloo
+from agentevo.algorithms.entries import EntryTable, Hyperparameter
+from agentevo.algorithms.group_relative import (
+    BOUND,
+    EPSILON,
+    SCALE_BY_STD,
+    WHITEN,
+    AdvantageEntry,
+    Members,
+    divide,
+    rloo,
+)
 from agentevo.algorithms.group_relative import whiten as whitened
+from agentevo.algorithms.lazy_torch import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from agentevo.algorithms.advantage_inputs import Inputs
+
+_GAMMA = Hyperparameter("gamma", 1.0, "discount per trained token", low=0.0, high=1.0)
+_TURN_GAMMA = Hyperparameter("gamma", 1.0, "discount per turn", low=0.0, high=1.0)
+_LAM = Hyperparameter(
+    "lam", 1.0, "lambda of GAE: 0 trusts the critic, 1 the rewards", low=0.0, high=1.0
+)
+_TURN_BASELINE = Hyperparameter(
+    "turn_baseline",
+    "all",
+    "what a turn is compared with: `all` turns of the group; `place`, those at the same place of "
+    "their attempts (along the tree: at the same depth); `none`",
+    choices=("all", "place", "none"),
+)
+
+RECURSIONS = EntryTable("advantage", AdvantageEntry)
+"""Estimators by recursion, (inputs, stream, **hyper) -> advantages [M], returns [M]."""
 
 
 @dataclass(frozen=True)
@@ -166,49 +193,70 @@ def estimate(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam
     )
 
 
+@RECURSIONS.entry(
+    meaning="return-to-go of each token, whitened over the batch (REINFORCE++)",
+    formula="G_t = r_t + gamma G_{t+1}; A = whiten(G); returns G",
+    source="REINFORCE++, arXiv 2501.03262",
+    hyper=(_GAMMA,),
+    peers={"verl": "reinforce_plus_plus; up to 0.8 it lost the return at observation tokens"},
+)
 def reinforce_pp(inputs: Inputs, stream: TurnStream, *, gamma: float) -> tuple[Tensor, Tensor]:
-    """G_t = r_t + gamma G_{t+1}; A = G whitened over all trained tokens of the batch; returns G.
-
-    Source: REINFORCE++, arXiv 2501.03262.
-    """
     returns = discount_sums(stream.at(inputs.rewards), stream.lengths, gamma)
     return whitened(returns), returns
 
 
+@RECURSIONS.entry(
+    meaning="return-to-go of each token against the score of a greedy attempt at the same task",
+    formula="A_t = G_t - b, G_t = r_t + gamma G_{t+1}; returns G",
+    source="ReMax, arXiv 2310.10505",
+    hyper=(_GAMMA,),
+    needs=("baseline_rewards",),
+    peers={"verl": "remax"},
+)
 def remax(inputs: Inputs, stream: TurnStream, *, gamma: float) -> tuple[Tensor, Tensor]:
-    """G_t = r_t + gamma G_{t+1}; A_t = G_t - b with b = `baseline_rewards` of the token's row;
-    returns G.
-
-    Source: ReMax, arXiv 2310.10505.
-    """
+    """b is `baseline_rewards` of the token's row."""
     assert inputs.baseline_rewards is not None  # `Advantage` checks its `needs`
     returns = discount_sums(stream.at(inputs.rewards), stream.lengths, gamma)
     return returns - inputs.baseline_rewards[stream.row], returns
 
 
+@RECURSIONS.entry(
+    meaning="generalised advantage estimation with a critic, over trained tokens",
+    formula="delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns A + "
+    "V; then A = whiten(A)",
+    source="GAE, arXiv 1506.02438, eq. 16",
+    hyper=(_GAMMA, _LAM, WHITEN),
+    needs=("values",),
+    peers={"verl": "gae (always whitened)"},
+)
 def gae(
     inputs: Inputs, stream: TurnStream, *, gamma: float, lam: float, whiten: bool
 ) -> tuple[Tensor, Tensor]:
-    """delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns A + V, before
-    A is whitened.
-
-    Source: GAE, arXiv 1506.02438, eq. 16.
-    """
+    """The returns are those before whitening."""
     assert inputs.values is not None  # `Advantage` checks its `needs`
     values = stream.at(inputs.values)
     advantages = estimate(stream.at(inputs.rewards), values, stream.lengths, gamma, lam)
     return whitened(advantages) if whiten else advantages, advantages + values
 
 
+@RECURSIONS.entry(
+    meaning="GAE with a turn as one step: all tokens of a turn get the turn's advantage",
+    formula="r_k = sum of the turn's rewards, V_k = value at its first token; delta_k = r_k + "
+    "gamma V_{k+1} - V_k; A_k = delta_k + gamma lam A_{k+1}; returns A_k + V_k; then A = whiten(A)",
+    source="GAE, arXiv 1506.02438, eq. 16, on the turns' decision process of StarPO, arXiv "
+    "2504.20073",
+    hyper=(
+        _TURN_GAMMA,
+        _LAM,
+        WHITEN,
+    ),
+    needs=("values", "turn_ids"),
+)
 def turn_gae(
     inputs: Inputs, stream: TurnStream, *, gamma: float, lam: float, whiten: bool
 ) -> tuple[Tensor, Tensor]:
-    """GAE with turns as steps: r_k = sum of the turn's rewards, V_k = value at its first trained
-    token; A_k goes to all its tokens.
-
-    Returns A_k + V_k at all tokens of the turn, before whitening, which is over tokens. Source:
-    GAE, arXiv 1506.02438, eq. 16.
-    """
+    """The returns are A_k + V_k at all tokens of the turn, before whitening, which is over
+    tokens."""
     assert inputs.values is not None  # `Advantage` checks its `needs`
     values = stream.at(inputs.values)[stream.turn.cumsum(0) - stream.turn]
     advantages = estimate(turn_rewards(inputs, stream), values, stream.num_turns, gamma, lam)
@@ -217,6 +265,25 @@ def turn_gae(
     return whitened(advantages) if whiten else advantages, returns
 
 
+@RECURSIONS.entry(
+    meaning="GAE over turns, then over the tokens of each turn towards the turn's return",
+    formula="turns: delta_k = r_k + turn_gamma V_{e(k+1)} - V_{e(k)}, A_k = delta_k + turn_gamma "
+    "turn_lam A_{k+1}, e(k) its end; tokens: GAE(gamma, lam) in each turn with reward A_k + "
+    "V_{e(k)} at e(k); returns A + V; then A = whiten(A)",
+    source="RAGEN, ragen/trainer/core_algos.py (May 2025)",
+    hyper=(
+        _GAMMA,
+        _LAM,
+        Hyperparameter("turn_gamma", 0.95, "discount per turn", low=0.0, high=1.0),
+        Hyperparameter("turn_lam", 1.0, "lambda of the GAE over turns", low=0.0, high=1.0),
+        WHITEN,
+    ),
+    needs=("values", "turn_ids"),
+    peers={
+        "RAGEN": "algorithm.bi_level_gae, high_level_gamma; one lam for both levels; "
+        "skips turns whose reward is 0"
+    },
+)
 def bi_level_gae(
     inputs: Inputs,
     stream: TurnStream,
@@ -254,6 +321,21 @@ def bi_level_gae(
     return whitened(advantages) if whiten else advantages, advantages + values
 
 
+@RECURSIONS.entry(
+    meaning="return-to-go of each turn against all turns of the group",
+    formula="R_k = r_k + gamma R_{k+1}; A_k = (R_k - mean) / (std + epsilon), mean and std over "
+    "the turns of the group, or over its k-th turns; returns R",
+    source="step rewards of GRPO with process supervision, DeepSeekMath, arXiv 2402.03300, "
+    "section 4.1.3, with a discount per turn",
+    hyper=(
+        _TURN_GAMMA,
+        SCALE_BY_STD,
+        EPSILON,
+        _TURN_BASELINE,
+    ),
+    needs=("turn_ids",),
+    within_group=True,
+)
 def turn_returns(
     inputs: Inputs,
     stream: TurnStream,
@@ -263,18 +345,27 @@ def turn_returns(
     epsilon: float,
     turn_baseline: str,
 ) -> tuple[Tensor, Tensor]:
-    """R_k = r_k + gamma R_{k+1} over the turns of a trajectory, against other turns of the group
-    (`against_group`); A_k at all tokens of turn k. Returns R.
-
-    Source: process supervision in DeepSeekMath, arXiv 2402.03300, section 4.1.3, with a discount
-    per turn.
-    """
+    """`against_group` compares the turns; all tokens of a turn get its advantage."""
     returns = discount_sums(turn_rewards(inputs, stream), stream.num_turns, gamma)
     how = GroupComparison(scale_by_std, epsilon, turn_baseline)
     advantages = against_group(inputs, stream, returns, turn_places(stream), how)
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
+@RECURSIONS.entry(
+    meaning="return-to-go of each turn along the tree of turns, against all turns of the group",
+    formula="R_k = r_k + gamma sum of R over the turns that continue k; A_k = (R_k - mean) / (std "
+    "+ epsilon), mean and std over the turns of the group, or over those as deep as k; returns R",
+    source="as turn_returns, on trajectories that branch",
+    hyper=(
+        _TURN_GAMMA,
+        SCALE_BY_STD,
+        EPSILON,
+        _TURN_BASELINE,
+    ),
+    needs=("turn_ids", "turn_parents"),
+    within_group=True,
+)
 def tree_returns(
     inputs: Inputs,
     stream: TurnStream,
@@ -284,13 +375,12 @@ def tree_returns(
     epsilon: float,
     turn_baseline: str,
 ) -> tuple[Tensor, Tensor]:
-    """R_k = r_k + gamma sum of R over the turns that continue k, against other turns of the group
-    (`against_group`), where the place of a turn is its depth in the tree: a turn is credited with
-    what its own branch earned, not with what a sibling branch earned later.
+    """`against_group` compares the turns, where the place of a turn is its depth in the tree: a
+    turn is credited with what its own branch earned, not with what a sibling branch earned later.
 
     `turn_parents` names the turn that each one continues; one whose parent is no earlier trained
     turn of the trajectory continues the turn before it. Without branches this is `turn_returns`. A
-    group of one trajectory gives 0. Returns R.
+    group of one trajectory gives 0.
     """
     parent = _tree_parents(inputs, stream)
     returns = _discounted_along_tree(turn_rewards(inputs, stream), parent, gamma)
@@ -299,11 +389,18 @@ def tree_returns(
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
+@RECURSIONS.entry(
+    meaning="the credit that your own function gives each turn (algorithm.credit)",
+    formula="R_k = credit(group)_k; A_k = (R_k - mean) / (std + epsilon), mean and std over the "
+    "turns of the group, or over its k-th turns; turn_baseline=none: A_k = R_k; returns R",
+    source="your function; docs/rewards.md",
+    hyper=(SCALE_BY_STD, EPSILON, _TURN_BASELINE),
+    needs=("turn_ids", "turn_credit"),
+)
 def credit(
     inputs: Inputs, stream: TurnStream, *, scale_by_std: bool, epsilon: float, turn_baseline: str
 ) -> tuple[Tensor, Tensor]:
-    """R_k = the reward that the user's function gives turn k, against other turns of the group
-    (`against_group`). Returns R."""
+    """`against_group` compares the turns."""
     assert inputs.turn_credit is not None  # `Advantage` checks its `needs`
     returns = stream.at(inputs.turn_credit)[stream.turn.cumsum(0) - stream.turn]
     how = GroupComparison(scale_by_std, epsilon, turn_baseline)
@@ -396,17 +493,29 @@ def _tree_parents(inputs: Inputs, stream: TurnStream) -> list[int]:
     return parent_of_turn
 
 
+@RECURSIONS.entry(
+    meaning="return-to-go against the baseline of least variance for its group and time (optimal "
+    "token baseline)",
+    formula="w_t = 1 - 2 pi_t + sum_v pi_v^2; W_t = w_1 + ... + w_t; B_t = sum_i G_t W_t / sum_i "
+    "W_t over the group's rows that reach t; A_t = G_t - B_t; returns G",
+    source="The optimal token baseline, arXiv 2602.07078; verl/trainer/ppo/core_algos.py (TIR "
+    "form)",
+    hyper=(
+        Hyperparameter(
+            "handle_zero_tail",
+            True,
+            "no baseline where only one trajectory of the group is left; it would be its "
+            "own return",
+        ),
+    ),
+    needs=("logp", "sum_pi_squared"),
+    within_group=True,
+    peers={"verl": "tir_optimal_token_baseline; optimal_token_baseline where masks have no holes"},
+)
 def otb(inputs: Inputs, stream: TurnStream, *, handle_zero_tail: bool) -> tuple[Tensor, Tensor]:
-    """A_t = G_t - B_t, B_t = sum_i G_it W_it / sum_i W_it over the streams i of the group that are
-    longer than t; returns G.
-
-    G_t = r_t + r_{t+1} + ...; W_t = w_1 + ... + w_t with w = 1 - 2 pi + sum_v pi_v^2, pi =
-    exp(logp) (logp and w are bounded to what probabilities allow: logp <= 0, 0 <= sum_pi_squared <=
-    1, w >= 0). Where all W are 0, B_t is the plain mean. `handle_zero_tail`: B_t = 0 where only one
-    stream is left, which would otherwise be its own baseline. A group of one trajectory gives 0.
-    Source: verl/trainer/ppo/core_algos.py, tir_optimal_token_baseline (which adds 1e-8 to the sum
-    of W, so that B_t = 0 where all W are 0).
-    """
+    """G_t = r_t + r_{t+1} + ..., pi = exp(logp); logp and w are bounded to what probabilities allow
+    (logp <= 0, 0 <= sum_pi_squared <= 1, w >= 0). Where all W are 0, B_t is the plain mean (verl
+    adds 1e-8 to the sum of W, so its B_t is 0). A group of one trajectory gives 0."""
     assert (
         inputs.logp is not None and inputs.sum_pi_squared is not None
     )  # `Advantage` checks its `needs`
@@ -442,18 +551,33 @@ def otb(inputs: Inputs, stream: TurnStream, *, handle_zero_tail: bool) -> tuple[
     return torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0), returns
 
 
+@RECURSIONS.entry(
+    meaning="outcomes and process rewards, each against the mean of the others of its group "
+    "(PRIME)",
+    formula="A_t = s_i - mean_{j != i} s_j + process_coef sum_{u >= t} gamma^(u - t) (p_u - "
+    "mean_{j != i} m_j), p process rewards, m_j their mean over trajectory j; then A = whiten(A)",
+    source="PRIME, arXiv 2502.01456, section 3.2; its code whitens",
+    hyper=(
+        _GAMMA,
+        Hyperparameter(
+            "process_coef",
+            1.0,
+            "weight of the process rewards; the outcome has weight 1",
+            low=0.0,
+        ),
+        WHITEN,
+    ),
+    needs=("process_rewards",),
+    within_group=True,
+    peers={
+        "verl": "recipe/prime: reward_dpo_coef 5, reward_gt_coef 5 (1 : 1); process "
+        "rewards scaled by their largest sum"
+    },
+)
 def prime(
     inputs: Inputs, stream: TurnStream, *, gamma: float, process_coef: float, whiten: bool
 ) -> tuple[Tensor, Tensor]:
-    """Advantages from rewards of single steps that a process reward model gives in addition to the
-    outcome: leave-one-out on outcomes plus the discounted sum of process rewards over the others'
-    mean process reward.
-
-    With p_t the process rewards, m_j their mean over trajectory j, n trajectories in the group, s
-    the scores: A_t = s_i - mean_{j != i} s_j + process_coef sum_{u >= t} gamma^(u - t) (p_u -
-    mean_{j != i} m_j), 0 in a group of one. Returns A before it is whitened over the batch's
-    trained tokens. Source: PRIME, arXiv 2502.01456, eq. 6; its code whitens.
-    """
+    """A is 0 in a group of one. Returns A before it is whitened over the batch's trained tokens."""
     assert inputs.process_rewards is not None  # `Advantage` checks its `needs`
 
     rewards = stream.at(inputs.process_rewards)

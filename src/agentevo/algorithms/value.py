@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from agentevo.algorithms.equality import EQUAL
+from agentevo.algorithms.lazy_torch import torch
 
 
 def value_loss(

@@ -155,7 +155,7 @@ def explain(
 ) -> None:
     """Explain a key: type, range, default, unit. `algorithm.NAME` explains a preset, advantage,
     policy loss, KL estimate or aggregation."""
-    from agentevo.catalogue.describe import describe
+    from agentevo.algorithms.describe import describe
     from agentevo.config.imports import import_for
     from agentevo.config.sweep import recipe_keys
     from agentevo.config.tool_keys import PLACE, explain_tools

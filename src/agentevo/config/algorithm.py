@@ -8,21 +8,25 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 import pydantic
 from pydantic import Field, model_validator
 
-from agentevo.catalogue import FUNCTION
-from agentevo.catalogue.advantages import ADVANTAGES
-from agentevo.catalogue.aggregations import AGGREGATIONS
-from agentevo.catalogue.kl import KL
-from agentevo.catalogue.policy_losses import IMPORTANCE, POLICY_LOSSES, check_importance
-from agentevo.catalogue.preference import PREFERENCE_LOSSES
-from agentevo.catalogue.preference_presets import (
+from agentevo.algorithms.aggregation import AGGREGATIONS
+from agentevo.algorithms.divergence import KL
+from agentevo.algorithms.entries import FUNCTION
+from agentevo.algorithms.estimators import ADVANTAGES
+from agentevo.algorithms.importance import IMPORTANCE
+from agentevo.algorithms.losses import POLICY_LOSSES, check_weights
+from agentevo.algorithms.preference import PREFERENCE_LOSSES
+from agentevo.algorithms.presets import (
     PREFERENCE_PRESETS,
+    PRESETS,
+    Algorithm,
     PreferenceAlgorithm,
+    hyper_parameters,
     resolve_preference,
+    resolve_preset,
 )
-from agentevo.catalogue.presets import PRESETS, Algorithm, hyper_parameters, resolve_preset
 from agentevo.config.collect import CollectKeys
-from agentevo.config.preference import check_preference_keys
 from agentevo.config.section import Section
+from agentevo.config.unused_keys import check_used_keys, named_parts
 
 if TYPE_CHECKING:
     PresetName: TypeAlias = str
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     ImportanceName: TypeAlias = str
     PreferenceLossName: TypeAlias = str
 else:
-    PresetName = Literal[(*PRESETS, *PREFERENCE_PRESETS)]
+    PresetName = Literal[tuple(PRESETS)]
     AdvantageName = Literal[tuple(ADVANTAGES)]
     PolicyLossName = Literal[tuple(POLICY_LOSSES)]
     AggregationName = Literal[tuple(AGGREGATIONS)]
@@ -147,15 +151,14 @@ class AlgorithmKeys(Section):
     def _of_the_preset(cls, value: Any) -> Any:
         """Adds the preset's keys that the section does not set."""
         name = str(value.get("name", "grpo")) if isinstance(value, dict) else ""
-        preset = PRESETS.get(name) or PREFERENCE_PRESETS.get(name)
+        preset = PRESETS.get(name)
         return {**preset.keys, **value} if preset is not None else value
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> Self:
-        preference = self.preference()
-        check_preference_keys(self, preference)
-        if preference is None:
-            check_importance(
+        check_used_keys(self)
+        if self.preference() is None:
+            check_weights(
                 self.resolve().policy_loss,
                 self.importance,
                 self.importance_cap,
@@ -167,27 +170,14 @@ class AlgorithmKeys(Section):
     def resolve(self) -> Algorithm:
         """Every entry by name, with all its hyper-parameters. Must not be called for a preference
         algorithm."""
-        return resolve_preset(
-            self.name,
-            self._hyper(),
-            advantage=self._advantage_name(),
-            policy_loss=self.policy_loss if self.loss_function is None else FUNCTION,
-            aggregation=self.aggregation,
-        )
-
-    def _advantage_name(self) -> str | None:
-        if self.credit is not None:
-            return "credit"
-        return self.advantage if self.advantage_function is None else FUNCTION
+        return resolve_preset(self.name, self._hyper(), named_parts(dict(self)))
 
     def preference(self) -> PreferenceAlgorithm | None:
         """The preference loss and its pairs; None for an algorithm with advantages and a policy
         loss."""
         if self.name not in PREFERENCE_PRESETS:
             return None
-        return resolve_preference(
-            self.name, self._hyper(), preference_loss=self.preference_loss, pairs=self.pairs
-        )
+        return resolve_preference(self.name, self._hyper(), named_parts(dict(self)), self.pairs)
 
     @property
     def credit_rule(self) -> str:
@@ -213,7 +203,7 @@ class AlgorithmKeys(Section):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The inputs that the advantage needs (`CatalogueEntry.needs`); empty for a preference
+        """The inputs that the advantage needs (`AlgorithmEntry.needs`); empty for a preference
         algorithm."""
         return ADVANTAGES[self.resolve().advantage].needs if self.preference() is None else ()
 
@@ -284,10 +274,10 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
             f"choose kl={section.kl[:-1]} or kl_in=loss"
         )
 
-    if section.kl_in == "reward" and section.resolve().advantage == "gdpo":
+    if section.kl_in == "reward" and "reward_parts" in section.needs:
         problems.append(
-            "algorithm.advantage=gdpo compares the reward's named parts, and a KL is not one of "
-            "them: choose kl_in=loss"
+            f"algorithm.advantage={section.resolve().advantage} compares the reward's named parts, "
+            "and a KL is not one of them: choose kl_in=loss"
         )
 
     hyper = section._hyper()

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentevo.catalogue.advantages import ADVANTAGES
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.estimators import ADVANTAGES
+from agentevo.algorithms.presets import POLICY_PRESETS
 from agentevo.config.algorithm import algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
 from agentevo.config.memory import memory_contradictions
@@ -144,7 +144,9 @@ def divides_by_mean_reward(algorithm: object) -> bool:
 def _users(need: str) -> str:
     """The presets whose advantage needs this input."""
     return " or ".join(
-        name for name, preset in PRESETS.items() if need in ADVANTAGES[preset.advantage].needs
+        name
+        for name, preset in POLICY_PRESETS.items()
+        if need in ADVANTAGES[preset.parts["advantage"]].needs
     )
 
 

@@ -11,14 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from agentevo.catalogue import FUNCTION
-from agentevo.catalogue.advantages import ADVANTAGES
-from agentevo.catalogue.aggregations import AGGREGATIONS
-from agentevo.catalogue.policy_losses import POLICY_LOSSES
-from agentevo.catalogue.preference import PREFERENCE_LOSSES
-from agentevo.catalogue.preference_presets import ALONE, DEFAULT_PAIRS, PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS, hyper_parameters
-from agentevo.config.preference import OF_PREFERENCE, OF_REFERENCE, OF_RL
+from agentevo.algorithms.presets import PRESETS
+from agentevo.config.unused_keys import entries_of, unused_keys
 
 SECTIONS = {"critic": "values", "process_reward": "process_rewards"}
 """Section -> the need of an advantage that uses the section."""
@@ -38,14 +32,18 @@ def drop_idle_keys(
 
     name = section.get("name", "grpo")
     old = (was or {}).get("name", "grpo")
-    if name == old or not isinstance(name, str) or name not in (*PRESETS, *PREFERENCE_PRESETS):
+    if name == old or not isinstance(name, str) or name not in PRESETS:
         return []
 
-    parts = _parts(name, section)
-    if parts is None:
+    try:
+        idle = {*unused_keys(section)}
+        entries = entries_of(section)
+    except (ValueError, TypeError):
         return []
 
-    idle, needs = parts
+    if _leaves_out_equal_groups(name, section):
+        idle.add("drop_zero_variance")
+    needs = entries["advantage"].needs if "advantage" in entries else ()
     dropped = [
         f"algorithm.{key}"
         for key in section
@@ -70,56 +68,10 @@ def _is_changed(key: str, changed: Collection[str]) -> bool:
     )
 
 
-def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, ...]] | None:
-    """(unused keys of the algorithm section, needs of the advantage); None if the section names
-    something unknown."""
-    if name in PREFERENCE_PRESETS:
-        loss = PREFERENCE_LOSSES.get(
-            section.get("preference_loss") or PREFERENCE_PRESETS[name].preference_loss
-        )
-        if loss is None:
-            return None
-
-        used = {hyper.name for hyper in loss.hyper}
-        idle = {*OF_RL, *(set(hyper_parameters()) - used)}
-        if not any(need.startswith("ref_") for need in loss.needs):
-            idle |= {*OF_REFERENCE}
-
-        if loss.name in ALONE:
-            idle |= {"pairs", "pair_margin", *(["pairs_per_group"] if loss.name == "kto" else [])}
-        elif (section.get("pairs") or DEFAULT_PAIRS.get(loss.name)) == "demonstrations":
-            idle |= {"pair_margin"}
-
-        return idle - {*PREFERENCE_PRESETS[name].keys}, ()
-
-    preset = PRESETS[name]
-    entries = [
-        ADVANTAGES.get(
-            FUNCTION
-            if section.get("advantage_function")
-            else section.get("advantage") or preset.advantage
-        ),
-        POLICY_LOSSES.get(
-            FUNCTION
-            if section.get("loss_function")
-            else section.get("policy_loss") or preset.policy_loss
-        ),
-        AGGREGATIONS.get(section.get("aggregation") or preset.aggregation),
-    ]
-    used = set()
-    for entry in entries:
-        if entry is None:
-            return None
-        used |= {hyper.name for hyper in entry.hyper}
-
-    assert entries[0] is not None
-    idle = {*OF_PREFERENCE, *(set(hyper_parameters()) - used)}
-    rounds = section.get("dynamic_sampling", preset.keys.get("dynamic_sampling", 0))
-    if (
-        rounds and section.get("drop_zero_variance") is False
-    ):  # dynamic sampling leaves out groups that this would keep
-        idle.add("drop_zero_variance")
-    return idle, entries[0].needs
+def _leaves_out_equal_groups(name: str, section: Mapping[str, Any]) -> bool:
+    """Whether dynamic sampling leaves out the groups that drop_zero_variance=false would keep."""
+    rounds = section.get("dynamic_sampling", PRESETS[name].keys.get("dynamic_sampling"))
+    return bool(rounds) and section.get("drop_zero_variance") is False
 
 
 def changed_keys(overrides: Collection[tuple[str, Any]]) -> set[str]:

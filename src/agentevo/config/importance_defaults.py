@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.losses import POLICY_LOSSES
+from agentevo.algorithms.presets import POLICY_PRESETS
 
 OWN = "torch"
 """The engine that computes with the trainer's kernels."""
-WEIGHS = "decoupled_ppo"
 DEFAULTS = {"importance": "token_tis", "old_logprobs": "recomputed"}
 
 
@@ -37,13 +36,13 @@ def with_importance(tree: Any) -> Any:
         return tree
 
     name = section.get("name", "grpo")
-    if not isinstance(name, str) or name in PREFERENCE_PRESETS or name not in PRESETS:
+    if not isinstance(name, str) or name not in POLICY_PRESETS:
         return tree
 
-    preset = PRESETS[name]
+    preset = POLICY_PRESETS[name]
     algorithm = {**preset.keys, **section}
-    loss = algorithm.get("policy_loss") or preset.policy_loss
-    if loss == WEIGHS or algorithm.get("train_observations"):
+    loss = POLICY_LOSSES.get(algorithm.get("policy_loss") or preset.parts["policy_loss"])
+    if loss is None or loss.weighs_sampling or algorithm.get("train_observations"):
         return tree
 
     if not DEFAULTS.keys() & algorithm.keys():

@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import sources
 from agentevo.config.algorithm import AlgorithmSection
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
@@ -39,7 +38,7 @@ def kept_keys(
         return []
 
     was, name = (str(section.get("name", AlgorithmSection().name)) for section in (before, now))
-    if name == was or name not in (*PRESETS, *PREFERENCE_PRESETS):
+    if name == was or name not in PRESETS:
         return []
 
     changed = changed_keys(

@@ -24,8 +24,7 @@ import pydantic
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 from pydantic_core import ErrorDetails
 
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
-from agentevo.catalogue.presets import PRESETS
+from agentevo.algorithms.presets import PRESETS
 from agentevo.config import sources
 from agentevo.config.agents import (
     AgentSection,
@@ -398,7 +397,7 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     time."""
     defaults = RunConfig().model_dump(mode="json")
     name = (tree.get("algorithm") or {}).get("name")
-    if name in PRESETS or name in PREFERENCE_PRESETS:
+    if name in PRESETS:
         defaults["algorithm"] = AlgorithmSection(name=name).model_dump(mode="json")
 
     for section, models in section_variants().items():

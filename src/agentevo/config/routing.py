@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentevo.catalogue.policy_losses import POLICY_LOSSES
+from agentevo.algorithms.losses import POLICY_LOSSES
 from agentevo.config.importance_defaults import OWN
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agentevo.agents.environment_agent import demonstrate
-from agentevo.catalogue.preference_presets import PreferenceAlgorithm
+from agentevo.algorithms.presets import PreferenceAlgorithm
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.models.positions import context_length, row_limit

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from agentevo.algorithms.advantage_inputs import AdvantageTables, Inputs
+from agentevo.algorithms.entries import FUNCTION
 from agentevo.algorithms.estimators import bind_advantage
 from agentevo.algorithms.loss_inputs import LossInputs, LossTables, Terms
-from agentevo.catalogue import FUNCTION
 from agentevo.config import AlgorithmSection
 from agentevo.config.algorithm_functions import ADVANTAGES, POLICY_LOSSES
 from agentevo.console import to_stderr

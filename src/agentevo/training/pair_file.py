@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from agentevo.catalogue.preference_presets import ALONE
+from agentevo.algorithms.preference import SINGLE_ANSWER_LOSSES
 from agentevo.data.conversation import check_text
 from agentevo.data.media import check_no_media
 from agentevo.data.messages import MESSAGE_KEYS, is_trained, messages_of
@@ -90,7 +90,7 @@ def _line(record: Any, where: str, loss: str) -> PairLine:
         )
 
     if "completion" in record:
-        if loss not in ALONE:
+        if loss not in SINGLE_ANSWER_LOSSES:
             raise ConfigError(
                 f"{where}: a single completion, but {loss} compares two answers: give chosen and "
                 "rejected, or train by kto"
@@ -217,7 +217,7 @@ def pairs_of_lines(
         except ModelError as error:
             raise ConfigError(f"{line.where}: {error}") from error
 
-        if loss in ALONE:
+        if loss in SINGLE_ANSWER_LOSSES:
             singles = [Pair(line.where, chosen=chosen)] if chosen is not None else []
             groups.append(
                 singles + ([Pair(line.where, rejected=rejected)] if rejected is not None else [])

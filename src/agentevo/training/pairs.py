@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from agentevo.algorithms.equality import EQUAL, levels
-from agentevo.catalogue.preference_presets import PreferenceAlgorithm
+from agentevo.algorithms.presets import PreferenceAlgorithm
 from agentevo.config import AlgorithmSection
 from agentevo.seeds import derive_seed
 from agentevo.training.batching.samples import trajectory_rows

@@ -1,4 +1,4 @@
-"""The loss that an update minimises, for any algorithm that `catalogue.presets.resolve_preset` can
+"""The loss that an update minimises, for any algorithm that `presets.resolve_preset` can
 name:
 
     loss = sum over trained tokens of weight * (policy loss + kl_coef * KL - entropy_coef * entropy)

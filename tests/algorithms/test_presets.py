@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.catalogue.describe import ENTRIES, describe, markdown
-from agentevo.catalogue.kl import KL_CONTROLLERS
-from agentevo.catalogue.policy_losses import IMPORTANCE
-from agentevo.catalogue.presets import PRESETS, hyper_parameters, resolve_preset
+from agentevo.algorithms.describe import describe, markdown
+from agentevo.algorithms.importance import IMPORTANCE
+from agentevo.algorithms.presets import POLICY_PRESETS, TABLES, hyper_parameters, resolve_preset
 from agentevo.config import AlgorithmSection, build_config
 from agentevo.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", POLICY_PRESETS)
 def test_every_preset_resolves_and_is_explained(name):
     resolved = AlgorithmSection(name=name).resolve()
     assert resolved == resolve_preset(name, {})
@@ -89,17 +88,9 @@ def test_every_hyper_parameter_is_a_key_with_a_meaning():
     assert set(hyper_parameters()).isdisjoint(AlgorithmSection.__base__.model_fields)
 
 
-def test_every_entry_has_a_formula_and_a_source():
-    for entries in ENTRIES.values():
-        for entry in entries.values():
-            assert entry.meaning
-            assert entry.formula
-            assert entry.source
-
-
-def test_the_docs_are_those_of_the_catalogue():
+def test_the_page_is_that_of_the_entries():
     written = DOCS.joinpath("algorithms.md").read_text(encoding="utf-8")
-    assert written == markdown(), "run: python -m agentevo.catalogue > docs/algorithms.md"
+    assert written == markdown(), "run: python -m agentevo.algorithms > docs/algorithms.md"
 
 
 def test_every_difference_from_a_peer_is_shown_by_a_test_on_its_numbers():
@@ -119,8 +110,9 @@ def test_every_difference_from_a_peer_is_shown_by_a_test_on_its_numbers():
         "each test has a line in the table, and each line a test"
     )
 
-    known = ENTRIES | {
-        "kl controller": KL_CONTROLLERS,
+    known = {
+        **TABLES,
+        "kl controller": ["fixed", "adaptive"],
         "importance": dict.fromkeys(IMPORTANCE[0].choices),
     }
     for concerned, _, theirs, ours, _ in differences:

@@ -7,33 +7,22 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentevo.catalogue import CatalogueEntry, Hyperparameter, Value
-from agentevo.catalogue.advantages import ADVANTAGES
-from agentevo.catalogue.aggregations import AGGREGATIONS
-from agentevo.catalogue.kl import KL
-from agentevo.catalogue.policy_losses import POLICY_LOSSES, Switch
-from agentevo.catalogue.preference import PREFERENCE_LOSSES
-from agentevo.catalogue.preference_presets import (
+from agentevo.algorithms.entries import AlgorithmEntry, Hyperparameter, Switch, Value
+from agentevo.algorithms.presets import (
+    POLICY_PRESETS,
     PREFERENCE_PRESETS,
-    PreferencePreset,
+    PRESETS,
+    TABLES,
+    Preset,
+    resolve_parts,
     resolve_preference,
 )
-from agentevo.catalogue.presets import PRESETS, Preset, resolve_preset
-
-ENTRIES: Mapping[str, Mapping[str, CatalogueEntry]] = {
-    "advantage": ADVANTAGES,
-    "policy_loss": POLICY_LOSSES,
-    "aggregation": AGGREGATIONS,
-    "kl": KL,
-    "preference_loss": PREFERENCE_LOSSES,
-}
-"""Key of the configuration -> the entries of that kind."""
 
 PAGE_WIDTH = 100
 """Characters of a line of prose on the page."""
 INTRODUCTION = """# Algorithms
 
-<!-- Made by `python -m agentevo.catalogue > docs/algorithms.md`: edit src/agentevo/catalogue. -->
+<!-- Made by `python -m agentevo.algorithms > docs/algorithms.md`: edit src/agentevo/algorithms. -->
 
 This page lists every algorithm that you can train with: presets, and the parts that they combine.
 You choose a preset in the recipe, and may replace any part or hyper-parameter of it:
@@ -117,56 +106,32 @@ SOURCES = {
 def describe(name: str) -> list[str]:
     """A text for the preset of that name, for each entry of that name, and for each entry that the
     preset consists of; empty for an unknown name."""
-    texts = []
-    parts: dict[str, str] = {}
-    if name in PRESETS:
-        algorithm = resolve_preset(name, {})
-        texts.append(_preset(PRESETS[name]))
-        parts = {
-            "advantage": algorithm.advantage,
-            "policy_loss": algorithm.policy_loss,
-            "aggregation": algorithm.aggregation,
-        }
-
-    if name in PREFERENCE_PRESETS:
-        texts.append(_preference_preset(PREFERENCE_PRESETS[name]))
-        parts["preference_loss"] = resolve_preference(name, {}).loss
-
-    return texts + [
-        _entry(kind, entries[shown])
-        for kind, entries in ENTRIES.items()
-        for shown in dict.fromkeys([name, parts.get(kind, "")])
-        if shown in entries
+    preset = PRESETS.get(name)
+    parts = preset.parts if preset is not None else {}
+    return ([_preset(preset)] if preset is not None else []) + [
+        _entry(key, table[shown])
+        for key, table in TABLES.items()
+        for shown in dict.fromkeys([name, parts.get(key, "")])
+        if shown in table
     ]
 
 
 def _preset(preset: Preset) -> str:
-    parts = resolve_preset(preset.name, {})
     lines = [f"algorithm.name={preset.name}", f"  {preset.meaning}"]
-    for kind, name, hyper in (
-        ("advantage", parts.advantage, parts.advantage_hyper),
-        ("policy_loss", parts.policy_loss, parts.loss_hyper),
-        ("aggregation", parts.aggregation, parts.aggregation_hyper),
-    ):
-        lines.append(f"  {kind:<12} {name}{_settings(hyper)}")
+    for key, (entry, hyper) in resolve_parts(preset.name, {}).items():
+        lines.append(f"  {key:<12} {entry}{_settings(hyper)}")
 
+    if preset.name in PREFERENCE_PRESETS:
+        lines.append(f"  {'pairs':<12} {_pairs(preset)}")
     lines += [f"  other keys   {key}={_show(value)}" for key, value in preset.keys.items()]
     return "\n".join([*lines, f"  source       {preset.source}"])
 
 
-def _preference_preset(preset: PreferencePreset) -> str:
-    parts = resolve_preference(preset.name, {})
-    lines = [
-        f"algorithm.name={preset.name}",
-        f"  {preset.meaning}",
-        f"  preference_loss {parts.loss}{_settings(parts.hyper)}",
-    ]
-    lines += [f"  {'pairs':<12} {parts.pairs}"] if parts.pairs is not None else []
-    lines += [f"  {key:<12} {_show(value)}" for key, value in preset.keys.items()]
-    return "\n".join([*lines, f"  source       {preset.source}"])
+def _pairs(preset: Preset) -> str:
+    return resolve_preference(preset.name, {}).pairs or "single answers"
 
 
-def _entry(kind: str, entry: CatalogueEntry) -> str:
+def _entry(kind: str, entry: AlgorithmEntry) -> str:
     lines = [
         f"algorithm.{kind}={entry.name}",
         f"  {entry.meaning}",
@@ -208,14 +173,14 @@ def markdown() -> str:
         "",
         "| `algorithm.name` | advantage | policy loss | aggregation | other keys | source |",
         "|---|---|---|---|---|---|",
-        *(_preset_row(preset) for preset in PRESETS.values()),
+        *(_preset_row(preset) for preset in POLICY_PRESETS.values()),
         "",
         PREFERENCES,
         "| `algorithm.name` | preference loss | pairs | other keys | source |",
         "|---|---|---|---|---|",
-        *(_preference_row(preset) for preset in PREFERENCE_PRESETS.values()),
+        *(_preset_row(preset) for preset in PREFERENCE_PRESETS.values()),
     ]
-    for kind, entries in ENTRIES.items():
+    for kind, entries in TABLES.items():
         lines += ["", KIND_TEXTS[kind].rstrip()]
         for entry in entries.values():
             lines += ["", *_entry_section(entry)]
@@ -224,29 +189,14 @@ def markdown() -> str:
 
 
 def _preset_row(preset: Preset) -> str:
-    parts = resolve_preset(preset.name, {})
+    first, *more = preset.parts.values()
+    pairs = [_pairs(preset)] if preset.name in PREFERENCE_PRESETS else []
     keys = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
-    cells = (
-        preset.name,
-        parts.advantage + _settings(preset.hyper),
-        parts.policy_loss,
-        parts.aggregation,
-        keys,
-        preset.source,
-    )
+    cells = [preset.name, first + _settings(preset.hyper), *more, *pairs, keys, preset.source]
     return f"| {' | '.join(cells)} |"
 
 
-def _preference_row(preset: PreferencePreset) -> str:
-    resolved = resolve_preference(preset.name, {})
-    keys = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
-    return (
-        f"| {preset.name} | {resolved.loss}{_settings(preset.hyper)} | "
-        f"{resolved.pairs or 'single answers'} | {keys} | {preset.source} |"
-    )
-
-
-def _entry_section(entry: CatalogueEntry) -> list[str]:
+def _entry_section(entry: AlgorithmEntry) -> list[str]:
     lines = [
         f"### {entry.name}",
         "",
