@@ -1,4 +1,4 @@
-"""The gateway's door: who gets in, what is refused and how, and that an answer joins what is
+"""The gateway: who gets in, what is refused and how, and that an answer joins what is
 recorded."""
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def test_a_client_that_hangs_up_gives_its_request_up(gateway_of):
     assert run(talk()) == []
 
 
-def test_the_door_answers_while_the_sampler_s_loop_is_held(gateway_of):
+def test_the_gateway_answers_while_the_sampler_s_loop_is_held(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:
             base = opened.policy().base_url

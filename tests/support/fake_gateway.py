@@ -36,7 +36,7 @@ class Posted:
 
 @dataclass
 class FakeSession:
-    """See DoorSession in agents/policy.py."""
+    """See AttemptSession in agents/policy.py."""
 
     base: str
     key: str

@@ -190,15 +190,14 @@ def describe(path: str, summary: str, *, events: bool = False) -> dict[str, Any]
     }
 
 
-def page(app: FastAPI, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The page of the application's routes, with the `paths` and `components` of `extra`."""
+def page(app: FastAPI, schemas: Mapping[str, Any]) -> dict[str, Any]:
+    """The page of the application's routes, with the schemas that they refer to."""
     document = dict(app.openapi())
-    document["paths"] = document["paths"] | extra.get("paths", {})
     document["components"] = {
         "securitySchemes": {
             "bearer": {"type": "http", "scheme": "bearer"},
             "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
         },
-        **extra.get("components", {}),
+        **({"schemas": schemas} if schemas else {}),
     }
     return document

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from agentevo.agents.policy import DoorSession
+from agentevo.agents.policy import AttemptSession
 from agentevo.config.rewards import Reward
 from agentevo.config.sources import plain_option
 from agentevo.errors import ConfigError, EngineUnavailableError, shown
@@ -207,7 +207,7 @@ def _failure(answer: httpx.Response) -> Exception:
 
 
 class _ServerSession:
-    """An attempt's session at the server's gateway (DoorSession)."""
+    """An attempt's session at the server's gateway (AttemptSession)."""
 
     def __init__(self, base: str, key: str) -> None:
         self.base = base
@@ -257,7 +257,7 @@ class _ServedModel:
     async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers:
         return await self._of_attempt(attempt, "generate", ask, kind=Answers)
 
-    def session(self, attempt: OpenedService, agent: str = "") -> DoorSession:
+    def session(self, attempt: OpenedService, agent: str = "") -> AttemptSession:
         return _ServerSession(self._client.base(), attempt.keys[agent])
 
     async def remote(self, attempt: OpenedService) -> RemoteConversations | None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 
-from agentevo.agents.policy import DoorSession, Policy
+from agentevo.agents.policy import AttemptSession, Policy
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.errors import EngineError, EngineUnavailableError
 from agentevo.loop.connection import LoopConnection
@@ -159,9 +159,9 @@ class LoopConversation:
 
 
 class RemoteSession:
-    """A door's session whose posted rewards are known once the attempt is settled."""
+    """A gateway's session whose posted rewards are known once the attempt is settled."""
 
-    def __init__(self, session: DoorSession, attempt: RemoteAttempt) -> None:
+    def __init__(self, session: AttemptSession, attempt: RemoteAttempt) -> None:
         self.base = session.base
         self.base_url = session.base_url
         self.key = session.key
@@ -174,7 +174,7 @@ class RemoteSession:
         return [] if settled is None else settled.posted
 
 
-class _ConversationDoor:
+class _AttemptGateway:
     """Opens the sessions of a RemotePolicy."""
 
     def __init__(self, attempt: RemoteAttempt) -> None:
@@ -200,16 +200,16 @@ class RemotePolicy(Policy):
     def __init__(self, attempt: RemoteAttempt, remote: RemoteConversations | None = None) -> None:
         """`remote`: the attempt's conversations with remote models, if there are any."""
         conversations: Mapping[str, Any] = attempt.conversations
-        door = _ConversationDoor(attempt)
+        gateway = _AttemptGateway(attempt)
         super().__init__(
             next(iter(conversations.values())),
-            door,
+            gateway,
             remote,
             {} if "" in conversations else conversations,
             attempt.connection.remote_agents,
         )
         self._attempt = attempt
-        self._used = door
+        self._used = gateway
 
     async def settle(self) -> None:
         """See Policy.settle."""

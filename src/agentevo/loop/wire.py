@@ -9,6 +9,7 @@ import msgspec
 
 from agentevo import errors
 from agentevo.errors import AgentEvoError, EngineUnavailableError
+from agentevo.gateway.refusals import Refusal
 from agentevo.loop.errors import ModelNotOpenError, SealError, UnknownAttemptError
 
 PREFIX = "/loop/v1/models"
@@ -77,9 +78,18 @@ _STATUSES: tuple[tuple[type[AgentEvoError], int], ...] = (
     (SealError, 400),
 )
 
+_REFUSALS: dict[int, type[AgentEvoError]] = {
+    401: errors.ConfigError,
+    503: EngineUnavailableError,
+}
+"""Status of a refusal by the HTTP application -> the client's error, if not BadRequestError."""
+
 
 def failure_of(error: BaseException) -> tuple[int, WireFailure]:
     """The HTTP status and the body."""
+    if isinstance(error, Refusal):
+        kind = _REFUSALS.get(error.status, errors.BadRequestError).__name__
+        return error.status, WireFailure(type=kind, message=str(error))
     if not isinstance(error, AgentEvoError):
         return 500, WireFailure(type="EngineError", message=errors.describe_error(error))
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-from fastapi import FastAPI
 
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.rollout.outside import SessionState
@@ -91,7 +90,7 @@ _RECORDS = (
     Trajectory,
     FailureBody,
 )
-_REFERENCES, _COMPONENTS = msgspec.json.schema_components(
+_REFERENCES, SCHEMAS = msgspec.json.schema_components(
     _RECORDS, ref_template="#/components/schemas/{name}"
 )
 _SCHEMAS: dict[type, Any] = dict(zip(_RECORDS, _REFERENCES, strict=True))
@@ -174,8 +173,3 @@ STATE = _told("The progress of an attempt", _SCHEMAS[SessionState], {})
 REWARD = _told("Post a reward for the attempt", _SCHEMAS[SessionState], _BUSY, body=PostedReward)
 END = _told("End the attempt", _SCHEMAS[SessionState], _BUSY, body=EndBody)
 TRAJECTORY = _told("The attempt as it was recorded", _SCHEMAS[Trajectory], _BUSY)
-
-
-def page(app: FastAPI) -> dict[str, Any]:
-    """The `paths` and `components` of the routes."""
-    return {"paths": app.openapi()["paths"], "components": {"schemas": _COMPONENTS}}
