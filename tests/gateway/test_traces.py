@@ -90,11 +90,10 @@ def test_an_untraced_attempt_says_nothing_of_traces(gateway_of) -> None:
 
 
 def test_a_program_is_told_its_place_in_its_environment() -> None:
-    from fake_gateway import FakeSession
-
     from agentevo.agents.command import variables
+    from agentevo.agents.policy import AttemptSession
 
-    session = FakeSession("http://127.0.0.1:1", "key")
+    session = AttemptSession("http://127.0.0.1:1", "key")
     with variables(Task(id="t"), session, TracePlace(1, 2, True).header) as told:
         assert read_traceparent(str(told["TRACEPARENT"])) == TracePlace(1, 2, True)
     with variables(Task(id="t"), session) as told:

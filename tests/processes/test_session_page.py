@@ -42,7 +42,7 @@ def test_the_page_has_the_session_routes_with_the_forms_of_their_answers(gateway
             assert set(schema["required"]) <= set(answer) <= set(schema["properties"])
 
         assert schema["type"] == "object"
-        assert route["security"] == [{"bearer": []}]
+        assert route["security"] == [{"bearer": []}, {"key": []}]
 
 
 @pytest.mark.slow

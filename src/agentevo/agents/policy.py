@@ -69,23 +69,24 @@ class Reply:
         return answer if closed else ""
 
 
-class AttemptSession(Protocol):
+class AttemptSession:
     """Access to the policy for an API client of one attempt."""
 
-    @property
-    def base(self) -> str:
-        """The common prefix of all URLs."""
-
-    @property
-    def base_url(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def reward_url(self) -> str: ...
-    @property
-    def posted(self) -> Sequence[PostedReward]:
+    def __init__(self, base: str, key: str) -> None:
+        self.base = base
+        """The common prefix of all URLs: the gateway's URL without a path."""
+        self.key = key
+        self.posted: list[PostedReward] = []
         """The rewards posted so far, in order."""
+
+    @property
+    def base_url(self) -> str:
+        """The base URL for OpenAI's clients."""
+        return f"{self.base}/v1"
+
+    @property
+    def reward_url(self) -> str:
+        return f"{self.base}/s/{self.key}/reward"
 
 
 class PolicyGateway(Protocol):

@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from fastapi import Request, Response
@@ -26,14 +26,14 @@ from starlette.types import Scope
 from agentevo import trace_header
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.errors import shown
-from agentevo.gateway import anthropic_messages, chat_completions, completions, openapi, responses
+from agentevo.gateway import anthropic_messages, openapi, responses
 from agentevo.gateway.api import Api
+from agentevo.gateway.apis import APIS
 from agentevo.gateway.body import json_body, json_response, record_of
 from agentevo.gateway.delivery import Awaited, DeliveredTokens, EventStream, WholeAnswer
 from agentevo.gateway.kept_responses import forget, found, input_items
 from agentevo.gateway.memory import Memory
-from agentevo.gateway.rate_limit import retry_headers
-from agentevo.gateway.refusals import Refusal, refusal_of
+from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import Delivery, ModelReply
 from agentevo.gateway.routes import Caller, GatewayRoute, Routes, session_of
 from agentevo.gateway.session import GatewaySession, over
@@ -42,14 +42,6 @@ from agentevo.store.trace_context import TracePlace, read_traceparent
 
 MARGIN_S = 30.0
 """The seconds beyond the engine's own deadline after which a request fails."""
-APIS: tuple[Api[Any], ...] = (
-    chat_completions.API,
-    completions.API,
-    responses.API,
-    anthropic_messages.API,
-)
-"""The form of the first applies to requests outside of all APIs."""
-
 KEPT: tuple[tuple[str, str, str, Callable[[Memory, str, Mapping[str, str]], Any]], ...] = (
     ("GET", "", "A stored answer", lambda memory, name, _: found(memory, name).body),
     ("DELETE", "", "Deletes a stored answer", lambda memory, name, _: forget(memory, name)),
@@ -57,7 +49,10 @@ KEPT: tuple[tuple[str, str, str, Callable[[Memory, str, Mapping[str, str]], Any]
 )
 """Method, path below an answer's, summary, and the answer's answer."""
 
-T = TypeVar("T")
+_OF_ATTEMPT = {
+    404: "An answer or a model that the session does not have.",
+    409: "The attempt was broken off while the request waited.",
+}
 _TRACEPARENT = trace_header.HEADER.encode()
 
 
@@ -89,26 +84,41 @@ class ApiRoutes(Routes):
                 shown_page = page if prefix == "/v1" else None
                 yield GatewayRoute(method, prefix + path, handler, shown_page)
 
-        page = openapi.describe("/reward", "A reward of the attempt")
+        page = openapi.describe(
+            "A reward of the attempt",
+            body=openapi.BODIES["/reward"],
+            in_path="key",
+            failures=_OF_ATTEMPT,
+        )
         yield GatewayRoute("POST", "/s/{key}/reward", self._reward, page)
 
     def _below_v1(self) -> Iterator[GatewayRoute]:
         for path, handler in self.handlers.items():
-            page = openapi.describe(path, f"A completion: {path}", events=True)
+            page = openapi.describe(
+                f"A completion: {path}",
+                body=openapi.BODIES[path],
+                events=True,
+                failures=_OF_ATTEMPT,
+            )
             yield GatewayRoute("POST", path, handler, page)
 
         path = anthropic_messages.COUNT_PATH
-        page = openapi.describe(path, "Tokens of a prompt")
+        page = openapi.describe(
+            "Tokens of a prompt", body=openapi.BODIES[path], failures=_OF_ATTEMPT
+        )
         yield GatewayRoute("POST", path, self._count_tokens, page)
 
         kept_path = f"{responses.API.path}/{{response_id}}"
         for method, path, summary, about in KEPT:
             handler = partial(self._tell_kept, about)
-            yield GatewayRoute(method, kept_path + path, handler, openapi.of_kept(summary))
+            missing = {400: "The request is not valid.", 404: "There is no such answer."}
+            page = openapi.describe(summary, in_path="response_id", failures=missing)
+            yield GatewayRoute(method, kept_path + path, handler, page)
 
-        page = openapi.route_arguments("The models")
-        yield GatewayRoute("GET", "/models", self._models, page)
-        yield GatewayRoute("GET", "/models/{name:path}", self._model_named, openapi.of_model())
+        yield GatewayRoute("GET", "/models", self._models, openapi.describe("The models"))
+        missing = {404: "There is no such model."}
+        page = openapi.describe("A model", in_path="name", failures=missing)
+        yield GatewayRoute("GET", "/models/{name:path}", self._model_named, page)
 
     async def find_caller(self, key: str, path: str) -> Caller | None:
         session = self._sessions.get(key) if key else None
@@ -116,15 +126,6 @@ class ApiRoutes(Routes):
 
     def refuse_stranger(self) -> Refusal:
         return over()
-
-    def failure_response(self, request: Request, error: Exception) -> Response:
-        api = _api_of(request)
-        refusal = refusal_of(error)
-        response = json_response(
-            api.error(refusal), api.statuses.get(refusal.status, refusal.status)
-        )
-        response.headers.update(retry_headers(refusal))
-        return response
 
     async def _read(self, request: Request) -> dict[str, Any]:
         return await json_body(request, self._max_body, of="gateway.max_body_mb")
@@ -240,13 +241,3 @@ def _place_in(scope: Scope) -> TracePlace | None:
     """The place in a trace that a request names."""
     traceparent = next((value for name, value in scope["headers"] if name == _TRACEPARENT), None)
     return None if traceparent is None else read_traceparent(traceparent.decode("latin-1"))
-
-
-def _api_of(request: Request) -> Api[Any]:
-    """The client's API, if the path does not name it."""
-    speaks_anthropic = "anthropic-version" in request.headers
-    return anthropic_messages.API if speaks_anthropic else _api_at(request.url.path)
-
-
-def _api_at(path: str) -> Api[Any]:
-    return next((api for api in APIS if api.path in path), APIS[0])

@@ -27,7 +27,8 @@ import agentevo
 from agentevo.agents.capture import HEADER
 from agentevo.errors import EngineError
 from agentevo.gateway import metrics, openapi
-from agentevo.gateway.api_routes import APIS, ApiRoutes
+from agentevo.gateway.api_routes import ApiRoutes
+from agentevo.gateway.apis import APIS
 from agentevo.gateway.body import json_response
 from agentevo.gateway.delivery import bounded
 from agentevo.gateway.metrics import GatewayMetrics

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from agentevo.config.gateway import GatewaySection
 from agentevo.errors import EngineError, MissingExtraError
@@ -189,11 +189,6 @@ class Gateway:
         if listener is None:
             listener = open_socket(self._section.host, self._section.port)
 
-        settings: dict[str, Any] = {
-            "ws": "none",
-            "interface": "asgi3",
-            "timeout_keep_alive": int(IDLE_S),
-        }
         limits = AdmissionLimits(strangers=MAX_CONNECTIONS, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
         await stack.enter_async_context(
             serving(
@@ -202,7 +197,6 @@ class Gateway:
                 close=self._close_routes,
                 tls=self._tls,
                 limits=limits,
-                **settings,
             )
         )
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fastapi import Request, Response
 
+from agentevo.gateway import apis
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.session import GatewaySession
 
@@ -58,9 +59,9 @@ class Routes(ABC):
     def refuse_stranger(self) -> Refusal:
         """The refusal for a request without a valid key."""
 
-    @abstractmethod
     def failure_response(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that failed."""
+        """The answer to a request that failed: by default in the form of the client's API."""
+        return apis.failure_response(request, error)
 
     async def close(self) -> None:  # noqa: B027 (most have nothing to end)
         """Ends their work before the server ends."""

@@ -206,17 +206,6 @@ def _failure(answer: httpx.Response) -> Exception:
         )
 
 
-class _ServerSession:
-    """An attempt's session at the server's gateway (AttemptSession)."""
-
-    def __init__(self, base: str, key: str) -> None:
-        self.base = base
-        self.key = key
-        self.base_url = f"{base}/v1"
-        self.reward_url = f"{base}/s/{key}/reward"
-        self.posted: list[Any] = []
-
-
 class _ServedModel:
     """A Connection to a model at a server."""
 
@@ -258,7 +247,7 @@ class _ServedModel:
         return await self._of_attempt(attempt, "generate", ask, kind=Answers)
 
     def session(self, attempt: OpenedService, agent: str = "") -> AttemptSession:
-        return _ServerSession(self._client.base(), attempt.keys[agent])
+        return AttemptSession(self._client.base(), attempt.keys[agent])
 
     async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
         if not self._program.remote_models:

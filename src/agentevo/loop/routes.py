@@ -19,8 +19,9 @@ asks again. Every request may be repeated.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fastapi import Request, Response
 from starlette.responses import FileResponse
@@ -47,6 +48,8 @@ from agentevo.loop.wire import (
 if TYPE_CHECKING:
     from agentevo.loop.server import LoopServer
 
+T = TypeVar("T")
+
 MAX_BODY = 16 * 2**20
 """Longest body, in bytes."""
 MAX_GROUPS = 1024 * 2**20
@@ -55,6 +58,59 @@ GROUPS_S = 600.0
 """Longest time for a body of groups to train on to arrive."""
 QUICK_S = 60.0
 """The time limit of requests that do not wait for the engine or the trainer."""
+
+
+class _Call(NamedTuple):
+    """A route whose answer comes from a model's run."""
+
+    method: str
+    path: str
+    """Below the model's."""
+    work: Callable[[LoopService, Mapping[str, str], Any], Awaitable[Any]]
+    """From the run, the names in the path and the body to the answer."""
+    body: type[Any] | None = None
+    is_long: bool = False
+    """Whether it waits for the engine, the trainer or other attempts; then the client may have to
+    ask again."""
+
+
+async def _new_group(service: LoopService, names: Mapping[str, str], new: NewGroup) -> Named:
+    return Named(id=await service.group(new.task_id, greedy=new.greedy))
+
+
+_CALLS = (
+    _Call("GET", "", lambda run, names, body: run.state()),
+    _Call("POST", "/groups", _new_group, NewGroup),
+    _Call(
+        "POST",
+        "/attempts",
+        lambda run, names, new: run.attempts.open(new, has_session=True, within_s=WAIT_S),
+        NewAttempt,
+        is_long=True,
+    ),
+    _Call(
+        "POST",
+        "/attempts/{handle}/generate",
+        lambda run, names, ask: run.attempts.generate(names["handle"], ask),
+        ServiceRequest,
+        is_long=True,
+    ),
+    _Call(
+        "POST",
+        "/attempts/{handle}/settle",
+        lambda run, names, body: run.attempts.settle(names["handle"]),
+    ),
+    _Call(
+        "POST", "/attempts/{handle}/end", lambda run, names, body: run.attempts.end(names["handle"])
+    ),
+    _Call(
+        "GET",
+        "/steps/{submission}",
+        lambda run, names, body: run.wait_for_training(names["submission"]),
+        is_long=True,
+    ),
+    _Call("GET", "/checkpoints", lambda run, names, body: run.checkpoints()),
+)
 
 
 class LoopRoutes(Routes):
@@ -70,24 +126,14 @@ class LoopRoutes(Routes):
 
     def table(self) -> Iterator[GatewayRoute]:
         model = PREFIX + "/{name}"
-        attempt = model + "/attempts/{handle}"
-        for method, path, handler in (
-            ("GET", PREFIX, self._models),
-            ("POST", model, self._open),
-            ("GET", model, self._state),
-            ("POST", f"{model}/close", self._close),
-            ("POST", f"{model}/save", self._save),
-            ("POST", f"{model}/groups", self._new_group),
-            ("POST", f"{model}/attempts", self._begin),
-            ("POST", f"{attempt}/generate", self._generate),
-            ("POST", f"{attempt}/settle", self._settle),
-            ("POST", f"{attempt}/end", self._end),
-            ("POST", f"{model}/steps", self._submit),
-            ("GET", f"{model}/steps/{{submission}}", self._wait_for_step),
-            ("GET", f"{model}/checkpoints", self._checkpoints),
-            ("GET", f"{model}/checkpoints/{{step}}/{{file:path}}", self._checkpoint_file),
-        ):
-            yield GatewayRoute(method, path, handler)
+        yield GatewayRoute("GET", PREFIX, self._models)
+        yield GatewayRoute("POST", model, self._open)
+        yield GatewayRoute("POST", f"{model}/close", self._close)
+        yield GatewayRoute("POST", f"{model}/save", self._save)
+        yield GatewayRoute("POST", f"{model}/steps", self._submit)
+        yield GatewayRoute("GET", f"{model}/checkpoints/{{step}}/{{file:path}}", self._file)
+        for call in _CALLS:
+            yield GatewayRoute(call.method, model + call.path, partial(self._call, call))
 
     async def find_caller(self, key: str, path: str) -> Caller | None:
         return Caller() if await in_thread(self._secret.is_in, f"Bearer {key}") else None
@@ -111,14 +157,10 @@ class LoopRoutes(Routes):
     async def _open(self, request: Request) -> Response:
         server = self._server
         name = request.path_params["name"]
-        opened = decode(await _body(request), OpenModel)
+        opened = await _read(request, OpenModel)
         digest = encode(opened).decode()
         await server.job((name, "open", digest), lambda: server.open(name, opened.sections))
-        return await self._state(request)
-
-    async def _state(self, request: Request) -> Response:
-        service = self._service(request)
-        return json_response(await _quick(service.call(service.state())))
+        return await self._call(_CALLS[0], request)
 
     async def _close(self, request: Request) -> Response:
         server = self._server
@@ -127,75 +169,45 @@ class LoopRoutes(Routes):
         return json_response({})
 
     async def _save(self, request: Request) -> Response:
-        service = self._service(request)
+        run = self._run(request)
         key = (request.path_params["name"], "save")
-        await self._server.job(key, lambda: service.call(service.save()))
+        await self._server.job(key, lambda: run.call(run.save()))
         return json_response({})
 
-    async def _new_group(self, request: Request) -> Response:
-        new = decode(await _body(request), NewGroup)
-        service = self._service(request)
-        group = await _quick(service.call(service.group(new.task_id, greedy=new.greedy)))
-        return json_response(Named(id=group))
-
-    async def _begin(self, request: Request) -> Response:
-        service = self._service(request)
-        new = decode(await _body(request), NewAttempt)
-        opening = service.attempts.open(new, has_session=True, within_s=WAIT_S)
-        return json_response(await service.call(opening))
-
-    async def _generate(self, request: Request) -> Response:
-        service = self._service(request)
-        ask = decode(await _body(request), ServiceRequest)
-        handle = request.path_params["handle"]
-        async with asyncio.timeout(WAIT_S):
-            return json_response(await service.call(service.attempts.generate(handle, ask)))
-
-    async def _settle(self, request: Request) -> Response:
-        service = self._service(request)
-        settling = service.attempts.settle(request.path_params["handle"])
-        return json_response(await _quick(service.call(settling)))
-
-    async def _end(self, request: Request) -> Response:
-        service = self._service(request)
-        ending = service.attempts.end(request.path_params["handle"])
-        return json_response(await _quick(service.call(ending)))
-
     async def _submit(self, request: Request) -> Response:
-        service = self._service(request)
+        run = self._run(request)
         content = await read_body(request, MAX_GROUPS, of="of a submission", within_s=GROUPS_S)
         submitted = await in_thread(decode, content, Submitted)
-        return json_response(Named(id=await service.call(service.submit(submitted.groups))))
+        return json_response(Named(id=await run.call(run.submit(submitted.groups))))
 
-    async def _wait_for_step(self, request: Request) -> Response:
-        service = self._service(request)
-        submission = request.path_params["submission"]
-        async with asyncio.timeout(WAIT_S):
-            return json_response(await service.call(service.wait_for_training(submission)))
-
-    async def _checkpoints(self, request: Request) -> Response:
-        service = self._service(request)
-        return json_response(await _quick(service.call(service.checkpoints())))
-
-    async def _checkpoint_file(self, request: Request) -> Response:
-        service = self._service(request)
+    async def _file(self, request: Request) -> Response:
+        run = self._run(request)
         step = request.path_params["step"]
         number = int(step) if step.isdecimal() and len(step) < 10 else -1
         file = request.path_params["file"]
-        return FileResponse(await in_thread(service.checkpoint_file, number, file))
+        return FileResponse(await in_thread(run.checkpoint_file, number, file))
 
-    def _service(self, request: Request) -> LoopService:
+    async def _call(self, call: _Call, request: Request) -> Response:
+        run = self._run(request)
+        body = None if call.body is None else await _read(request, call.body)
+
+        async def work() -> Any:
+            return await call.work(run, request.path_params, body)
+
+        if call.is_long:
+            async with asyncio.timeout(WAIT_S):
+                return json_response(await run.call(work()))
+
+        try:
+            async with asyncio.timeout(QUICK_S):
+                return json_response(await run.call(work()))
+        except TimeoutError as error:
+            raise EngineUnavailableError(f"the run did not answer within {QUICK_S:g} s") from error
+
+    def _run(self, request: Request) -> LoopService:
         return self._server.service(request.path_params["name"])
 
 
-async def _quick(work: Awaitable[Any]) -> Any:
-    """Work that the run does at once, unless it hangs."""
-    try:
-        async with asyncio.timeout(QUICK_S):
-            return await work
-    except TimeoutError as error:
-        raise EngineUnavailableError(f"the run did not answer within {QUICK_S:g} s") from error
-
-
-async def _body(request: Request) -> bytes:
-    return await read_body(request, MAX_BODY, of="of a request")
+async def _read(request: Request, kind: type[T]) -> T:
+    """The body as such a record."""
+    return decode(await read_body(request, MAX_BODY, of="of a request"), kind)

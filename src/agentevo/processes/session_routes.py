@@ -24,14 +24,11 @@ import msgspec
 from fastapi import Request, Response
 
 from agentevo.agents.posted_rewards import PostedReward
-from agentevo.errors import StoreError
 from agentevo.event_loop import in_thread
-from agentevo.gateway import chat_completions
 from agentevo.gateway.api_routes import MARGIN_S
 from agentevo.gateway.body import json_body, json_response, record_of
 from agentevo.gateway.bridge import Bridge
-from agentevo.gateway.rate_limit import retry_headers
-from agentevo.gateway.refusals import Refusal, refusal_of
+from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.routes import Caller, GatewayRoute, Handler, Routes
 from agentevo.inference.secret import RunSecret
 from agentevo.processes import session_page
@@ -100,13 +97,6 @@ class SessionRoutes(Routes):
             kind="authentication_error",
             code="invalid_api_key",
         )
-
-    def failure_response(self, request: Request, error: Exception) -> Response:
-        is_conflict = isinstance(error, StoreError)
-        refusal = Refusal(str(error), status=409) if is_conflict else refusal_of(error)
-        response = json_response(chat_completions.API.error(refusal), refusal.status)
-        response.headers.update(retry_headers(refusal))
-        return response
 
     async def _open(self, request: Request) -> Response:
         body = await _read(request, OpenBody)

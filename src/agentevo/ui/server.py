@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from agentevo.console import to_stderr
 from agentevo.event_loop import in_thread, run_coroutine
@@ -78,13 +77,8 @@ async def _serve(
         await shared.stores.close()
         await in_thread(shared.indexes.close)
 
-    settings: dict[str, Any] = {
-        "ws": "none",
-        "interface": "asgi3",
-        "timeout_keep_alive": int(IDLE_S),
-    }
     limits = AdmissionLimits(strangers=128, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
-    async with serving(app, endpoint.listener, close=close, tls=context, limits=limits, **settings):
+    async with serving(app, endpoint.listener, close=close, tls=context, limits=limits):
         notify(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
         if control:
             notify("and anyone who opens this can try checkpoints and ask runs to stop:")
