@@ -183,6 +183,16 @@ def test_what_can_t_be_opened_is_a_400_that_says_so(gateways, body, problem):
     assert counts["tasks/completed"] == 0
 
 
+def test_an_unknown_route_of_sessions_is_answered_in_the_form_of_the_others(gateways):
+    async def work():
+        async with gateways([]) as gateway:
+            return [await gateway.http.get(f"/sessions/{place}") for place in ("a", "a/b", "a/b/c")]
+
+    answers = run_coroutine(work())
+    assert [answer.status_code for answer in answers] == [404] * 3
+    assert {answer.json()["error"]["type"] for answer in answers} == {"invalid_request_error"}
+
+
 def test_a_group_is_refused_where_nobody_would_train_on_it(gateways):
     async def work():
         async with gateways([], "rollout.policy=wait") as gateway:

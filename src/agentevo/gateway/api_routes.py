@@ -31,19 +31,19 @@ from agentevo.gateway.api import Api
 from agentevo.gateway.apis import APIS
 from agentevo.gateway.body import json_body, json_response, record_of
 from agentevo.gateway.delivery import Awaited, DeliveredTokens, EventStream, WholeAnswer
-from agentevo.gateway.kept_responses import forget, found, input_items
+from agentevo.gateway.kept_responses import find_response, forget, input_items
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import Delivery, ModelReply
 from agentevo.gateway.routes import Caller, GatewayRoute, Routes, session_of
-from agentevo.gateway.session import GatewaySession, over
+from agentevo.gateway.session import GatewaySession, refuse_key
 from agentevo.inference.admission import AdmittedConnection
 from agentevo.store.trace_context import TracePlace, read_traceparent
 
 MARGIN_S = 30.0
 """The seconds beyond the engine's own deadline after which a request fails."""
 KEPT: tuple[tuple[str, str, str, Callable[[Memory, str, Mapping[str, str]], Any]], ...] = (
-    ("GET", "", "A stored answer", lambda memory, name, _: found(memory, name).body),
+    ("GET", "", "A stored answer", lambda memory, name, _: find_response(memory, name).body),
     ("DELETE", "", "Deletes a stored answer", lambda memory, name, _: forget(memory, name)),
     ("GET", "/input_items", "The input of a stored answer", input_items),
 )
@@ -125,7 +125,7 @@ class ApiRoutes(Routes):
         return None if session is None else Caller(session)
 
     def refuse_stranger(self) -> Refusal:
-        return over()
+        return refuse_key()
 
     async def _read(self, request: Request) -> dict[str, Any]:
         return await json_body(request, self._max_body, of="gateway.max_body_mb")

@@ -1,5 +1,5 @@
 """The gateway of one process: a thread with an event loop of its own, so that no step of an engine,
-which holds the sampler's loop, keeps a client waiting at the door.
+which holds the sampler's loop, keeps a client waiting.
 
 It begins to listen when the first session is opened, only on this machine unless it gets a socket,
 and ends with `close`.

@@ -125,7 +125,7 @@ class GatewaySession(AttemptSession):
         try:
             return self._bridge_across().submit(work, self._context.copy())
         except RuntimeError as error:  # the sampler's loop has ended
-            raise over() from error
+            raise refuse_key() from error
 
     def bridge_pieces(self, on_pieces: Hear) -> Hear:
         """A callback for `complete` that passes its pieces on to `on_pieces` on the gateway's
@@ -388,7 +388,7 @@ def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
     return str(chat.tokenizer.decode(cast("list[int]", prompt), skip_special_tokens=False))
 
 
-def over() -> Refusal:
+def refuse_key() -> Refusal:
     """The refusal for a wrong key, and for a session that has ended."""
     return Refusal(
         "the API key is not valid for an open session: it is wrong, or the attempt it belongs to "
