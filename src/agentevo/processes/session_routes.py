@@ -84,7 +84,7 @@ class SessionRoutes(Routes):
 
     async def find_caller(self, key: str, path: str) -> Caller | None:
         session_id = path.removeprefix("/sessions/").split("/")[0]
-        own = self._sessions.with_key(session_id, key)
+        own = self._sessions.find_by_key(session_id, key)
         if own is not None:
             return Caller(own)
         return Caller() if await in_thread(self._secret.is_in, f"Bearer {key}") else None

@@ -338,7 +338,7 @@ class OutsideSessions:
             )
         return self._sessions[session_id][0]
 
-    def with_key(self, session_id: str, key: str) -> GatewaySession | None:
+    def find_by_key(self, session_id: str, key: str) -> GatewaySession | None:
         """The gateway's session with this id, if this is its key. It may be called on any
         thread."""
         session, _ = self._sessions.get(session_id, (None, None))
