@@ -466,6 +466,6 @@ def test_no_answer_waits_for_ever_for_a_client_that_does_not_read(monkeypatch):
 
     async def talk():
         with pytest.raises(TimeoutError):
-            await delivery.bounded(lambda message: asyncio.sleep(300))({"type": "any"})
+            await delivery.limit_sends(lambda message: asyncio.sleep(300))({"type": "any"})
 
     asyncio.run(talk())

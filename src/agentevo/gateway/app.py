@@ -30,7 +30,7 @@ from agentevo.gateway import metrics, openapi
 from agentevo.gateway.api_routes import ApiRoutes
 from agentevo.gateway.apis import APIS
 from agentevo.gateway.body import json_response
-from agentevo.gateway.delivery import bounded
+from agentevo.gateway.delivery import limit_sends
 from agentevo.gateway.metrics import GatewayMetrics
 from agentevo.gateway.rate_limit import RateLimit, address_of
 from agentevo.gateway.refusals import Refusal
@@ -124,7 +124,7 @@ class GatewayApp:
 
         connection: AdmittedConnection = scope["state"]["connection"]
         routes = self._routes_at(scope["path"])
-        send = bounded(send)
+        send = limit_sends(send)
         try:
             caller = await routes.find_caller(_key_in(scope), scope["path"])
             if caller is not None and not connection.admit():

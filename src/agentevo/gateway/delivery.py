@@ -28,7 +28,7 @@ READER_S = 60.0
 T = TypeVar("T")
 
 
-def bounded(send: Send) -> Send:
+def limit_sends(send: Send) -> Send:
     """The same, with TimeoutError for a client that does not read for READER_S."""
 
     async def send_in_time(message: Message) -> None:
