@@ -28,12 +28,12 @@ ASKED = [Message("user", "Go on.")]
 def attempt_of(loaded, chat, scripted_engine):
     """Makes one attempt of an agent function at a task, with the policy's words."""
 
-    def make(function, *, door=None, limit_s=300.0, words=("left",) * 9):
+    def make(function, *, gateway=None, limit_s=300.0, words=("left",) * 9):
         engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, list(words))
         conversation = Conversation(
             engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=300
         )
-        policy = Policy(conversation, door)
+        policy = Policy(conversation, gateway)
         return GroupAttempt(
             FunctionAgent(function), Task(id="t", query="?"), policy, name="a", limit_s=limit_s
         )
@@ -291,7 +291,7 @@ def test_a_function_with_one_parameter_calls_the_gateway_in_its_attempts_name(
 
         with FakeGateway(on_call) as gateway:
             function = run if kind == "not async" else run_async
-            attempt = attempt_of(function, door=gateway)
+            attempt = attempt_of(function, gateway=gateway)
             (trajectory,) = await attempt.run(task_id="t", group_id="g", number=0)
             return trajectory
 
@@ -304,7 +304,7 @@ def test_a_function_with_one_parameter_calls_the_gateway_in_its_attempts_name(
 
 def test_a_function_with_one_parameter_that_makes_no_call_is_told_how(played):
     with FakeGateway() as gateway:
-        trajectory = played(lambda task: 1.0, door=gateway)
+        trajectory = played(lambda task: 1.0, gateway=gateway)
     assert trajectory.status == "failed"
     assert trajectory.error.startswith("NoCallError: ")
     for part in ("<lambda> (", "test_function_agents.py, line", gateway.url, "policy.base_url"):
@@ -388,15 +388,15 @@ def test_a_client_of_its_own_counts_the_turns_that_it_received(played, takes_pol
         conversation.discard(0)
 
     loop = []
-    with FakeGateway(ask) as door:
-        opened = door.open
+    with FakeGateway(ask) as gateway:
+        opened = gateway.open
 
         def opening(conversations, *rest):
             asked.append(conversations[""])
             loop.append(asyncio.get_running_loop())
             return opened(conversations, *rest)
 
-        door.open = opening
+        gateway.open = opening
 
         def post(url, body):
             request = urllib.request.Request(url, json.dumps(body).encode())
@@ -413,9 +413,9 @@ def test_a_client_of_its_own_counts_the_turns_that_it_received(played, takes_pol
             return play(policy.base_url, policy.session.reward_url)
 
         def alone(task):
-            return play(f"{door.url}/v1", f"{door.url}/s/key-0/reward")
+            return play(f"{gateway.url}/v1", f"{gateway.url}/s/key-0/reward")
 
-        trajectory = played(with_policy if takes_policy else alone, door=door)
+        trajectory = played(with_policy if takes_policy else alone, gateway=gateway)
 
     assert (trajectory.status, trajectory.error, trajectory.reward) == ("completed", None, 0.5)
     assert [turn.reward for turn in trajectory.turns] == [0.5]

@@ -1,5 +1,5 @@
-"""What goes wrong at the door has a defined answer each, leaks nothing, and leaves nothing behind
-that would be trained on and nobody acted on."""
+"""What goes wrong at the gateway has a defined answer each, leaks nothing, and leaves nothing
+behind that would be trained on and nobody acted on."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def said(reader):
 
 
 async def nobody_is_left(opened, policy):
-    """Neither at the door nor at the engine."""
+    """Neither at the gateway nor at the engine."""
     for _ in range(30_000):
         if not opened.engine.under_way and not policy.session._under_way:
             return
@@ -146,7 +146,7 @@ def test_an_answer_that_was_ready_when_its_client_had_gone_is_not_trained_on(gat
                 for _ in left:
                     engine.go.release()
 
-            time.sleep(0.2)  # noqa: ASYNC251 (the door hears of it meanwhile)
+            time.sleep(0.2)  # noqa: ASYNC251 (the gateway hears of it meanwhile)
             await nobody_is_left(opened, policy)
             await asyncio.sleep(0.05)
             return policy.turns, policy.conversation.turns_to_record({})
@@ -459,3 +459,13 @@ def test_a_gateway_that_closes_ends_what_is_under_way(gateway_of, left, monkeypa
 
     rest, recorded = run(talk())
     assert not rest.startswith(b"HTTP/1.1 200") and recorded == []
+
+
+def test_no_answer_waits_for_ever_for_a_client_that_does_not_read(monkeypatch):
+    monkeypatch.setattr(delivery, "READER_S", 0.01)
+
+    async def talk():
+        with pytest.raises(TimeoutError):
+            await delivery.limit_sends(lambda message: asyncio.sleep(300))({"type": "any"})
+
+    asyncio.run(talk())

@@ -1,5 +1,5 @@
-"""Whatever comes through the doors gets an answer of the API's own form, or nothing, and never a
-500; and the doors answer the next one."""
+"""Whatever comes to the gateway gets an answer of the API's own form, or nothing, and never a
+500; and the gateway answers the next one."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class SaysLeft:
 
 
 @pytest.fixture(scope="module")
-def door():
+def endpoint():
     """(host, port, key) of an open gateway whose policy says "left", whatever it is asked."""
     chat = ChatFormat(tokenizer_with(HERMES))
     ids = [*chat.tokenizer.encode("left", add_special_tokens=False), chat.end_of_turn_id]
@@ -249,8 +249,8 @@ def door():
     thread.join(300)
 
 
-def ask(door, path, body: bytes):
-    host, port, key = door
+def ask(endpoint, path, body: bytes):
+    host, port, key = endpoint
     connection = http.client.HTTPConnection(host, port, timeout=300)
     try:
         connection.request("POST", f"/s/{key}{path}", body, {"Content-Type": "application/json"})
@@ -273,24 +273,24 @@ def check(path, status, kind, content):
         assert answer.get("type") == ("error" if "messages" in path else None)
 
 
-def fuzz(door, number):
+def fuzz(endpoint, number):
     @settings(max_examples=number, deadline=None, database=None)
     @given(bodies())
     def answered(case):
         path, body = case
-        check(path, *ask(door, path, json.dumps(body).encode()))
+        check(path, *ask(endpoint, path, json.dumps(body).encode()))
 
     answered()
 
 
 @pytest.mark.slow
-def test_no_body_is_a_500(door):
-    fuzz(door, examples(100))
+def test_no_body_is_a_500(endpoint):
+    fuzz(endpoint, examples(100))
 
 
 @pytest.mark.soak
-def test_no_body_is_a_500_however_long_one_tries(door):
-    fuzz(door, 5000)
+def test_no_body_is_a_500_however_long_one_tries(endpoint):
+    fuzz(endpoint, 5000)
 
 
 REQUEST = (
@@ -317,9 +317,9 @@ def streams_of_bytes(draw):
     return bytes(data)
 
 
-def answer_to(door, data: bytes) -> bytes:
+def answer_to(endpoint, data: bytes) -> bytes:
     """All that comes back on a connection whose client says this and no more."""
-    host, port, key = door
+    host, port, key = endpoint
     with socket.create_connection((host, port), timeout=300) as connection:
         connection.sendall(data.replace(b"KEY", key.encode()))
         connection.shutdown(socket.SHUT_WR)
@@ -333,29 +333,29 @@ def answer_to(door, data: bytes) -> bytes:
         return said
 
 
-def fuzz_bytes(door, number):
+def fuzz_bytes(endpoint, number):
     @settings(max_examples=number, deadline=None, database=None)
     @given(streams_of_bytes())
     def answered(data):
-        said = answer_to(door, data)
+        said = answer_to(endpoint, data)
         assert said == b"" or said.startswith(b"HTTP/1.1 "), said
         assert not said.startswith(b"HTTP/1.1 5"), (data, said)
 
     answered()
-    status, *_ = ask(door, "/v1/chat/completions", json.dumps(CHAT).encode())
+    status, *_ = ask(endpoint, "/v1/chat/completions", json.dumps(CHAT).encode())
     assert status == 200
 
 
-def test_no_bytes_break_the_door(door):
-    fuzz_bytes(door, examples(60))
+def test_no_bytes_break_the_gateway(endpoint):
+    fuzz_bytes(endpoint, examples(60))
 
 
 @pytest.mark.soak
-def test_no_bytes_break_the_door_however_long_one_tries(door):
-    fuzz_bytes(door, 3000)
+def test_no_bytes_break_the_gateway_however_long_one_tries(endpoint):
+    fuzz_bytes(endpoint, 3000)
 
 
-def test_a_stream_of_several_prompts_begins_when_all_can_be_asked(door):
+def test_a_stream_of_several_prompts_begins_when_all_can_be_asked(endpoint):
     body = DOORS["/v1/completions"] | {"prompt": ["right", ""], "stream": True}
-    status, kind, content = ask(door, "/v1/completions", json.dumps(body).encode())
+    status, kind, content = ask(endpoint, "/v1/completions", json.dumps(body).encode())
     assert status == 400 and kind.startswith("application/json") and b"is empty" in content

@@ -1,4 +1,4 @@
-"""The gateway's door: who gets in, what is refused and how, and that an answer joins what is
+"""The gateway: who gets in, what is refused and how, and that an answer joins what is
 recorded."""
 
 from __future__ import annotations
@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.errors import EngineUnavailableError
+from agentevo.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineUnavailableError,
+    StoreError,
+    StoreUnavailableError,
+)
 from agentevo.gateway import anthropic_messages, chat_completions, completions, responses
+from agentevo.gateway.refusals import refusal_of
+from agentevo.remote_models.ledger import BudgetExceededError
 from agentevo.types import Completion, Message
 
 USER = {"role": "user", "content": "left or right ?"}
@@ -83,7 +91,7 @@ def test_it_gives_ids_logprobs_and_versions_on_request(gateway_of):
 
 def test_a_session_is_found_by_its_key_in_four_places(gateway_of):
     async def talk():
-        async with gateway_of(["left"] * 4) as opened:
+        async with gateway_of(["left"] * 5) as opened:
             policy = opened.policy()
             key = policy.api_key
             url = policy.base_url
@@ -294,7 +302,7 @@ def test_a_client_that_hangs_up_gives_its_request_up(gateway_of):
     assert run(talk()) == []
 
 
-def test_the_door_answers_while_the_sampler_s_loop_is_held(gateway_of):
+def test_the_gateway_answers_while_the_sampler_s_loop_is_held(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:
             base = opened.policy().base_url
@@ -311,6 +319,55 @@ def test_the_door_answers_while_the_sampler_s_loop_is_held(gateway_of):
             return answers
 
     assert run(talk()) == [200]
+
+
+def test_attempts_of_several_event_loops_share_a_gateway(gateway_of):
+    """As the models of a server do, each with a loop of its own."""
+
+    async def open_session(policy):
+        return policy.session
+
+    async def talk():
+        other = asyncio.new_event_loop()
+        thread = threading.Thread(target=other.run_forever)
+        thread.start()
+        async with gateway_of(["left"] * 5) as opened:
+            here, there = opened.policy("a"), opened.policy("b")
+            await asyncio.to_thread(
+                asyncio.run_coroutine_threadsafe(open_session(there), other).result
+            )
+            answers = [await opened.post(policy, ASK) for policy in (here, there, here, there)]
+
+            await asyncio.to_thread(asyncio.run_coroutine_threadsafe(there.close(), other).result)
+            answers += [await opened.post(policy, ASK) for policy in (here, there)]
+
+        other.call_soon_threadsafe(other.stop)
+        thread.join()
+        other.close()
+        return [answer.status_code for answer in answers], here.turns, there.turns
+
+    statuses, turns, other_turns = run(talk())
+    assert statuses == [200] * 5 + [401]
+    assert (len(turns), len(other_turns)) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (StoreUnavailableError("away"), 503),
+        (StoreError("another task has this id"), 409),
+        (ConfigError("no such key"), 400),
+        (DeadlineExceededError("late"), 504),
+        (TimeoutError(), 504),
+        (BudgetExceededError("spent"), 424),
+        (asyncio.CancelledError(), 409),
+        (RuntimeError("a bug"), 500),
+    ],
+)
+def test_a_failure_has_one_status(error, status):
+    refusal = refusal_of(error)
+    assert refusal.status == status
+    assert str(error) in str(refusal)
 
 
 def test_an_engine_that_fails_is_a_server_error_and_ends_the_attempt(gateway_of):
@@ -361,7 +418,7 @@ def test_hints_change_nothing(gateway_of):
 
 def test_a_seed_below_zero_is_one_like_any_other(gateway_of):
     async def seeds(*asked):
-        async with gateway_of(["left"] * 4) as opened:
+        async with gateway_of(["left"] * 5) as opened:
             policy = opened.policy()
             for seed in asked:
                 answer = await opened.post(policy, {**ASK, "seed": seed})

@@ -8,7 +8,7 @@ import re
 import pytest
 import schemathesis_run
 
-from agentevo.gateway.door_metrics import SECONDS, Durations
+from agentevo.gateway.metrics import SECONDS, Durations
 
 USER = {"role": "user", "content": "left or right ?"}
 ASK = {"model": "any", "messages": [USER]}

@@ -12,7 +12,7 @@ import pytest
 from remote_server import RemoteServer, chat, fails, gives, hangs, sleeps
 
 from agentevo.config.remote_models import RemoteModelSection
-from agentevo.gateway import app
+from agentevo.gateway import api_routes
 from agentevo.remote_models import RemoteModels, model
 from agentevo.types import Message, ToolCall
 
@@ -174,7 +174,7 @@ def test_its_own_deadline_bounds_the_wait_and_not_that_of_the_policys_engine(gat
     passes is named with it."""
 
     async def talk(remote):
-        async with gateway_of([], remote, timeout_s=0.2 - app.MARGIN_S) as opened:
+        async with gateway_of([], remote, timeout_s=0.2 - api_routes.MARGIN_S) as opened:
             policy = opened.policy()
             asked = {"model": "teacher", "messages": [USER]}
             return await opened.post(policy, asked)

@@ -1,4 +1,4 @@
-"""W3C's traceparent at the door: a client's span is the parent of its calls, and the answer says
+"""W3C's traceparent at the gateway: a client's span is the parent of its calls, and the answer says
 which span the call was."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def nowhere() -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("asked", ["ours", "another", "none", "bad", "twice"])
-def test_the_door_takes_a_place_in_a_trace_and_gives_one(gateway_of, stream, asked) -> None:
+def test_the_gateway_takes_a_place_in_a_trace_and_gives_one(gateway_of, stream, asked) -> None:
     ours = TracePlace(99, 5, True)
     another = TracePlace(7, 5, True)
     headers = {
@@ -90,11 +90,10 @@ def test_an_untraced_attempt_says_nothing_of_traces(gateway_of) -> None:
 
 
 def test_a_program_is_told_its_place_in_its_environment() -> None:
-    from fake_gateway import FakeSession
-
     from agentevo.agents.command import variables
+    from agentevo.agents.policy import AttemptSession
 
-    session = FakeSession("http://127.0.0.1:1", "key")
+    session = AttemptSession("http://127.0.0.1:1", "key")
     with variables(Task(id="t"), session, TracePlace(1, 2, True).header) as told:
         assert read_traceparent(str(told["TRACEPARENT"])) == TracePlace(1, 2, True)
     with variables(Task(id="t"), session) as told:

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from door_play import call, play_through_door
+from gateway_play import call, play_through_gateway
 
 from agentevo import own_loop
 from agentevo.config import AgentSection, build_config
@@ -63,7 +63,7 @@ def attempt(scripted_engine):
     def played(environment, says, *, number=1, name=None, **options):
         player = player_of(environment, name or f"world{id(environment)}")
         train, _ = player.tasks()
-        return play_through_door(scripted_engine, player, train[number], says, **options)
+        return play_through_gateway(scripted_engine, player, train[number], says, **options)
 
     return played
 

@@ -4,7 +4,7 @@ that tests/examples/test_worlds.py makes."""
 from __future__ import annotations
 
 import pytest
-from door_play import play_through_door
+from gateway_play import play_through_gateway
 
 from agentevo.errors import ConfigError, EnvironmentFailure
 
@@ -77,7 +77,7 @@ def attempt(module, scripted_engine):
 
     def played(says):
         task = player.tasks()[0][1]
-        return play_through_door(scripted_engine, player, task, [says] * 5)
+        return play_through_gateway(scripted_engine, player, task, [says] * 5)
 
     return played
 

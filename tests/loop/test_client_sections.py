@@ -124,7 +124,7 @@ def test_a_run_that_is_still_opened_ends_at_once(tmp_path, monkeypatch) -> None:
     config = loop_config(tmp_path / "mine", {"model": {"name": "tiny", "tiny": TINY}})
 
     async def work():
-        loop = LoopService(config, resume=False, door=None, note=lambda line: None)
+        loop = LoopService(config, resume=False, gateway=None, note=lambda line: None)
         opening = asyncio.create_task(loop.start())
         while not begun.is_set():
             await asyncio.sleep(0.01)

@@ -1,5 +1,5 @@
-"""A program's own loop on one side, the model on the other: what the door refuses, answers that are
-lost, servers that are killed."""
+"""A program's own loop on one side, the model on the other: what the server refuses, answers that
+are lost, servers that are killed."""
 
 from __future__ import annotations
 
@@ -61,13 +61,16 @@ def test_whatever_answer_is_lost_trains_once(tmp_path):
     assert all(len(trajectory.turns) == 1 for trajectory in run.trajectories())
 
 
-def test_what_the_door_refuses(tmp_path):
+def test_what_the_server_refuses(tmp_path):
     async def work():
         async with served(tmp_path) as (client, _, _):
             http = client.http
             for key in ("", "Bearer x", f"Bearer {'0' * 64}"):
                 answer = await http.get("/loop/v1/models", headers={"Authorization": key})
                 assert answer.status_code == 401
+            async with Client(client.base(), "0" * 64) as stranger:
+                with pytest.raises(ConfigError, match="the key is missing or wrong"):
+                    await stranger.models()
             assert await client.models() == []
 
             for name, sections, message in (
@@ -96,9 +99,14 @@ def test_what_the_door_refuses(tmp_path):
                 assert answer.status_code == 400, content
 
             long = await http.post("/loop/v1/models/mine", content=b" " * (17 * 2**20))
-            assert long.status_code == 400
-            assert b"longer than 16 MiB" in long.content
-            assert (await http.put("/loop/v1/models/mine")).status_code == 400
+            assert long.status_code == 413
+            assert b"longer than 16777216 bytes" in long.content
+            for answer in (
+                await http.put("/loop/v1/models/mine"),
+                await http.get("/loop/v1/models/mine/no/such/route"),
+            ):
+                assert answer.status_code in (404, 405)
+                assert answer.json()["type"] == "BadRequestError"
             assert (await http.get("/health")).status_code == 200  # the gateway's own
 
     asyncio.run(work())

@@ -36,9 +36,9 @@ def run(small_config, tmp_path) -> Run:
 
 
 @pytest.fixture
-def doors(loaded, chat, scripted_engine, small_config, tmp_path):
-    """`async with doors(says, *overrides) as door`: the routes, with an engine that says what it
-    is told to, and a client that has the key."""
+def gateways(loaded, chat, scripted_engine, small_config, tmp_path):
+    """`async with gateways(says, *overrides) as gateway`: the routes, with an engine that says
+    what it is told to, and a client that has the key."""
 
     @contextlib.asynccontextmanager
     async def make(says, *overrides, tasks=None):
@@ -60,10 +60,8 @@ def doors(loaded, chat, scripted_engine, small_config, tmp_path):
         secret = RunSecret(tmp_path / "gateway")
         source = None if tasks is None else TaskSource(config, tasks)
         next_tasks = NextTasks(config, source, sessions, store)
-        routes = SessionRoutes(
-            sessions, secret, engine.stats, next_tasks, config.gateway.requests_per_s
-        )
-        gateway.in_front = routes
+        routes = SessionRoutes(sessions, secret, engine.stats, next_tasks)
+        gateway.added = routes
         base = await asyncio.to_thread(lambda: gateway.base)
         routes.bridge = gateway.bridge_to_current_loop()
 
@@ -77,6 +75,7 @@ def doors(loaded, chat, scripted_engine, small_config, tmp_path):
             await sessions.close()
         finally:
             await asyncio.to_thread(sampler.close)
+            await asyncio.to_thread(gateway.close)
             await store.close()
 
     return make

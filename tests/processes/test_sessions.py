@@ -9,7 +9,7 @@ import sqlite3
 
 import httpx
 import pytest
-from session_doors import ASK, TASK, asked, bearer, opened
+from opened_sessions import ASK, TASK, asked, bearer, opened
 
 from agentevo.errors import EngineUnavailableError
 from agentevo.event_loop import run_coroutine
@@ -17,31 +17,33 @@ from agentevo.types import Task
 
 
 @pytest.mark.slow
-def test_a_group_of_sessions_is_what_a_trainer_finds(doors):
+def test_a_group_of_sessions_is_what_a_trainer_finds(gateways):
     async def work():
-        async with doors(["left", "right", "left"]) as door:
-            first = await opened(door, task=TASK, group="g1")
-            second = await opened(door, group="g1")
-            said = await asked(door, first)
+        async with gateways(["left", "right", "left"]) as gateway:
+            first = await opened(gateway, task=TASK, group="g1")
+            second = await opened(gateway, group="g1")
+            said = await asked(gateway, first)
             again = [*ASK["messages"], said, {"role": "user", "content": "Go on."}]
-            await asked(door, first, again)
-            await asked(door, second)
+            await asked(gateway, first, again)
+            await asked(gateway, second)
 
             for turn, reward in ((0, 0.25), (1, 0.5)):
                 body = {"turn": turn, "reward": reward}
-                await door.http.post(first["reward_url"], json=body)
+                await gateway.http.post(first["reward_url"], json=body)
 
-            one = (await door.http.post(f"/sessions/{first['id']}/end")).json()
-            mine = await door.http.get(f"/sessions/{first['id']}/trajectory")
-            before = await door.store.ready_groups("train", size=2, limit=9)
+            one = (await gateway.http.post(f"/sessions/{first['id']}/end")).json()
+            mine = await gateway.http.get(f"/sessions/{first['id']}/trajectory")
+            before = await gateway.store.ready_groups("train", size=2, limit=9)
             end = {"rewards": {"right": 1.0, "short": 0.5}}
-            two = (await door.http.post(second["end_url"], json=end, headers=bearer(second))).json()
-            (group,) = await door.store.ready_groups("train", size=2, limit=9)
-            rows = [row async for row in door.store.trajectories(group_id=group)]
-            exported = (await door.http.get(f"/sessions/{first['id']}/trajectory")).json()
-            late = await door.http.post("/sessions", json={"group": "g1", "task": TASK})
-            used = await door.http.get(f"{first['base_url']}/models", headers=bearer(first))
-            task = await door.store.task("maze")
+            two = (
+                await gateway.http.post(second["end_url"], json=end, headers=bearer(second))
+            ).json()
+            (group,) = await gateway.store.ready_groups("train", size=2, limit=9)
+            rows = [row async for row in gateway.store.trajectories(group_id=group)]
+            exported = (await gateway.http.get(f"/sessions/{first['id']}/trajectory")).json()
+            late = await gateway.http.post("/sessions", json={"group": "g1", "task": TASK})
+            used = await gateway.http.get(f"{first['base_url']}/models", headers=bearer(first))
+            task = await gateway.store.task("maze")
             return one, mine.json(), before, two, rows, exported, late, used, task
 
     one, mine, before, two, rows, exported, late, used, task = run_coroutine(work())
@@ -64,17 +66,17 @@ def test_a_group_of_sessions_is_what_a_trainer_finds(doors):
     assert task.metadata == {"size": 4}
 
 
-def test_a_session_without_a_group_is_kept_and_never_trained_on(doors):
+def test_a_session_without_a_group_is_kept_and_never_trained_on(gateways):
     async def work():
-        async with doors(["left"]) as door:
-            session = await opened(door)
-            await asked(door, session)
-            await door.http.post(f"/sessions/{session['id']}/reward", json={"reward": 0.5})
-            early = await door.http.get(f"/sessions/{session['id']}/trajectory")
-            ended = await door.http.post(f"/sessions/{session['id']}/end")
-            twice = await door.http.post(f"/sessions/{session['id']}/end", json={"reward": 9.0})
-            exported = await door.http.get(f"/sessions/{session['id']}/trajectory")
-            return early, ended.json(), twice.json(), exported.json(), await door.store.counts()
+        async with gateways(["left"]) as gateway:
+            session = await opened(gateway)
+            await asked(gateway, session)
+            await gateway.http.post(f"/sessions/{session['id']}/reward", json={"reward": 0.5})
+            early = await gateway.http.get(f"/sessions/{session['id']}/trajectory")
+            ended = await gateway.http.post(f"/sessions/{session['id']}/end")
+            twice = await gateway.http.post(f"/sessions/{session['id']}/end", json={"reward": 9.0})
+            exported = await gateway.http.get(f"/sessions/{session['id']}/trajectory")
+            return early, ended.json(), twice.json(), exported.json(), await gateway.store.counts()
 
     early, ended, twice, exported, counts = run_coroutine(work())
     assert early.status_code == 409
@@ -83,18 +85,18 @@ def test_a_session_without_a_group_is_kept_and_never_trained_on(doors):
     assert (counts["trajectories/eval/ready"], counts["trajectories/train/ready"]) == (1, 0)
 
 
-def test_a_session_that_nobody_ends_expires_and_fails(doors):
+def test_a_session_that_nobody_ends_expires_and_fails(gateways):
     async def work():
-        async with doors(["left"], "agent.timeout_s=0.3") as door:
-            session = await opened(door, task=TASK, group="g")
+        async with gateways(["left"], "agent.timeout_s=0.3") as gateway:
+            session = await opened(gateway, task=TASK, group="g")
             async with asyncio.timeout(300):
-                while await door.store.ready_groups("train", size=1, limit=1) or not (
-                    rows := await door.store.summaries(split="train")
+                while await gateway.store.ready_groups("train", size=1, limit=1) or not (
+                    rows := await gateway.store.summaries(split="train")
                 ):
                     await asyncio.sleep(0.02)
 
-            used = await door.http.get(f"{session['base_url']}/models", headers=bearer(session))
-            state = (await door.http.get(f"/sessions/{session['id']}")).json()
+            used = await gateway.http.get(f"{session['base_url']}/models", headers=bearer(session))
+            state = (await gateway.http.get(f"/sessions/{session['id']}")).json()
             return rows, used.status_code, state
 
     rows, used, state = run_coroutine(work())
@@ -104,19 +106,19 @@ def test_a_session_that_nobody_ends_expires_and_fails(doors):
     assert (used, state["state"]) == (401, "failed")
 
 
-def test_what_an_agent_says_of_its_failure_and_what_an_engine_fails_is_no_reward(doors):
+def test_what_an_agent_says_of_its_failure_and_what_an_engine_fails_is_no_reward(gateways):
     async def work():
-        async with doors(["left", EngineUnavailableError("gone")]) as door:
-            failed = await opened(door)
-            broken = await opened(door)
-            await asked(door, failed)
+        async with gateways(["left", EngineUnavailableError("gone")]) as gateway:
+            failed = await opened(gateway)
+            broken = await opened(gateway)
+            await asked(gateway, failed)
 
             said = {"error": "the page did not load", "reward": 1.0}
-            first = await door.http.post(f"/sessions/{failed['id']}/end", json=said)
+            first = await gateway.http.post(f"/sessions/{failed['id']}/end", json=said)
             url = f"{broken['base_url']}/chat/completions"
-            lost = await door.http.post(url, json=ASK, headers=bearer(broken))
-            second = await door.http.post(f"/sessions/{broken['id']}/end", json={"reward": 1.0})
-            return first.json(), lost.status_code, second.json(), await door.store.counts()
+            lost = await gateway.http.post(url, json=ASK, headers=bearer(broken))
+            second = await gateway.http.post(f"/sessions/{broken['id']}/end", json={"reward": 1.0})
+            return first.json(), lost.status_code, second.json(), await gateway.store.counts()
 
     first, lost, second, counts = run_coroutine(work())
     assert (first["state"], first["error"]) == ("failed", "OutsideFailure: the page did not load")
@@ -126,13 +128,13 @@ def test_what_an_agent_says_of_its_failure_and_what_an_engine_fails_is_no_reward
 
 
 @pytest.mark.slow
-def test_keys_open_what_is_theirs_alone(doors):
+def test_keys_open_what_is_theirs_alone(gateways):
     async def work():
-        async with doors(["left"]) as door:
-            mine = await opened(door)
-            other = await opened(door)
+        async with gateways(["left"]) as gateway:
+            mine = await opened(gateway)
+            other = await opened(gateway)
             path = f"/sessions/{other['id']}"
-            async with httpx.AsyncClient(base_url=door.http.base_url) as stranger:
+            async with httpx.AsyncClient(base_url=gateway.http.base_url) as stranger:
                 none = [
                     (await stranger.post("/sessions")).status_code,
                     (await stranger.get("/stats")).status_code,
@@ -143,14 +145,15 @@ def test_keys_open_what_is_theirs_alone(doors):
                     (await stranger.post(f"{path}/end", headers=bearer(mine))).status_code,
                     (await stranger.post("/sessions", headers=bearer(mine))).status_code,
                     (await stranger.get(path, headers=bearer(other))).status_code,
+                    (await stranger.get(path, headers={"x-api-key": other["key"]})).status_code,
                 ]
 
-            stats = (await door.http.get("/stats")).json()
+            stats = (await gateway.http.get("/stats")).json()
             return none, theirs, stats
 
     none, theirs, stats = run_coroutine(work())
     assert none == [401] * 3
-    assert theirs == [401, 401, 401, 200]
+    assert theirs == [401, 401, 401, 200, 200]
     assert stats["sessions/open"] == 2
 
 
@@ -168,11 +171,11 @@ def test_keys_open_what_is_theirs_alone(doors):
     ],
     ids=str,
 )
-def test_what_can_t_be_opened_is_a_400_that_says_so(doors, body, problem):
+def test_what_can_t_be_opened_is_a_400_that_says_so(gateways, body, problem):
     async def work():
-        async with doors([]) as door:
-            answer = await door.http.post("/sessions", json=body)
-            return answer, await door.store.counts()
+        async with gateways([]) as gateway:
+            answer = await gateway.http.post("/sessions", json=body)
+            return answer, await gateway.store.counts()
 
     answer, counts = run_coroutine(work())
     assert answer.status_code == 400
@@ -180,32 +183,42 @@ def test_what_can_t_be_opened_is_a_400_that_says_so(doors, body, problem):
     assert counts["tasks/completed"] == 0
 
 
-def test_a_group_is_refused_where_nobody_would_train_on_it(doors):
+def test_an_unknown_route_of_sessions_is_answered_in_the_form_of_the_others(gateways):
     async def work():
-        async with doors([], "rollout.policy=wait") as door:
-            return await door.http.post("/sessions", json={"group": "g"})
+        async with gateways([]) as gateway:
+            return [await gateway.http.get(f"/sessions/{place}") for place in ("a", "a/b", "a/b/c")]
+
+    answers = run_coroutine(work())
+    assert [answer.status_code for answer in answers] == [404] * 3
+    assert {answer.json()["error"]["type"] for answer in answers} == {"invalid_request_error"}
+
+
+def test_a_group_is_refused_where_nobody_would_train_on_it(gateways):
+    async def work():
+        async with gateways([], "rollout.policy=wait") as gateway:
+            return await gateway.http.post("/sessions", json={"group": "g"})
 
     answer = run_coroutine(work())
     assert answer.status_code == 400
     assert "rollout.policy=mask" in answer.json()["error"]["message"]
 
 
-def test_what_is_open_when_it_stops_is_written_as_cancelled(doors):
+def test_what_is_open_when_it_stops_is_written_as_cancelled(gateways):
     async def work():
-        async with doors(["left", "right"]) as door:
-            first = await opened(door, group="g")
-            await opened(door, group="g")
-            await asked(door, first)
-            await door.http.post(f"/sessions/{first['id']}/end", json={"reward": 1.0})
-            await door.sessions.close()
-            return await door.store.summaries(split="train")
+        async with gateways(["left", "right"]) as gateway:
+            first = await opened(gateway, group="g")
+            await opened(gateway, group="g")
+            await asked(gateway, first)
+            await gateway.http.post(f"/sessions/{first['id']}/end", json={"reward": 1.0})
+            await gateway.sessions.close()
+            return await gateway.store.summaries(split="train")
 
     rows = run_coroutine(work())
     assert [row.status for row in rows] == ["completed", "cancelled"]
 
 
 @pytest.mark.slow
-def test_the_runs_own_tasks_are_handed_out_once_each(doors):
+def test_the_runs_own_tasks_are_handed_out_once_each(gateways):
     tasks = [
         Task(id=f"t{n}", query=f"{n} ?", answer="left", metadata={"level": n}) for n in range(5)
     ]
@@ -213,18 +226,18 @@ def test_the_runs_own_tasks_are_handed_out_once_each(doors):
     overrides += ("rewards=[exact_match]",)
 
     async def work():
-        async with doors(["left", "right", "left", "left"], *overrides, tasks=tasks) as door:
-            sessions = [await opened(door, next=True) for _ in range(4)]
-            full = await door.http.post("/sessions", json={"next": True})
-            both = await door.http.post("/sessions", json={"next": True, "task": TASK})
+        async with gateways(["left", "right", "left", "left"], *overrides, tasks=tasks) as gateway:
+            sessions = [await opened(gateway, next=True) for _ in range(4)]
+            full = await gateway.http.post("/sessions", json={"next": True})
+            both = await gateway.http.post("/sessions", json={"next": True, "task": TASK})
 
             for session in sessions:
-                await asked(door, session)
-                await door.http.post(f"/sessions/{session['id']}/end")
+                await asked(gateway, session)
+                await gateway.http.post(f"/sessions/{session['id']}/end")
 
-            groups = await door.store.ready_groups("train", size=2, limit=9)
-            rows = [row.trajectory async for row in door.store.trajectories(split="train")]
-            known = [task.task.id async for task in door.store.tasks()]
+            groups = await gateway.store.ready_groups("train", size=2, limit=9)
+            rows = [row.trajectory async for row in gateway.store.trajectories(split="train")]
+            known = [task.task.id async for task in gateway.store.tasks()]
             return sessions, full, both, groups, rows, known
 
     sessions, full, both, groups, found, known = run_coroutine(work())
@@ -239,14 +252,14 @@ def test_the_runs_own_tasks_are_handed_out_once_each(doors):
 
     async def again():
         """Another gateway of the run."""
-        async with doors([], *overrides, "rollout.staleness=2", tasks=tasks) as door:
-            return (await opened(door, next=True))["task"]["id"]
+        async with gateways([], *overrides, "rollout.staleness=2", tasks=tasks) as gateway:
+            return (await opened(gateway, next=True))["task"]["id"]
 
     assert run_coroutine(again()) not in known
 
 
 @pytest.mark.slow
-def test_a_task_whose_gateway_was_killed_is_handed_out_again(doors, tmp_path):
+def test_a_task_whose_gateway_was_killed_is_handed_out_again(gateways, tmp_path):
     """And only once its lease has run out; a gateway that lives keeps it."""
     tasks = [Task(id=f"t{n}", query=f"{n} ?") for n in range(3)]
     overrides = ("trainer.groups_per_step=1", "trainer.minibatches=1", "evaluation.tasks=1")
@@ -261,51 +274,51 @@ def test_a_task_whose_gateway_was_killed_is_handed_out_again(doors, tmp_path):
     ends = "SELECT lease_expires_at FROM tasks WHERE state = 'leased'"
 
     async def killed():
-        async with doors(["left"], *overrides, tasks=tasks) as door:
-            session = await opened(door, next=True)
+        async with gateways(["left"], *overrides, tasks=tasks) as gateway:
+            session = await opened(gateway, next=True)
             (first,) = ledger(ends)
             async with asyncio.timeout(300):
                 while ledger(ends) == [first]:  # until it has been renewed
                     await asyncio.sleep(0.1)
 
-            playing = [group.playing for group in door.sessions._groups.values()]
+            playing = [group.playing for group in gateway.sessions._groups.values()]
             for one in playing:
                 one.cancel()  # it writes nothing and gives nothing back
             await asyncio.gather(*playing, return_exceptions=True)
             return session["task"]["id"]
 
     async def again():
-        async with doors(["left", "left"], *overrides, tasks=tasks) as door:
+        async with gateways(["left", "left"], *overrides, tasks=tasks) as gateway:
             ledger("UPDATE tasks SET lease_expires_at = 1 WHERE state = 'leased'")
-            sessions = [await opened(door, next=True) for _ in range(2)]
+            sessions = [await opened(gateway, next=True) for _ in range(2)]
             assert [session["task"]["id"] for session in sessions] == [lost] * 2
             for session in sessions:
-                await asked(door, session)
-                await door.http.post(f"/sessions/{session['id']}/end", json={"reward": 1.0})
-            states = {task.task.id: task.state async for task in door.store.tasks()}
+                await asked(gateway, session)
+                await gateway.http.post(f"/sessions/{session['id']}/end", json={"reward": 1.0})
+            states = {task.task.id: task.state async for task in gateway.store.tasks()}
             return states[lost]
 
     lost = run_coroutine(killed())
     assert run_coroutine(again()) == "completed"
 
 
-def test_after_the_last_step_no_task_is_left_to_begin(doors):
+def test_after_the_last_step_no_task_is_left_to_begin(gateways):
     """The group that is under way is still filled."""
     tasks = [Task(id=f"t{n}", query=f"{n} ?") for n in range(4)]
 
     async def work():
-        async with doors(
+        async with gateways(
             [],
             "trainer.steps=1",
             "trainer.groups_per_step=1",
             "trainer.minibatches=1",
             "evaluation.tasks=1",
             tasks=tasks,
-        ) as door:
-            first = await opened(door, next=True)
-            await door.store.commit_step(1, {})
-            second = await opened(door, next=True)
-            over = [await door.http.post("/sessions", json={"next": True}) for _ in range(2)]
+        ) as gateway:
+            first = await opened(gateway, next=True)
+            await gateway.store.commit_step(1, {})
+            second = await opened(gateway, next=True)
+            over = [await gateway.http.post("/sessions", json={"next": True}) for _ in range(2)]
             return first, second, over
 
     first, second, over = run_coroutine(work())
@@ -314,34 +327,34 @@ def test_after_the_last_step_no_task_is_left_to_begin(doors):
     assert "last step" in over[0].json()["error"]["message"]
 
 
-def test_a_run_without_tasks_of_its_own_has_none_to_hand_out(doors):
+def test_a_run_without_tasks_of_its_own_has_none_to_hand_out(gateways):
     async def work():
-        async with doors([]) as door:
-            return await door.http.post("/sessions", json={"next": True})
+        async with gateways([]) as gateway:
+            return await gateway.http.post("/sessions", json={"next": True})
 
     answer = run_coroutine(work())
     assert (answer.status_code, "no tasks of its own" in answer.text) == (400, True)
 
 
 @pytest.mark.slow
-def test_a_group_s_name_serves_once_whatever_the_weights_and_the_task(doors):
+def test_a_group_s_name_serves_once_whatever_the_weights_and_the_task(gateways):
     async def work():
-        async with doors(["left"] * 4) as door:
-            sessions = [await opened(door, task=TASK, group="g1") for _ in range(2)]
+        async with gateways(["left"] * 4) as gateway:
+            sessions = [await opened(gateway, task=TASK, group="g1") for _ in range(2)]
             for session in sessions:
-                await asked(door, session)
-                await door.http.post(f"/sessions/{session['id']}/end", json={"reward": 1.0})
+                await asked(gateway, session)
+                await gateway.http.post(f"/sessions/{session['id']}/end", json={"reward": 1.0})
 
-            door.engine.version += 1
+            gateway.engine.version += 1
             bodies = [{"task": TASK, "group": "g1"}, {"task": {"id": "other"}, "group": "g1"}]
-            again = [await door.http.post("/sessions", json=body) for body in bodies]
-            door.sessions._names = None  # as after a start
-            again += [await door.http.post("/sessions", json=body) for body in bodies]
+            again = [await gateway.http.post("/sessions", json=body) for body in bodies]
+            gateway.sessions._names = None  # as after a start
+            again += [await gateway.http.post("/sessions", json=body) for body in bodies]
             taken = [
-                await door.http.post("/sessions", json={"group": name})
+                await gateway.http.post("/sessions", json={"group": name})
                 for name in ("train", "greedy", "baseline")
             ]
-            return again, taken, await door.store.ready_groups("train", size=2, limit=9)
+            return again, taken, await gateway.store.ready_groups("train", size=2, limit=9)
 
     again, taken, ready = run_coroutine(work())
     assert [answer.status_code for answer in again] == [409] * 4
@@ -349,14 +362,16 @@ def test_a_group_s_name_serves_once_whatever_the_weights_and_the_task(doors):
     assert ready == ["maze/g1@4"]
 
 
-def test_a_task_that_can_t_be_judged_or_is_another_by_its_id_opens_nothing(doors):
+def test_a_task_that_can_t_be_judged_or_is_another_by_its_id_opens_nothing(gateways):
     async def work():
-        async with doors([]) as door:
-            await opened(door, task=TASK)
+        async with gateways([]) as gateway:
+            await opened(gateway, task=TASK)
             wrong = {"task": {"id": "n", "scorer": "nope"}}
-            scorer = await door.http.post("/sessions", json=wrong)
-            other = await door.http.post("/sessions", json={"task": {"id": "maze", "query": "?"}})
-            return scorer, other, len(door.sessions.all())
+            scorer = await gateway.http.post("/sessions", json=wrong)
+            other = await gateway.http.post(
+                "/sessions", json={"task": {"id": "maze", "query": "?"}}
+            )
+            return scorer, other, len(gateway.sessions.all())
 
     scorer, other, open_ones = run_coroutine(work())
     assert (scorer.status_code, other.status_code, open_ones) == (400, 409, 1)
@@ -365,19 +380,19 @@ def test_a_task_that_can_t_be_judged_or_is_another_by_its_id_opens_nothing(doors
 
 
 def test_a_group_that_fails_for_whatever_reason_is_told_and_forgotten_in_its_time(
-    doors, monkeypatch
+    gateways, monkeypatch
 ):
     async def work():
-        async with doors(["left"]) as door:
+        async with gateways(["left"]) as gateway:
 
             async def broken(*args, **options):
                 raise RuntimeError("nobody thought of it")
 
-            session = await opened(door, task=TASK)
-            await asked(door, session)
-            monkeypatch.setattr(door.store, "write_trajectories", broken)
-            ended = await door.http.post(session["end_url"], json={"reward": 1.0})
-            return ended, list(door.sessions._ended), session["id"], door.notes
+            session = await opened(gateway, task=TASK)
+            await asked(gateway, session)
+            monkeypatch.setattr(gateway.store, "write_trajectories", broken)
+            ended = await gateway.http.post(session["end_url"], json={"reward": 1.0})
+            return ended, list(gateway.sessions._ended), session["id"], gateway.notes
 
     ended, forgettable, session, notes = run_coroutine(work())
     assert (ended.status_code, ended.json()["state"]) == (200, "cancelled")
@@ -397,22 +412,22 @@ WRONG = [
 
 
 @pytest.mark.slow
-def test_a_wrong_reward_is_refused_when_it_is_posted(doors):
+def test_a_wrong_reward_is_refused_when_it_is_posted(gateways):
     async def work():
-        async with doors(["left"]) as door:
-            session = await opened(door, task=TASK)
-            await asked(door, session)
-            answers = [await door.http.post(session["reward_url"], json=body) for body in WRONG]
+        async with gateways(["left"]) as gateway:
+            session = await opened(gateway, task=TASK)
+            await asked(gateway, session)
+            answers = [await gateway.http.post(session["reward_url"], json=body) for body in WRONG]
             many = {f"n{number}": 0.0 for number in range(150)}
             names = [
-                await door.http.post(session["reward_url"], json={"rewards": rewards})
+                await gateway.http.post(session["reward_url"], json={"rewards": rewards})
                 for rewards in (many, {f"other {name}": 0.0 for name in many})
             ]
 
             half = {"rewards": {"right": 1.0}, "reward": 1e300}
-            end = await door.http.post(session["end_url"], json=half)
-            state = (await door.http.get(f"/sessions/{session['id']}")).json()
-            ended = (await door.http.post(session["end_url"])).json()
+            end = await gateway.http.post(session["end_url"], json=half)
+            state = (await gateway.http.get(f"/sessions/{session['id']}")).json()
+            ended = (await gateway.http.post(session["end_url"])).json()
             return answers, names, end, state, ended
 
     answers, names, end, state, ended = run_coroutine(work())
@@ -421,22 +436,22 @@ def test_a_wrong_reward_is_refused_when_it_is_posted(doors):
     assert len(state["posted"]) == 1 and (ended["state"], ended["reward"]) == ("completed", 0.0)
 
 
-def test_a_turn_s_reward_is_of_the_turn_that_its_client_received(doors):
+def test_a_turn_s_reward_is_of_the_turn_that_its_client_received(gateways):
     """The first answer is lost: the client counts from the second."""
 
     async def work():
-        async with doors(["left", "right", "left"]) as door:
-            session = await opened(door, task=TASK)
-            await asked(door, session)
-            own = door.sessions.find(session["id"])
+        async with gateways(["left", "right", "left"]) as gateway:
+            session = await opened(gateway, task=TASK)
+            await asked(gateway, session)
+            own = gateway.sessions.find(session["id"])
             own.policy.conversation.discard(0)
-            await asked(door, session)
+            await asked(gateway, session)
 
             body = {"turn": 0, "reward": 0.5}
-            first = await door.http.post(session["reward_url"], json=body)
-            none = await door.http.post(session["reward_url"], json=body | {"turn": 1})
-            await door.http.post(session["end_url"])
-            exported = await door.http.get(f"/sessions/{session['id']}/trajectory")
+            first = await gateway.http.post(session["reward_url"], json=body)
+            none = await gateway.http.post(session["reward_url"], json=body | {"turn": 1})
+            await gateway.http.post(session["end_url"])
+            exported = await gateway.http.get(f"/sessions/{session['id']}/trajectory")
             return first, none, exported.json()
 
     first, none, exported = run_coroutine(work())

@@ -9,6 +9,8 @@ from typing import Any
 
 from remote_server import LoopbackServer, chat, gives
 
+from agentevo.agents.policy import AttemptSession
+
 
 @dataclass(frozen=True)
 class Received:
@@ -34,23 +36,6 @@ class Posted:
     agent: str | None = None
 
 
-@dataclass
-class FakeSession:
-    """See DoorSession in agents/policy.py."""
-
-    base: str
-    key: str
-    posted: list[Posted] = field(default_factory=list)
-
-    @property
-    def base_url(self) -> str:
-        return f"{self.base}/v1"
-
-    @property
-    def reward_url(self) -> str:
-        return f"{self.base}/s/{self.key}/reward"
-
-
 class FakeGateway(LoopbackServer):
     """Answers every request of a model with one chat completion, and takes rewards. `on_call` is
     told the key of each call."""
@@ -58,13 +43,13 @@ class FakeGateway(LoopbackServer):
     def __init__(self, on_call: Callable[[str], object] = lambda key: None) -> None:
         super().__init__()
         self.received: list[Received] = []
-        self.sessions: dict[str, FakeSession] = {}
+        self.sessions: dict[str, AttemptSession] = {}
         self._on_call = on_call
 
-    def open(self, conversations: Any, remote: Any = None, agents: Any = None) -> FakeSession:
+    def open(self, conversations: Any, remote: Any = None, agents: Any = None) -> AttemptSession:
         """See Door in agents/policy.py."""
         key = f"key-{len(self.sessions)}"
-        self.sessions[key] = FakeSession(self.url, key)
+        self.sessions[key] = AttemptSession(self.url, key)
         return self.sessions[key]
 
     def end(self, session: Any) -> None:

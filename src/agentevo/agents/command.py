@@ -27,7 +27,7 @@ from types import MappingProxyType
 import msgspec
 
 from agentevo.agents.client_environment import client_variables
-from agentevo.agents.policy import DoorSession, Policy
+from agentevo.agents.policy import AttemptSession, Policy
 from agentevo.agents.posted_rewards import outcome_of_rewards, printed_reward
 from agentevo.agents.process_tree import GRACE_S, KILLING_S, EndedProcess, ProcessTree
 from agentevo.config.agents import CommandAgentSection, agents
@@ -97,7 +97,9 @@ class CommandAgent:
         rewards = [*session.posted, *([printed] if printed is not None else [])]
         return outcome_of_rewards(rewards, policy.received)
 
-    async def _run_to_end(self, task: Task, policy: Policy, session: DoorSession) -> EndedProcess:
+    async def _run_to_end(
+        self, task: Task, policy: Policy, session: AttemptSession
+    ) -> EndedProcess:
         """Runs the process to its end. On cancellation, ends it and all processes that it
         started."""
         with (
@@ -145,7 +147,7 @@ def _reason(stderr: str) -> str:
 @contextmanager
 def variables(
     task: Task,
-    session: DoorSession,
+    session: AttemptSession,
     trace: str | None = None,
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, str | None]]:

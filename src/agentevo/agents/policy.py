@@ -69,26 +69,27 @@ class Reply:
         return answer if closed else ""
 
 
-class DoorSession(Protocol):
+class AttemptSession:
     """Access to the policy for an API client of one attempt."""
 
-    @property
-    def base(self) -> str:
-        """The common prefix of all URLs."""
-
-    @property
-    def base_url(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def reward_url(self) -> str: ...
-    @property
-    def posted(self) -> Sequence[PostedReward]:
+    def __init__(self, base: str, key: str) -> None:
+        self.base = base
+        """The common prefix of all URLs: the gateway's URL without a path."""
+        self.key = key
+        self.posted: list[PostedReward] = []
         """The rewards posted so far, in order."""
 
+    @property
+    def base_url(self) -> str:
+        """The base URL for OpenAI's clients."""
+        return f"{self.base}/v1"
 
-class PolicyDoor(Protocol):
+    @property
+    def reward_url(self) -> str:
+        return f"{self.base}/s/{self.key}/reward"
+
+
+class PolicyGateway(Protocol):
     """Opens sessions for clients of other APIs, such as OpenAI's (gateway/gateway.py)."""
 
     def open(
@@ -96,7 +97,7 @@ class PolicyDoor(Protocol):
         conversations: Mapping[str, Conversation],
         remote: RemoteConversations | None,
         remote_agents: Mapping[str, str],
-    ) -> DoorSession:
+    ) -> AttemptSession:
         """Opens a session. `conversations` has the conversation of each agent by name; a client
         chooses an agent through the model name of its request. `remote_agents` maps the other
         agents to the remote models that play them."""
@@ -112,7 +113,7 @@ class Policy:
     def __init__(
         self,
         conversation: Conversation,
-        door: PolicyDoor | None = None,
+        gateway: PolicyGateway | None = None,
         remote: RemoteConversations | None = None,
         agents: Mapping[str, Conversation] = MappingProxyType({}),
         remote_agents: Mapping[str, str] = MappingProxyType({}),
@@ -127,7 +128,7 @@ class Policy:
         self.texts = Texts() if texts is None else texts
         """The named texts of the attempt, shared by all its agents."""
         self._agents: dict[str, Policy | RemoteHandle] = {
-            name: Policy(agent, door, texts=self.texts) for name, agent in agents.items()
+            name: Policy(agent, gateway, texts=self.texts) for name, agent in agents.items()
         }
         self._remote_agents = remote_agents
 
@@ -136,19 +137,19 @@ class Policy:
 
         self.files: dict[str, bytes] = {}
         """The files of the last `keep_files`, by path."""
-        self._door = door
-        self._session: DoorSession | None = None
+        self._gateway = gateway
+        self._session: AttemptSession | None = None
         self._has_replied = False
         self._waited_s = 0.0
         self._waits_since: float | None = None
 
     @property
-    def session(self) -> DoorSession:
+    def session(self) -> AttemptSession:
         """The gateway session of this attempt, opened on first use."""
         if self._session is None:
-            if self._door is None:
+            if self._gateway is None:
                 raise BadRequestError("there is no gateway here for clients of other APIs")
-            self._session = self._door.open(self.conversations, self.remote, self._remote_agents)
+            self._session = self._gateway.open(self.conversations, self.remote, self._remote_agents)
         return self._session
 
     def model(self, name: str, agent: str = "") -> RemoteHandle:
@@ -259,8 +260,8 @@ class Policy:
 
     async def close(self) -> None:
         """Ends the session and the conversation. Later calls fail."""
-        if self._session is not None and self._door is not None:
-            self._door.end(self._session)
+        if self._session is not None and self._gateway is not None:
+            self._gateway.end(self._session)
         for agent in self._agents.values():
             if isinstance(agent, Policy):
                 await agent.close()

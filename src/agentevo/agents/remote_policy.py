@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from agentevo.agents.policy import Policy, PolicyDoor
+from agentevo.agents.policy import Policy, PolicyGateway
 from agentevo.agents.texts import Texts
 from agentevo.errors import BadRequestError, EngineError
 from agentevo.models.answer_form import AnswerForm
@@ -157,12 +157,12 @@ class RemoteModelPolicy(Policy):
     def __init__(
         self,
         conversation: RemotePolicyConversation,
-        door: PolicyDoor,
+        gateway: PolicyGateway,
         remote: RemoteConversations,
         model: str,
         texts: Texts | None = None,
     ) -> None:
-        super().__init__(cast("Conversation", conversation), door, remote, texts=texts)
+        super().__init__(cast("Conversation", conversation), gateway, remote, texts=texts)
         self.remote_model = model
         self._talk = conversation
         self._remote_agents = {"": model}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from agentevo.agents.policy import DoorSession, Policy, Prompt, RemoteHandle, Reply
+from agentevo.agents.policy import AttemptSession, Policy, Prompt, RemoteHandle, Reply
 from agentevo.errors import EngineError
 from agentevo.store.call_log import Attribute, RunningCall
 from agentevo.types import Message, Turn
@@ -52,12 +52,12 @@ class BlockingPolicy:
         return self._policy.turns
 
     @property
-    def session(self) -> DoorSession:
+    def session(self) -> AttemptSession:
         """See Policy.session. Opens the session on the sampler's loop."""
         if _running_loop() is self._loop:
             return self._policy.session
 
-        async def open_session() -> DoorSession:
+        async def open_session() -> AttemptSession:
             return self._policy.session
 
         return self._on_loop(open_session()).result()

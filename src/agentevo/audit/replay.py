@@ -20,7 +20,7 @@ from contextlib import aclosing, suppress
 import msgspec
 
 from agentevo.agents import Agent, Policy
-from agentevo.agents.policy import DoorSession
+from agentevo.agents.policy import AttemptSession
 from agentevo.agents.texts import Texts
 from agentevo.audit.rebuilt_weights import rebuild
 from agentevo.audit.recorded import RecordedEngine, RecordedModels
@@ -322,14 +322,14 @@ async def _play(
         context_length=context,
         timeout_s=config.engine.timeout_s,
     )
-    door = _NoDoor()
+    gateway = _NoGateway()
 
     models = RecordedModels(config.remote_models, trajectory.remote_turns)
     remote = None
     if models:
         remote = RemoteConversations(models, name=trajectory.id, seed=conversation_seed)
 
-    policy = Policy(conversation, door, remote, texts=Texts(config.agent.texts))
+    policy = Policy(conversation, gateway, remote, texts=Texts(config.agent.texts))
     attempt = GroupAttempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
     played = None
     with suppress(
@@ -348,13 +348,13 @@ async def _play(
             recorded = {name: getattr(trajectory, name) for name in ("reward", "success")}
             played = msgspec.structs.replace(played, **recorded)
 
-    if door.was_needed:
+    if gateway.was_needed:
         result.unplayed = "its agent uses the gateway, whose requests arrive in no fixed order"
     else:
         _compare(trajectory, played, engine, models, result)
 
 
-class _NoDoor:
+class _NoGateway:
     """A substitute for the gateway (agents/policy.py): remembers whether the agent needs one."""
 
     was_needed = False
@@ -364,11 +364,11 @@ class _NoDoor:
         conversations: Mapping[str, Conversation],
         remote: RemoteConversations | None,
         remote_agents: Mapping[str, str],
-    ) -> DoorSession:
+    ) -> AttemptSession:
         self.was_needed = True
         raise EngineError("a replay has no gateway")
 
-    def end(self, session: DoorSession) -> None: ...
+    def end(self, session: AttemptSession) -> None: ...
 
 
 def _sampling(config: RunConfig, trajectory: Trajectory, chat: ChatFormat) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""The body of a request to the gateway: bounded, in time, and a JSON object."""
+"""The bodies of requests, bounded in length and time, and of answers: JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request
+from fastapi import Request, Response
 
 from agentevo.gateway.refusals import Refusal
 
@@ -17,7 +17,32 @@ _JSON_WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "bo
 """msgspec's names of types, which are Python's, in JSON's words."""
 _TYPES = re.compile(r"(Expected|got) `([a-z |]+)`")
 
+_ENCODER = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns of turns
+
 T = TypeVar("T")
+
+
+async def read_body(
+    request: Request, max_bytes: int, *, of: str, within_s: float | None = None
+) -> bytes:
+    """The whole body, which must arrive `within_s`, by default BODY_S. Raises Refusal for a body
+    that is too long or late; `of` names the bound."""
+    body = bytearray()
+    too_long = Refusal(f"the body is longer than {max_bytes} bytes ({of}): send less", status=413)
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        raise too_long
+
+    within_s = BODY_S if within_s is None else within_s
+    try:
+        async with asyncio.timeout(within_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise too_long
+    except TimeoutError:
+        raise Refusal(f"the body did not arrive within {within_s:g} s", status=408) from None
+
+    return bytes(body)
 
 
 async def json_body(
@@ -25,20 +50,7 @@ async def json_body(
 ) -> dict[str, Any]:
     """The request's body as an object; an empty one has no keys if it `may_be_empty`. Raises
     Refusal for a body that is too long, late or not an object; `of` names the bound."""
-    body = bytearray()
-    too_long = Refusal(f"the body is longer than {max_bytes} bytes ({of}): send less", status=413)
-    if int(request.headers.get("content-length", 0)) > max_bytes:
-        raise too_long
-
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > max_bytes:
-                    raise too_long
-    except TimeoutError:
-        raise Refusal(f"the body did not arrive within {BODY_S:g} s", status=408) from None
-
+    body = await read_body(request, max_bytes, of=of)
     if may_be_empty and not body:
         return {}
 
@@ -65,3 +77,9 @@ def record_of(value: object, kind: type[T], what: str) -> T:
 def _in_json_words(match: re.Match[str]) -> str:
     words = [_JSON_WORDS.get(word, word) for word in match[2].split(" | ")]
     return f"{match[1]} {' or '.join(words)}"
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    """An answer in JSON."""
+    body = _ENCODER.encode(content)
+    return Response(body, status_code=status, media_type="application/json")

@@ -28,6 +28,16 @@ READER_S = 60.0
 T = TypeVar("T")
 
 
+def limit_sends(send: Send) -> Send:
+    """The same, with TimeoutError for a client that does not read for READER_S."""
+
+    async def send_in_time(message: Message) -> None:
+        async with asyncio.timeout(READER_S):
+            await send(message)
+
+    return send_in_time
+
+
 class Awaited(Generic[T]):
     """Work of the sampler's loop that a client waits for. It is cancelled when the client hangs up,
     after `within_s`, and when the block ends. `who` names the answering side in messages."""
@@ -177,24 +187,20 @@ class EventStream(Response):
         self._stream = api.stream(request)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def tell(message: Message) -> None:
-            async with asyncio.timeout(READER_S):
-                await send(message)
-
         is_delivered = False
         try:
             events = self._encode_events(self._stream.begin(self._delivery.prompt))
-            await tell(_start(self))
+            await send(_start(self))
             while not self._awaited.is_done:
-                await tell(_part(events + self._news(), has_more=True))
+                await send(_part(events + self._news(), has_more=True))
                 events = b""
                 await self._heard.wait()
 
             events += self._news()
-            await tell(_part(events + self._encode_events(await self._end()), has_more=True))
+            await send(_part(events + self._encode_events(await self._end()), has_more=True))
             is_delivered = await _end_of(scope, send)
         except (TimeoutError, ClientDisconnect):
-            scope["state"]["connection"].cut()
+            scope["state"]["connection"].cut()  # here, so that the answer counts in the metrics
         finally:
             self._awaited.__exit__(None, None, None)
             if not is_delivered:

@@ -1,5 +1,5 @@
 """The gateway of one process: a thread with an event loop of its own, so that no step of an engine,
-which holds the sampler's loop, keeps a client waiting at the door.
+which holds the sampler's loop, keeps a client waiting.
 
 It begins to listen when the first session is opened, only on this machine unless it gets a socket,
 and ends with `close`.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from agentevo.config.gateway import GatewaySection
 from agentevo.errors import EngineError, MissingExtraError
@@ -25,7 +25,7 @@ from agentevo.inference.conversation import Conversation
 from agentevo.remote_models import RemoteConversations
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from agentevo.gateway.routes import Routes
 
 S = TypeVar("S", bound=GatewaySession)
 
@@ -36,18 +36,6 @@ CLOSE_S = 5.0
 MAX_CONNECTIONS = 4096
 IDLE_S = 120.0
 """How long the connection of an idle client is kept, in seconds."""
-
-
-class InFront(Protocol):
-    """Other routes at the gateway's port."""
-
-    def in_front_of(self, app: ASGIApp) -> ASGIApp:
-        """These routes, and the application for every other path."""
-        ...
-
-    def page(self) -> dict[str, Any]:
-        """Their `paths` and `components` in the OpenAPI page."""
-        ...
 
 
 class Gateway:
@@ -68,8 +56,8 @@ class Gateway:
         names the place."""
         self._listener = listener
         self._tls = tls
-        self.in_front: InFront | None = None
-        """Set before it listens."""
+        self.added: Routes | None = None
+        """The routes of the command that serves; set before it listens."""
         self._section = section
         self._model = model
         self._timeout_s = timeout_s
@@ -79,7 +67,7 @@ class Gateway:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._bridge: Bridge | None = None
+        self._bridges: dict[asyncio.AbstractEventLoop, Bridge] = {}
         self._base = ""
 
     @property
@@ -119,9 +107,13 @@ class Gateway:
     def bridge_to_current_loop(self) -> Bridge:
         """The bridge to the loop that this is called on."""
         assert self._loop is not None
-        if self._bridge is None or self._bridge.sampler is not asyncio.get_running_loop():
-            self._bridge = Bridge(self._loop)
-        return self._bridge
+        loop = asyncio.get_running_loop()
+        bridge = self._bridges.get(loop)
+        if bridge is None:
+            bridge = Bridge(self._loop)
+            is_open = {own: made for own, made in self._bridges.items() if not own.is_closed()}
+            self._bridges = is_open | {loop: bridge}
+        return bridge
 
     def end(self, session: GatewaySession) -> None:
         """Closes the session: its key is not valid from now on."""
@@ -142,8 +134,9 @@ class Gateway:
             return
         with suppress(RuntimeError):  # its loop has ended by itself
             self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(CLOSE_S)
-        self._thread = self._bridge = None
+        self._thread.join(CLOSE_S + (0.0 if self.added is None else self.added.close_s))
+        self._thread = None
+        self._bridges = {}
 
     def _start(self) -> None:
         started: Future[str] = Future()
@@ -174,7 +167,7 @@ class Gateway:
     async def _listen(self, stack: AsyncExitStack) -> str:
         """Returns the URL."""
         try:
-            from agentevo.gateway.app import Routes
+            from agentevo.gateway.app import GatewayApp
             from agentevo.inference.admission import AdmissionLimits
             from agentevo.inference.http_server import open_socket, serving, url_of
         except ModuleNotFoundError as missing:
@@ -183,37 +176,32 @@ class Gateway:
                 "'agentevo[serve]'"
             ) from missing
 
-        front = self.in_front
-        routes = Routes(
+        app = GatewayApp(
             self._sessions,
             model=self._model,
             timeout_s=self._timeout_s,
             max_body=int(self._section.max_body_mb * 2**20),
             requests_per_s=self._section.requests_per_s,
-            more_page=None if front is None else front.page,
+            added=self.added,
         )
 
         listener = self._listener
         if listener is None:
             listener = open_socket(self._section.host, self._section.port)
 
-        async def nothing_to_close() -> None: ...
-
-        settings: dict[str, Any] = {
-            "ws": "none",
-            "interface": "asgi3",
-            "timeout_keep_alive": int(IDLE_S),
-        }
         limits = AdmissionLimits(strangers=MAX_CONNECTIONS, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
         await stack.enter_async_context(
             serving(
-                routes.guard if front is None else front.in_front_of(routes.guard),
+                app,
                 listener,
-                close=nothing_to_close,
+                close=self._close_routes,
                 tls=self._tls,
                 limits=limits,
-                **settings,
             )
         )
 
         return url_of(listener, encrypted=self._tls is not None)
+
+    async def _close_routes(self) -> None:
+        if self.added is not None:
+            await self.added.close()

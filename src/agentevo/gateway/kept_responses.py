@@ -49,7 +49,7 @@ def keep(
         memory.keep(item["id"], item, num_characters(history[-1:]))
 
 
-def found(memory: Memory, name: str) -> KeptResponse:
+def find_response(memory: Memory, name: str) -> KeptResponse:
     """The kept answer of that name. Raises Refusal if there is none."""
     response = memory.find(name)
     if not isinstance(response, KeptResponse):
@@ -65,7 +65,7 @@ def found(memory: Memory, name: str) -> KeptResponse:
 
 def forget(memory: Memory, name: str) -> dict[str, Any]:
     """Forgets the answer and its items. Raises Refusal if there is no such answer."""
-    for item in found(memory, name).body["output"]:
+    for item in find_response(memory, name).body["output"]:
         if memory.find(item["id"]) is not None:
             memory.forget(item["id"])
     memory.forget(name)
@@ -85,7 +85,7 @@ def input_items(memory: Memory, name: str, query: Mapping[str, str]) -> dict[str
     if order not in ("asc", "desc"):
         raise Refusal(f"order is {shown(order)}: give asc or desc", param="order")
 
-    items: Sequence[dict[str, Any]] = found(memory, name).input_items
+    items: Sequence[dict[str, Any]] = find_response(memory, name).input_items
     items = items if order == "asc" else items[::-1]
     if after is not None:
         place = next((n for n, item in enumerate(items) if item["id"] == after), None)

@@ -4,6 +4,7 @@ documents its fields; docs/gateway.md describes the effect of each field in this
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -129,76 +130,73 @@ BODIES: dict[str, Schema] = {
 }
 SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}]
 _FAILURES = {
+    401: "The key is missing, or is not valid here.",
+    429: "Too many requests, sessions or rewards.",
+    503: "The gateway is starting, or no engine is available.",
+    504: "No answer in time.",
+}
+_FAILURES_OF_BODY = {
     400: "The request is not valid.",
-    401: "No key, a wrong one, or one whose attempt has ended.",
-    404: "An answer that the session does not have.",
     408: "The body did not arrive in time.",
-    409: "The attempt was broken off while the request waited.",
     413: "The body is too long.",
-    429: "Too many requests of one session at once, or in a second.",
-    503: "No engine is available.",
-    504: "No engine answers in time.",
 }
 
 
-def route_arguments(summary: str) -> dict[str, Any]:
-    """The arguments of FastAPI's decorator for a route that takes no body and needs a key."""
-    return {
-        "summary": summary,
-        "responses": {status: {"description": _FAILURES[status]} for status in (401, 429)},
-        "openapi_extra": {"security": SECURITY},
-    }
-
-
-def of_model() -> dict[str, Any]:
-    """The same for a model by its name."""
-    arguments = route_arguments("A model")
-    arguments["responses"] |= {404: {"description": "There is no such model."}}
-    name = {"name": "name", "in": "path", "required": True, "schema": TEXT}
-    arguments["openapi_extra"] = arguments["openapi_extra"] | {"parameters": [name]}
-    return arguments
-
-
-def of_kept(summary: str) -> dict[str, Any]:
-    """The same for an answer that is kept."""
-    arguments = route_arguments(summary)
-    arguments["responses"] |= {status: {"description": _FAILURES[status]} for status in (400, 404)}
-    name = {"name": "response_id", "in": "path", "required": True, "schema": TEXT}
-    arguments["openapi_extra"] = arguments["openapi_extra"] | {"parameters": [name]}
-    return arguments
-
-
-def describe(path: str, summary: str, *, events: bool = False) -> dict[str, Any]:
-    """The arguments of FastAPI's decorator for a route that takes a body; its path is below /v1.
-    `events`: its answer may be a stream."""
-    error = {"application/json": {"schema": OBJECT}}
-    answer = {"application/json": {"schema": OBJECT}}
+def describe(
+    summary: str,
+    answer: Schema = OBJECT,
+    *,
+    body: Schema | None = None,
+    needs_body: bool = True,
+    in_path: str = "",
+    events: bool = False,
+    status: int = 200,
+    failure: Schema = OBJECT,
+    failures: Mapping[int, str] = MappingProxyType({}),
+    links: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The arguments of FastAPI's decorator for a route. `in_path`: the parameter of its path;
+    `events`: its answer may be a stream; `failures`: what fails in addition to the failures that
+    every route has; `links`: from its answer to other routes."""
+    content = {"application/json": {"schema": answer}}
     if events:
-        answer["text/event-stream"] = {"schema": TEXT}
+        content["text/event-stream"] = {"schema": TEXT}
 
-    body = {"application/json": {"schema": BODIES[path]}}
-    key = {"name": "key", "in": "path", "required": True, "schema": TEXT}
+    success: dict[str, Any] = {"description": "The answer.", "content": content}
+    if links:
+        success["links"] = links
+
+    has_key = in_path == "key"
+    extra: dict[str, Any] = {} if has_key else {"security": SECURITY}
+    if body is not None:
+        sent = {"application/json": {"schema": body}}
+        extra["requestBody"] = {"required": needs_body, "content": sent}
+    if in_path:
+        name = {"name": in_path, "in": "path", "required": True, "schema": TEXT}
+        extra["parameters"] = [name]
+
+    all_failures = {**({} if body is None else _FAILURES_OF_BODY), **_FAILURES, **failures}
+    error = {"application/json": {"schema": failure}}
     return {
         "summary": summary,
-        "responses": {200: {"description": "The answer.", "content": answer}}
-        | {status: {"description": text, "content": error} for status, text in _FAILURES.items()},
-        "openapi_extra": {
-            "requestBody": {"required": True, "content": body},
-            # A key in the path is all that a reward needs.
-            **({"parameters": [key]} if path == "/reward" else {"security": SECURITY}),
+        "status_code": status,
+        "responses": {status: success}
+        | {
+            code: {"description": text, "content": error}
+            for code, text in sorted(all_failures.items())
         },
+        "openapi_extra": extra,
     }
 
 
-def page(app: FastAPI, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The page of the application's routes, with the `paths` and `components` of `extra`."""
+def page(app: FastAPI, schemas: Mapping[str, Any]) -> dict[str, Any]:
+    """The page of the application's routes, with the schemas that they refer to."""
     document = dict(app.openapi())
-    document["paths"] = document["paths"] | extra.get("paths", {})
     document["components"] = {
         "securitySchemes": {
             "bearer": {"type": "http", "scheme": "bearer"},
             "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
         },
-        **extra.get("components", {}),
+        **({"schemas": schemas} if schemas else {}),
     }
     return document

@@ -7,11 +7,12 @@ import asyncio
 from agentevo.errors import (
     AgentEvoError,
     BadRequestError,
-    DeadlineExceededError,
+    ConfigError,
     EngineUnavailableError,
     GrammarError,
-    ModelError,
     RequestTooLongError,
+    StoreError,
+    StoreUnavailableError,
 )
 from agentevo.remote_models.ledger import BudgetExceededError, RemoteModelError
 
@@ -38,29 +39,35 @@ class Refusal(AgentEvoError):
         self.retry_after_s = retry_after_s
 
 
+_INVALID = "invalid_request_error"
+_KINDS: tuple[tuple[type[BaseException], int, str, str], ...] = (
+    (RequestTooLongError, 400, _INVALID, "context_length_exceeded"),
+    (EngineUnavailableError, 503, "server_error", ""),
+    (StoreUnavailableError, 503, "server_error", ""),
+    (TimeoutError, 504, "timeout_error", ""),
+    (BudgetExceededError, 424, "server_error", "budget_exceeded"),
+    (RemoteModelError, 424, "server_error", ""),  # asked often enough, so clients don't again
+    (StoreError, 409, _INVALID, ""),
+    (BadRequestError, 400, _INVALID, ""),
+    (ConfigError, 400, _INVALID, ""),
+    (GrammarError, 400, _INVALID, ""),
+)
+"""Failure -> status, kind and code; the first that fits."""
+
+
 def refusal_of(error: BaseException) -> Refusal:
     """The refusal that the client gets for a failure. An unexpected failure is a 500 without
     details of the process."""
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, RequestTooLongError):
-        return Refusal(str(error), code="context_length_exceeded")
-    if isinstance(error, (BadRequestError, GrammarError, ModelError)):
-        return Refusal(str(error))
     if isinstance(error, RecursionError):  # json's own limit, which depends on the caller's depth
         return Refusal("the request is nested too deeply: give lists and objects fewer levels")
-    if isinstance(error, (DeadlineExceededError, TimeoutError)):
-        return Refusal(str(error) or "no answer in time", status=504, kind="timeout_error")
-    if isinstance(error, EngineUnavailableError):
-        return Refusal(str(error), status=503, kind="server_error")
-
-    if isinstance(error, RemoteModelError):  # 424: asked often enough, so clients don't again
-        code = "budget_exceeded" if isinstance(error, BudgetExceededError) else ""
-        return Refusal(str(error), status=424, kind="server_error", code=code)
-
     if isinstance(error, asyncio.CancelledError):
-        return Refusal(
-            "the attempt was broken off", status=409, kind="invalid_request_error", code="cancelled"
-        )
+        return Refusal("the attempt was broken off", status=409, code="cancelled")
+
+    for failure, status, kind, code in _KINDS:
+        if isinstance(error, failure):
+            message = str(error) or "no answer in time"
+            return Refusal(message, status=status, kind=kind, code=code)
 
     return Refusal(f"{type(error).__name__}: {error}", status=500, kind="server_error")

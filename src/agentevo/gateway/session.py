@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from agentevo.agents.policy import AttemptSession
 from agentevo.agents.posted_rewards import PostedReward, RewardSums
 from agentevo.data.messages import with_names
 from agentevo.errors import BadRequestError
@@ -80,8 +81,8 @@ class Listening:
             self.tell(number, self._answers[number].add(ids))
 
 
-class GatewaySession:
-    """See the module. `base` is the gateway's URL without a path."""
+class GatewaySession(AttemptSession):
+    """See the module."""
 
     def __init__(
         self,
@@ -99,12 +100,10 @@ class GatewaySession:
         completions. `whole_calls`: streams send a call only when it is complete. `key` is random by
         default. `remote`: the models that a client may name instead of the policy; `remote_agents`:
         the agents that such a model plays, with its name; the empty name is the policy."""
+        super().__init__(base, secrets.token_urlsafe(32) if key is None else key)
         self.remote = remote
         self.remote_agents = remote_agents
-        self.key = secrets.token_urlsafe(32) if key is None else key
         self.conversations = conversations
-        self.base = base
-        self.posted: list[PostedReward] = []
         self._sums = RewardSums()
         self.ignored: dict[str, float] = {}
         """The client's sampling settings that were ignored."""
@@ -120,22 +119,13 @@ class GatewaySession:
         self._context = contextvars.copy_context()
         """The context of the attempt: its calls are the parents of the session's."""
 
-    @property
-    def base_url(self) -> str:
-        """The base URL for OpenAI's clients."""
-        return f"{self.base}/v1"
-
-    @property
-    def reward_url(self) -> str:
-        return f"{self.base}/s/{self.key}/reward"
-
     def submit(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Runs something in the attempt, from the gateway's loop. Cancelling the future cancels
         it."""
         try:
             return self._bridge_across().submit(work, self._context.copy())
         except RuntimeError as error:  # the sampler's loop has ended
-            raise over() from error
+            raise refuse_key() from error
 
     def bridge_pieces(self, on_pieces: Hear) -> Hear:
         """A callback for `complete` that passes its pieces on to `on_pieces` on the gateway's
@@ -398,7 +388,7 @@ def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
     return str(chat.tokenizer.decode(cast("list[int]", prompt), skip_special_tokens=False))
 
 
-def over() -> Refusal:
+def refuse_key() -> Refusal:
     """The refusal for a wrong key, and for a session that has ended."""
     return Refusal(
         "the API key is not valid for an open session: it is wrong, or the attempt it belongs to "

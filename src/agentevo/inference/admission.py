@@ -25,7 +25,7 @@ import termios
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import h11
@@ -59,8 +59,8 @@ class AdmissionLimits:
     """How many connections there may be, and how long one that has its answer may stay, in
     seconds."""
 
-    strangers: int
-    clients: int
+    strangers: int = field(default_factory=lambda: MAX_STRANGERS)
+    clients: int = field(default_factory=lambda: MAX_CLIENTS)
     idle_s: float = ADMISSION_S
 
 
@@ -179,13 +179,13 @@ class Admission:
         config: uvicorn.Config,
         state: ServerState,
         tls: ssl.SSLContext | None,
-        limits: AdmissionLimits | None = None,
+        limits: AdmissionLimits,
     ) -> None:
         self._listener = listener
         self._config = config
         self._state = state
         self._tls = tls
-        self._limits = limits or AdmissionLimits(MAX_STRANGERS, MAX_CLIENTS)
+        self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._silent: dict[AdmittedConnection, None] = {}
         """Strangers that have not sent a byte; the oldest first."""

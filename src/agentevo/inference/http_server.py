@@ -83,7 +83,7 @@ class _HttpServer(uvicorn.Server):
         config: uvicorn.Config,
         listener: socket.socket,
         tls: ssl.SSLContext | None,
-        limits: AdmissionLimits | None,
+        limits: AdmissionLimits,
     ) -> None:
         super().__init__(config)
         self._listener = listener
@@ -112,7 +112,7 @@ async def serving(
     app: ASGIApp,
     listener: socket.socket,
     *,
-    close: Callable[[], Awaitable[None]],
+    close: Callable[[], Awaitable[None]] | None = None,
     tls: ssl.SSLContext | None = None,
     limits: AdmissionLimits | None = None,
     lifespan: Literal["on", "off"] = "off",
@@ -120,8 +120,9 @@ async def serving(
     **settings: Any,
 ) -> AsyncIterator[None]:
     """Serves on the socket while the block runs, then awaits `close` and ends. `lifespan`: whether
-    the application is notified of its start and end. `settings` are uvicorn's. Raises EngineError
-    if the server does not start."""
+    the application is notified of its start and end. `settings` are uvicorn's; without `ws` it
+    takes no WebSockets. Raises EngineError if the server does not start."""
+    limits = limits or AdmissionLimits()
     server = _HttpServer(
         uvicorn.Config(
             app,
@@ -133,7 +134,9 @@ async def serving(
             lifespan=lifespan,
             h11_max_incomplete_event_size=max_header_bytes,
             timeout_graceful_shutdown=GRACE_S,
-            **settings,
+            timeout_keep_alive=int(limits.idle_s),
+            interface="asgi3",
+            **{"ws": "none", **settings},
         ),
         listener,
         tls,
@@ -147,7 +150,8 @@ async def serving(
             await asyncio.sleep(0.01)
         yield
     finally:
-        await close()
+        if close is not None:
+            await close()
         server.should_exit = True
         await task
         listener.close()

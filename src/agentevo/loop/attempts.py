@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
-from agentevo.agents.policy import DoorSession, Policy
+from agentevo.agents.policy import AttemptSession, Policy
 from agentevo.errors import BadRequestError, EngineUnavailableError
 from agentevo.inference.conversation import Conversation
 from agentevo.loop.contents import check_id
@@ -100,7 +100,7 @@ class _AttemptUnderWay:
             raise BadRequestError(f"there is no agent {agent!r} (known: {agent_names})")
         return conversations[agent]
 
-    def session(self, agent: str) -> DoorSession:
+    def session(self, agent: str) -> AttemptSession:
         """The session of one of several agents, or of the whole attempt."""
         policy: Policy = self.policy[agent] if agent else self.policy
         return self.context.run(lambda: policy.session)
@@ -187,7 +187,7 @@ class Attempts:
         self._open[handle] = attempt
         self._handles[new.id] = handle
 
-    def session(self, handle: str, agent: str) -> DoorSession:
+    def session(self, handle: str, agent: str) -> AttemptSession:
         """The attempt's session at the gateway, or that of one of several agents."""
         return self._find(handle).session(agent)
 

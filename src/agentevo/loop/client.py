@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from agentevo.agents.policy import DoorSession
+from agentevo.agents.policy import AttemptSession
 from agentevo.config.rewards import Reward
 from agentevo.config.sources import plain_option
 from agentevo.errors import ConfigError, EngineUnavailableError, shown
@@ -206,17 +206,6 @@ def _failure(answer: httpx.Response) -> Exception:
         )
 
 
-class _ServerSession:
-    """An attempt's session at the server's gateway (DoorSession)."""
-
-    def __init__(self, base: str, key: str) -> None:
-        self.base = base
-        self.key = key
-        self.base_url = f"{base}/v1"
-        self.reward_url = f"{base}/s/{key}/reward"
-        self.posted: list[Any] = []
-
-
 class _ServedModel:
     """A Connection to a model at a server."""
 
@@ -257,8 +246,8 @@ class _ServedModel:
     async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers:
         return await self._of_attempt(attempt, "generate", ask, kind=Answers)
 
-    def session(self, attempt: OpenedService, agent: str = "") -> DoorSession:
-        return _ServerSession(self._client.base(), attempt.keys[agent])
+    def session(self, attempt: OpenedService, agent: str = "") -> AttemptSession:
+        return AttemptSession(self._client.base(), attempt.keys[agent])
 
     async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
         if not self._program.remote_models:

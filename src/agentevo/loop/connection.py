@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from agentevo.agents.policy import DoorSession
+from agentevo.agents.policy import AttemptSession
 from agentevo.loop.group import Group
 from agentevo.loop.records import (
     Answers,
@@ -36,7 +36,7 @@ class LoopConnection(Protocol):
 
     async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers: ...
 
-    def session(self, attempt: OpenedService, agent: str = "") -> DoorSession:
+    def session(self, attempt: OpenedService, agent: str = "") -> AttemptSession:
         """The attempt's session at the gateway, for other API clients; `agent`: one of several
         agents, to get its own session."""
 

@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import msgspec
 
-from agentevo.agents.policy import DoorSession, Policy
-from agentevo.agents.posted_rewards import PostedReward
+from agentevo.agents.policy import AttemptSession, Policy
 from agentevo.errors import EngineError, EngineUnavailableError
 from agentevo.loop.connection import LoopConnection
 from agentevo.loop.records import EndedAgent, EndedAttempts, OpenedService, ServiceRequest, Settled
@@ -28,12 +27,16 @@ class RemoteAttempt:
         self.opened = opened
         self.settled: Settled | None = None
         """The work of its own clients; None without such clients."""
+        self.sessions: list[AttemptSession] = []
+        """The sessions of its own clients. Their posted rewards are known once it is settled."""
         self.ended: EndedAttempts | None = None
         self.conversations = {name: LoopConversation(self, name) for name in opened.names}
 
     async def settle(self) -> None:
         """From now on the work of the clients is known."""
         self.settled = await self.connection.settle(self.opened)
+        for session in self.sessions:
+            session.posted = self.settled.posted
         for name, conversation in self.conversations.items():
             conversation.take(self.settled.agents[name].turns)
 
@@ -158,37 +161,21 @@ class LoopConversation:
         return {} if self.ended_agent is None else self.ended_agent.metrics
 
 
-class RemoteSession:
-    """A door's session whose posted rewards are known once the attempt is settled."""
-
-    def __init__(self, session: DoorSession, attempt: RemoteAttempt) -> None:
-        self.base = session.base
-        self.base_url = session.base_url
-        self.key = session.key
-        self.reward_url = session.reward_url
-        self._attempt = attempt
-
-    @property
-    def posted(self) -> list[PostedReward]:
-        settled = self._attempt.settled
-        return [] if settled is None else settled.posted
-
-
-class _ConversationDoor:
+class _AttemptGateway:
     """Opens the sessions of a RemotePolicy."""
 
     def __init__(self, attempt: RemoteAttempt) -> None:
         self._attempt = attempt
-        self.is_used = False
 
     def open(
         self, conversations: Mapping[str, Any], remote: Any, remote_agents: Mapping[str, str]
-    ) -> RemoteSession:
-        self.is_used = True
+    ) -> AttemptSession:
         only_conversation: LoopConversation | None = conversations.get("")
         agent = "" if only_conversation is None else only_conversation.agent
-        session = self._attempt.connection.session(self._attempt.opened, agent)
-        return RemoteSession(session, self._attempt)
+        opened = self._attempt.connection.session(self._attempt.opened, agent)
+        session = AttemptSession(opened.base, opened.key)
+        self._attempt.sessions.append(session)
+        return session
 
     def end(self, session: Any) -> None:
         """It ends with its attempt."""
@@ -200,18 +187,16 @@ class RemotePolicy(Policy):
     def __init__(self, attempt: RemoteAttempt, remote: RemoteConversations | None = None) -> None:
         """`remote`: the attempt's conversations with remote models, if there are any."""
         conversations: Mapping[str, Any] = attempt.conversations
-        door = _ConversationDoor(attempt)
         super().__init__(
             next(iter(conversations.values())),
-            door,
+            _AttemptGateway(attempt),
             remote,
             {} if "" in conversations else conversations,
             attempt.connection.remote_agents,
         )
         self._attempt = attempt
-        self._used = door
 
     async def settle(self) -> None:
         """See Policy.settle."""
-        if self._used.is_used:
+        if self._attempt.sessions:
             await self._attempt.settle()

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from agentevo.agents.policy import DoorSession
+from agentevo.agents.policy import AttemptSession
 from agentevo.config import RunConfig, build_config, sources
 from agentevo.config.imports import check_code_of_run
 from agentevo.config.named_agents import remote_agents
@@ -93,7 +93,7 @@ class LocalConnection:
     async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers:
         return await self._service.call(self._service.attempts.generate(attempt.handle, ask))
 
-    def session(self, attempt: OpenedService, agent: str = "") -> DoorSession:
+    def session(self, attempt: OpenedService, agent: str = "") -> AttemptSession:
         attempts = self._service.attempts
         return self._service.call_now(lambda: attempts.session(attempt.handle, agent))
 
@@ -178,7 +178,7 @@ async def open_model(
         sections["rewards"] = [named_reward(reward) for reward in rewards]
 
     config = loop_config(path, sections, overrides)
-    service = LoopService(config, resume=is_run_folder(path), door=None, note=note)
+    service = LoopService(config, resume=is_run_folder(path), gateway=None, note=note)
     try:
         await service.start()
         connection = LocalConnection(service)

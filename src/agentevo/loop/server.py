@@ -1,7 +1,7 @@
 """`agentevo server`: trains models for programs on other machines. Each model has a folder of its
-name, and a run with a thread of its own (service.py); the door is one socket, with the paths of
-wire.py, and those of the gateway for agents that use another API client. A client with the key may
-train, but can neither run code nor read files: the keys of sections that a client may set are
+name, and a run with a thread of its own (service.py). A gateway listens, with the routes of
+programs' loops (routes.py) and those for agents that use another API client. A client with the key
+may train, but can neither run code nor read files: the keys of sections that a client may set are
 listed (client_sections.py), and its chat templates are rendered within bounds.
 """
 
@@ -9,59 +9,50 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agentevo.config import RunConfig
+from agentevo.config.gateway import GatewaySection
 from agentevo.console import to_stderr
 from agentevo.errors import ConfigError, EngineUnavailableError
-from agentevo.event_loop import run_coroutine
-from agentevo.gateway.app import Routes
-from agentevo.gateway.bridge import Bridge
-from agentevo.gateway.session import GatewaySession
+from agentevo.gateway.gateway import Gateway
 from agentevo.inference.address import EngineAddress
-from agentevo.inference.admission import AdmissionLimits
 from agentevo.inference.certificate import RunCertificate
-from agentevo.inference.conversation import Conversation
-from agentevo.inference.http_server import serving, url_of
 from agentevo.loop.client_sections import brings_template, check_sections, only_from_the_hub
-from agentevo.loop.door import LoopDoor
 from agentevo.loop.errors import ModelNotOpenError
 from agentevo.loop.local import loop_config
+from agentevo.loop.routes import LoopRoutes
 from agentevo.loop.service import LoopService
 from agentevo.loop.wire import NAME, WAIT_S, ListedModel
 from agentevo.paths import check_new_folder
-from agentevo.processes.client_door import FOLDER, client_door
-from agentevo.remote_models.conversations import RemoteConversations
+from agentevo.processes.endpoint import FOLDER, open_endpoint
 from agentevo.runs.folder import is_run_folder
 from agentevo.signals import LOOK_S, asked_to_stop
 
 T = TypeVar("T")
 
-MAX_CONNECTIONS = 4096
-IDLE_S = 120.0
-MAX_BODY_MB = 16
 KEPT_S = 60.0
 """How long a result is kept for a client that was asked to try again."""
 LONGEST_REQUEST_S = 3600.0
 
 
 class LoopServer:
-    """The models that are open. Belongs to the door's event loop."""
+    """The models that are open. Belongs to the gateway's event loop."""
 
     def __init__(
-        self, folder: Path, base: str, *, max_models: int, note: Callable[[str], None]
+        self, folder: Path, gateway: Gateway, *, max_models: int, note: Callable[[str], None]
     ) -> None:
+        """`gateway` serves the API clients of the models' attempts."""
         self.folder = folder
-        self.base = base
+        self._gateway = gateway
         self._max_models = max_models
         self._note = note
         self._services: dict[str, LoopService] = {}
         self._jobs: dict[tuple[str, ...], asyncio.Task[Any]] = {}
-        self.sessions: dict[str, GatewaySession] = {}
-        """The sessions of attempts, by their keys at the gateway."""
 
     async def job(self, key: tuple[str, ...], work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of work that may take long. It begins once, and the client asks again until
@@ -129,7 +120,7 @@ class LoopServer:
         service = LoopService(
             config,
             resume=resume,
-            door=_SessionDoor(self),
+            gateway=self._gateway,
             note=self._note,
             is_of_stranger=brings_template(config),
         )
@@ -196,39 +187,6 @@ class LoopServer:
                 self._note(f"a model ended with an error: {error}")
 
 
-class _SessionDoor:
-    """The door for the API clients of one model's attempts: the server's own socket."""
-
-    def __init__(self, server: LoopServer) -> None:
-        """Made on the door's event loop, used on the run's."""
-        self._server = server
-        self._loop = asyncio.get_running_loop()
-        self._bridge: Bridge | None = None
-
-    def open(
-        self,
-        conversations: Mapping[str, Conversation],
-        remote: RemoteConversations | None,
-        remote_agents: Mapping[str, str],
-    ) -> GatewaySession:
-        if self._bridge is None:
-            self._bridge = Bridge(self._loop)
-
-        session = GatewaySession(
-            conversations,
-            self._server.base,
-            follows_client=False,
-            remote=remote,
-            remote_agents=remote_agents,
-        )
-        session.bridge = self._bridge
-        self._server.sessions[session.key] = session
-        return session
-
-    def end(self, session: Any) -> None:
-        self._server.sessions.pop(session.key, None)
-
-
 def serve_loops(
     folder: Path,
     *,
@@ -244,7 +202,7 @@ def serve_loops(
         raise ConfigError(f"--max-models {max_models}: give 1 or more")
 
     check_new_folder(folder, "folder")
-    with asked_to_stop() as stop, client_door(folder, host, port, tls) as door:
+    with asked_to_stop() as stop, open_endpoint(folder, host, port, tls) as endpoint:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -252,41 +210,25 @@ def serve_loops(
                 f"{folder} can't be created ({error.strerror}): give another folder"
             ) from error
 
-        context = door.server_context()
+        context = endpoint.server_context()
         fingerprint = RunCertificate(folder / FOLDER).fingerprint() if context else ""
-        url = url_of(door.listener, encrypted=context is not None)
+        endpoint.secret.value()
+        gateway = Gateway(
+            GatewaySection(),
+            model="policy",
+            timeout_s=LONGEST_REQUEST_S,
+            listener=endpoint.listener,
+            tls=context,
+        )
+        server = LoopServer(folder, gateway, max_models=max_models, note=note)
+        gateway.added = LoopRoutes(server, endpoint.secret)
+        try:
+            address = EngineAddress(gateway.base, fingerprint).pinned_url
+            note(f"training for clients at {address}\n  the key is in {endpoint.secret.file}")
+            while not stop():
+                time.sleep(LOOK_S)
+            note("stopping: a step in progress is finished first")
+        finally:
+            gateway.close()
 
-        async def work() -> None:
-            server = LoopServer(folder, url, max_models=max_models, note=note)
-            gateway = Routes(
-                server.sessions,
-                model="policy",
-                timeout_s=LONGEST_REQUEST_S,
-                max_body=MAX_BODY_MB * 2**20,
-            )
-            loop_door = LoopDoor(server, folder / FOLDER, gateway)
-            limits = AdmissionLimits(strangers=256, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
-            settings: dict[str, Any] = {
-                "ws": "none",
-                "interface": "asgi3",
-                "timeout_keep_alive": int(IDLE_S),
-            }
-            door.secret.value()
-
-            async with serving(
-                loop_door.guard,
-                door.listener,
-                close=server.close,
-                tls=context,
-                limits=limits,
-                **settings,
-            ):
-                address = EngineAddress(url, fingerprint).pinned_url
-                note(f"training for clients at {address}\n  the key is in {loop_door.secret.file}")
-                while not stop():
-                    await asyncio.sleep(LOOK_S)
-                note("stopping: a step in progress is finished first")
-
-            note("stopped")
-
-        run_coroutine(work())
+        note("stopped")

@@ -2,8 +2,8 @@
 which its engine samples and its trainer's loop (orchestration/training_run.py) waits for
 submissions.
 
-Callers use `call` from another event loop: that of a program (local.py) or that of a server's door
-(server.py).
+Callers use `call` from another event loop: that of a program (local.py) or that of a server's
+gateway (server.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentevo.agents.policy import Policy, PolicyDoor
+from agentevo.agents.policy import Policy, PolicyGateway
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import by_rank, trained_agents
 from agentevo.config.parallel import check_alone
@@ -107,18 +107,18 @@ class LoopService:
         config: RunConfig,
         *,
         resume: bool,
-        door: PolicyDoor | None,
+        gateway: PolicyGateway | None,
         note: Callable[[str], None],
         is_of_stranger: bool = False,
     ) -> None:
-        """`door`: the door for attempts' other API clients, if not a gateway of this process.
+        """`gateway`: serves the API clients of attempts; None for a gateway of its own.
         `note` receives messages for the user. `is_of_stranger`: chat templates are rendered within
         bounds (models/template_rendering.py). Raises ConfigError, before anything is created, for a
         recipe that can't be trained this way."""
         check_loop(config, resume=resume)
         self.config = config
         self._resume = resume and not is_given_up(config.run_dir)
-        self._door = door
+        self._gateway = gateway
         self._note = note
         self._is_of_stranger = is_of_stranger
         self._opened: Future[None] = Future()
@@ -242,6 +242,7 @@ class LoopService:
             calls=parts.calls,
             note=self._note,
             players=players(config, parts.policies),
+            gateway=self._gateway,
         )
         secret = await in_thread(RunSecret(config.run_dir / "engines").value)
         self._sealer = Sealer(secret)
@@ -266,7 +267,7 @@ class LoopService:
 
     def _policy(self, new: NewAttempt, name: str) -> Policy:
         temperature = 0.0 if new.greedy else self.config.sampling.temperature
-        return self._sampler.policy(name, temperature, door=self._door)
+        return self._sampler.policy(name, temperature)
 
     def note_commit(self, submission: str, step: int) -> None:
         """See Host.note_commit."""

@@ -9,6 +9,7 @@ import msgspec
 
 from agentevo import errors
 from agentevo.errors import AgentEvoError, EngineUnavailableError
+from agentevo.gateway.refusals import Refusal, refusal_of
 from agentevo.loop.errors import ModelNotOpenError, SealError, UnknownAttemptError
 
 PREFIX = "/loop/v1/models"
@@ -63,27 +64,28 @@ _OURS: dict[str, type[AgentEvoError]] = {
     )
     if issubclass(kind, AgentEvoError) and kind is not errors.OverreachError
 }
-_STATUSES: tuple[tuple[type[AgentEvoError], int], ...] = (
-    (UnknownAttemptError, 404),
-    (ModelNotOpenError, 404),
-    (errors.DeadlineExceededError, 504),
-    (errors.RequestTooLongError, 400),
-    (errors.GrammarError, 400),
-    (EngineUnavailableError, 503),
-    (errors.StoreUnavailableError, 503),
-    (errors.ConfigError, 400),
-    (errors.BadRequestError, 400),
-    (errors.StoreError, 400),
-    (SealError, 400),
-)
+_STATUSES: dict[type[BaseException], int] = {
+    UnknownAttemptError: 404,
+    ModelNotOpenError: 404,
+    SealError: 400,
+}
+"""The HTTP status of failures that the gateway's APIs do not have."""
+_REFUSALS: dict[int, type[AgentEvoError]] = {
+    401: errors.ConfigError,
+    503: EngineUnavailableError,
+}
+"""Status of a refusal by the HTTP application -> the client's error, if not BadRequestError."""
 
 
 def failure_of(error: BaseException) -> tuple[int, WireFailure]:
     """The HTTP status and the body."""
-    if not isinstance(error, AgentEvoError):
-        return 500, WireFailure(type="EngineError", message=errors.describe_error(error))
-    status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
-    kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _OURS), "AgentEvoError")
+    status = _STATUSES.get(type(error)) or refusal_of(error).status
+    if isinstance(error, Refusal):
+        kind = _REFUSALS.get(status, errors.BadRequestError).__name__
+    elif isinstance(error, AgentEvoError):
+        kind = next(k.__name__ for k in type(error).__mro__ if k.__name__ in _OURS)
+    else:
+        return status, WireFailure(type="EngineError", message=errors.describe_error(error))
     return status, WireFailure(type=kind, message=errors.storable(str(error)))
 
 

@@ -13,7 +13,7 @@ from agentevo.config import RunConfig, Section
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.inference.secret import RunSecret
 from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
-from agentevo.processes.client_door import SERVING, read_url
+from agentevo.processes.endpoint import SERVING, read_url
 
 LOG = "server.log"
 """In the stage's folder."""

@@ -22,7 +22,7 @@ import httpx
 from agentevo.files import must_write
 from agentevo.inference.guarded_server import GuardedServer
 from agentevo.pipeline.serve_stages import LOG, key_of, key_variable
-from agentevo.processes.client_door import SERVING, URL, read_url
+from agentevo.processes.endpoint import SERVING, URL, read_url
 
 if TYPE_CHECKING:
     from agentevo.pipeline.kinds import Job

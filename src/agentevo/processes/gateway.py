@@ -1,4 +1,4 @@
-"""`agentevo gateway`: the door to a run's engines as a separate process, for agents that are
+"""`agentevo gateway`: the gateway to a run's engines as a separate process, for agents that are
 started elsewhere, by any user, in any language.
 
 A client with the key of RUN/gateway/secret opens sessions (session_routes.py); a client with a
@@ -21,7 +21,7 @@ from agentevo.event_loop import in_thread, run_coroutine
 from agentevo.gateway.gateway import Gateway
 from agentevo.inference.address import EngineAddress
 from agentevo.models.chat import ChatFormat
-from agentevo.processes.client_door import ClientDoor, client_door
+from agentevo.processes.endpoint import Endpoint, open_endpoint
 from agentevo.processes.sample import conversation, engines_and_store
 from agentevo.processes.session_routes import SessionRoutes
 from agentevo.retry import STORE_RETRY_S
@@ -54,18 +54,18 @@ def run_gateway(
 
     Scoring(config.rewards)
     tasks = TaskSource(config, None) if config.tasks.given else None
-    with asked_to_stop() as stop, client_door(config.run_dir, host, port, tls) as door:
+    with asked_to_stop() as stop, open_endpoint(config.run_dir, host, port, tls) as endpoint:
         chat, context_length = conversation(config)
         if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
             return
         if tasks is not None and tasks.read is not None:
             check_same_tasks(config, tasks.read)
-        run_coroutine(_serve(config, door, engines, tasks, chat, context_length, stop, note))
+        run_coroutine(_serve(config, endpoint, engines, tasks, chat, context_length, stop, note))
 
 
 async def _serve(
     config: RunConfig,
-    door: ClientDoor,
+    endpoint: Endpoint,
     urls: Sequence[str],
     tasks: TaskSource | None,
     chat: ChatFormat,
@@ -79,15 +79,15 @@ async def _serve(
 
         engine, store, calls = opened
         agent = OutsideAgent(config.agent.timeout_s)
-        door.secret.value()
+        endpoint.secret.value()
 
         gateway = Gateway(
             config.gateway,
             model=config.model.name,
             timeout_s=config.engine.timeout_s,
             note=note,
-            listener=door.listener,
-            tls=door.server_context(),
+            listener=endpoint.listener,
+            tls=endpoint.server_context(),
         )
         sampler = Sampler(
             config,
@@ -103,15 +103,13 @@ async def _serve(
         )
         sessions = OutsideSessions(config, sampler, agent, engine, store, note)
         next_tasks = NextTasks(config, tasks, sessions, store)
-        routes = SessionRoutes(
-            sessions, door.secret, engine.stats, next_tasks, config.gateway.requests_per_s
-        )
-        gateway.in_front = routes
-        with closing(sampler):
+        routes = SessionRoutes(sessions, endpoint.secret, engine.stats, next_tasks)
+        gateway.added = routes
+        with closing(gateway), closing(sampler):
             base = await in_thread(lambda: gateway.base)
             routes.bridge = gateway.bridge_to_current_loop()
             await engine.refresh()  # from here on it continues looking
-            note(f"gateway: sessions at {base}/sessions\n{door.where_the_key_is()}")
+            note(f"gateway: sessions at {base}/sessions\n{endpoint.where_the_key_is()}")
             while not stop():
                 await asyncio.sleep(LOOK_S)
             await sessions.close()

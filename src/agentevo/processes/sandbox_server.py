@@ -32,7 +32,7 @@ from agentevo.event_loop import run_coroutine
 from agentevo.inference.admission import AdmissionLimits, AdmittedConnection, WebSocketProtocol
 from agentevo.inference.http_server import serving, url_of
 from agentevo.inference.secret import RunSecret
-from agentevo.processes.client_door import client_door
+from agentevo.processes.endpoint import open_endpoint
 from agentevo.sandbox import Sandbox, SandboxTool, sandboxes, wire
 from agentevo.sandbox.opening import chosen_kind
 from agentevo.sandbox.replies import longest_message
@@ -346,7 +346,9 @@ def serve_sandboxes(
 
     with (
         asked_to_stop() as stop,
-        client_door(folder.absolute().parent, host, port, tls, folder.absolute().name) as door,
+        open_endpoint(
+            folder.absolute().parent, host, port, tls, folder.absolute().name
+        ) as endpoint,
     ):
         try:
             kind = run_coroutine(chosen_kind(section))
@@ -354,17 +356,17 @@ def serve_sandboxes(
             raise ConfigError(str(error)) from error
 
         try:
-            door.secret.value()
-            context = door.server_context()
+            endpoint.secret.value()
+            context = endpoint.server_context()
         except (AgentEvoError, OSError) as error:
             raise ConfigError(f"{folder}: {error}") from error
 
         async def serve() -> None:
-            server = SandboxServer(section, kind, door.secret, idle_s=idle_s)
+            server = SandboxServer(section, kind, endpoint.secret, idle_s=idle_s)
             clients = 2 * section.max_sandboxes + 16  # some wait for a place
             async with serving(
                 server,
-                door.listener,
+                endpoint.listener,
                 close=server.close,
                 tls=context,
                 limits=AdmissionLimits(strangers=MAX_STRANGERS, clients=clients),
@@ -374,8 +376,9 @@ def serve_sandboxes(
                 ws_ping_timeout=wire.SILENT_S,
                 ws_per_message_deflate=False,
             ):
-                note(f"sandboxes ({kind}) at {url_of(door.listener, encrypted=door.encrypts)}")
-                note(door.where_the_key_is())
+                url = url_of(endpoint.listener, encrypted=endpoint.encrypts)
+                note(f"sandboxes ({kind}) at {url}")
+                note(endpoint.where_the_key_is())
                 while not stop():
                     await asyncio.sleep(LOOK_S)
 

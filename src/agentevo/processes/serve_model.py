@@ -1,6 +1,6 @@
 """`agentevo serve RUN --openai`: serves a run's trained model, or a recipe's model, to any client
 of OpenAI's or Anthropic's API, with a key of its own. Nothing is trained and nothing is recorded;
-the run's folder gets only the key and, while the model is served, the URL (client_door.py)."""
+the run's folder gets only the key and, while the model is served, the URL (endpoint.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from agentevo.models.checkpoint_manifest import read as read_manifest
 from agentevo.models.load import LoadedModel
 from agentevo.models.positions import context_length
 from agentevo.orchestration.components import check_memory, load_policy
-from agentevo.processes.client_door import SERVING, ClientDoor, client_door
+from agentevo.processes.endpoint import SERVING, Endpoint, open_endpoint
 from agentevo.rollout.sampler import sampling_params
 from agentevo.signals import LOOK_S, asked_to_stop
 from agentevo.training.checkpoint import Checkpoints
@@ -49,12 +49,14 @@ def serve_model(
     check_engine(config.engine)
 
     make_engine = engines.get(config.engine.type)
-    door_of_clients = client_door(config.run_dir, host, port, tls, SERVING)
-    with asked_to_stop() as stop, door_of_clients as door:
+    with (
+        asked_to_stop() as stop,
+        open_endpoint(config.run_dir, host, port, tls, SERVING) as endpoint,
+    ):
         loaded = load_policy(config, path)
         engine = make_engine(loaded.model, loaded.tokenizer, config.engine)
         run_coroutine(
-            _serve(config, engine, loaded, path, door, name or config.run_dir.name, stop, note)
+            _serve(config, engine, loaded, path, endpoint, name or config.run_dir.name, stop, note)
         )
 
 
@@ -63,7 +65,7 @@ async def _serve(
     engine: UpdatableEngine,
     loaded: LoadedModel,
     checkpoint: Path | None,
-    door: ClientDoor,
+    endpoint: Endpoint,
     name: str,
     stop: Callable[[], bool],
     note: Callable[[str], None],
@@ -87,19 +89,19 @@ async def _serve(
         model=name,
         timeout_s=config.engine.timeout_s,
         note=note,
-        listener=door.listener,
-        tls=door.server_context(),
+        listener=endpoint.listener,
+        tls=endpoint.server_context(),
     )
     try:
         await engine.begin(_step(checkpoint), deadline_s=config.engine.timeout_s)
         base = await in_thread(lambda: gateway.base)
-        key = door.secret.value()
+        key = endpoint.secret.value()
         whole_calls = config.gateway.whole_calls
         gateway.add(SharedSession(new_conversation, base, key, whole_calls=whole_calls))
         what = config.model.name if checkpoint is None else checkpoint
-        note(f"serving {what} as {name!r} at {base}\n{door.how_to(base)}")
+        note(f"serving {what} as {name!r} at {base}\n{endpoint.how_to(base)}")
 
-        with door.announce(base):
+        with endpoint.announce(base):
             while not stop():
                 engine.check()
                 await asyncio.sleep(LOOK_S)

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-from fastapi import FastAPI
 
 from agentevo.agents.posted_rewards import PostedReward
+from agentevo.gateway import openapi
 from agentevo.rollout.outside import SessionState
 from agentevo.types import Trajectory
 
@@ -91,60 +91,12 @@ _RECORDS = (
     Trajectory,
     FailureBody,
 )
-_REFERENCES, _COMPONENTS = msgspec.json.schema_components(
+_REFERENCES, SCHEMAS = msgspec.json.schema_components(
     _RECORDS, ref_template="#/components/schemas/{name}"
 )
 _SCHEMAS: dict[type, Any] = dict(zip(_RECORDS, _REFERENCES, strict=True))
 _COUNTS = {"type": "object", "additionalProperties": {"type": "number"}}
-_OF_ALL = {
-    401: "The key is missing, or is not valid here.",
-    429: "Too many requests, sessions or rewards.",
-    503: "The gateway is starting, or no engine serves yet.",
-    504: "No answer in time.",
-}
-_OF_ONE = {404: "The session does not exist."}
-_OF_BODY = {
-    400: "The body is not valid.",
-    408: "The body did not arrive in time.",
-    413: "The body is too large.",
-}
-
-
-def _told(
-    summary: str,
-    answer: Any,
-    failures: dict[int, str],
-    *,
-    status: int = 200,
-    body: type | None = None,
-    of_one: bool = True,
-    links: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The arguments of FastAPI's decorator for a route."""
-    failure = {"application/json": {"schema": _SCHEMAS[FailureBody]}}
-    answered = {"description": "The answer.", "content": {"application/json": {"schema": answer}}}
-
-    extra: dict[str, Any] = {"security": [{"bearer": []}]}
-    if body is not None:
-        content = {"application/json": {"schema": _SCHEMAS[body]}}
-        extra["requestBody"] = {"required": False, "content": content}
-        failures = failures | _OF_BODY
-
-    if of_one:
-        name = {"name": "session", "in": "path", "required": True, "schema": {"type": "string"}}
-        extra["parameters"] = [name]
-        failures = failures | _OF_ONE
-
-    return {
-        "summary": summary,
-        "status_code": status,
-        "responses": {status: answered | ({"links": links} if links else {})}
-        | {
-            code: {"description": text, "content": failure}
-            for code, text in sorted((failures | _OF_ALL).items())
-        },
-        "openapi_extra": extra,
-    }
+_BUSY = {409: "It is open, has ended, or does not fit its group."}
 
 
 def _link(path: str, method: str) -> dict[str, Any]:
@@ -153,14 +105,36 @@ def _link(path: str, method: str) -> dict[str, Any]:
     return {"operationRef": reference, "parameters": {"session": "$response.body#/id"}}
 
 
-_BUSY = {409: "It is open, has ended, or does not fit its group."}
-OPEN = _told(
+def _describe(
+    summary: str,
+    answer: type | dict[str, Any],
+    body: type | None = None,
+    failures: dict[int, str] | None = None,
+    *,
+    is_of_session: bool = True,
+    **more: Any,
+) -> dict[str, Any]:
+    """See openapi.describe."""
+    missing = {404: "The session does not exist."} if is_of_session else {}
+    return openapi.describe(
+        summary,
+        _SCHEMAS[answer] if isinstance(answer, type) else answer,
+        body=None if body is None else _SCHEMAS[body],
+        needs_body=False,
+        in_path="session" if is_of_session else "",
+        failure=_SCHEMAS[FailureBody],
+        failures=missing | (failures or {}),
+        **more,
+    )
+
+
+OPEN = _describe(
     "Opens an attempt",
-    _SCHEMAS[OpenedSession],
+    OpenedSession,
+    OpenBody,
     _BUSY | {404: "With `next`: the run has made its last step."},
+    is_of_session=False,
     status=201,
-    body=OpenBody,
-    of_one=False,
     links={
         "state": _link("/sessions/{session}", "get"),
         "reward": _link("/sessions/{session}/reward", "post"),
@@ -168,14 +142,9 @@ OPEN = _told(
         "trajectory": _link("/sessions/{session}/trajectory", "get"),
     },
 )
-ALL = _told("All attempts that are remembered", _SCHEMAS[SessionList], {}, of_one=False)
-STATS = _told("Counts of sessions and engines", _COUNTS, {}, of_one=False)
-STATE = _told("The progress of an attempt", _SCHEMAS[SessionState], {})
-REWARD = _told("Post a reward for the attempt", _SCHEMAS[SessionState], _BUSY, body=PostedReward)
-END = _told("End the attempt", _SCHEMAS[SessionState], _BUSY, body=EndBody)
-TRAJECTORY = _told("The attempt as it was recorded", _SCHEMAS[Trajectory], _BUSY)
-
-
-def page(app: FastAPI) -> dict[str, Any]:
-    """The `paths` and `components` of the routes."""
-    return {"paths": app.openapi()["paths"], "components": {"schemas": _COMPONENTS}}
+ALL = _describe("All attempts that are remembered", SessionList, is_of_session=False)
+STATS = _describe("Counts of sessions and engines", _COUNTS, is_of_session=False)
+STATE = _describe("The progress of an attempt", SessionState)
+REWARD = _describe("Post a reward for the attempt", SessionState, PostedReward, _BUSY)
+END = _describe("End the attempt", SessionState, EndBody, _BUSY)
+TRAJECTORY = _describe("The attempt as it was recorded", Trajectory, failures=_BUSY)

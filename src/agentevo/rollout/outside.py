@@ -17,6 +17,7 @@ Not guaranteed: that a group in progress survives the end of its process.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import re
 import secrets
 import time
@@ -99,7 +100,7 @@ class OutsideSession:
         self.group_id, _, self.attempt = policy.name.rpartition("#")
         self.trace: Mapping[str, str] = {}
         """Headers that name its place in a trace."""
-        self.door: GatewaySession | None = None
+        self.gateway_session: GatewaySession | None = None
         """The gateway's session for its agent, once the attempt is claimed."""
         self.opened_at = 0.0
         self.claimed = asyncio.Event()
@@ -111,14 +112,18 @@ class OutsideSession:
         self.trajectory: Trajectory | None = None
         """The trajectory as it was written."""
 
+    @property
+    def posted(self) -> Sequence[PostedReward]:
+        """The rewards posted so far, in order."""
+        return () if self.gateway_session is None else self.gateway_session.posted
+
     def export(self) -> Trajectory:
         """The recorded turns with the posted rewards; other rewards are missing until the group is
         scored."""
         if self.trajectory is not None:
             return self.trajectory
 
-        posted = self.door.posted if self.door is not None else ()
-        outcome = outcome_of_rewards(posted, self.policy.received)
+        outcome = outcome_of_rewards(self.posted, self.policy.received)
         error = self.failure if self.ended.is_set() else "its agent did not end it"
         return Trajectory(
             id=self.policy.name,
@@ -148,7 +153,7 @@ class OutsideSession:
             trajectory_id=self.policy.name,
             turns=len(turns),
             completion_tokens=sum(len(turn.completion_ids) for turn in turns),
-            posted=[] if self.door is None else list(self.door.posted),
+            posted=list(self.posted),
             reward=None if done is None else done.reward,
             error=self.failure if done is None else done.error,
             is_written=done is not None,
@@ -171,10 +176,10 @@ class OutsideAgent:
             with policy.waiting():
                 await self._until_claimed(session)
 
-            door = policy.session
-            assert isinstance(door, GatewaySession)
+            gateway_session = policy.session
+            assert isinstance(gateway_session, GatewaySession)
 
-            session.door = door
+            session.gateway_session = gateway_session
             session.opened_at = time.time()
             session.trace = trace_headers()
             session.opened.set()
@@ -183,7 +188,7 @@ class OutsideAgent:
             if session.failure is not None:
                 raise OutsideFailure(session.failure)
 
-            return outcome_of_rewards(door.posted, policy.received)
+            return outcome_of_rewards(session.posted, policy.received)
         finally:
             session.over.set()
 
@@ -333,14 +338,23 @@ class OutsideSessions:
             )
         return self._sessions[session_id][0]
 
+    def find_by_key(self, session_id: str, key: str) -> GatewaySession | None:
+        """The gateway's session with this id, if this is its key. It may be called on any
+        thread."""
+        session, _ = self._sessions.get(session_id, (None, None))
+        own = None if session is None else session.gateway_session
+        is_own = own is not None and hmac.compare_digest(key.encode(), own.key.encode())
+        return own if is_own else None
+
     def all(self) -> list[OutsideSession]:
         return [session for session, _ in self._sessions.values()]
 
     def post(self, session: OutsideSession, *rewards: PostedReward) -> None:
         """Posts rewards. Raises Refusal if the session accepts no more."""
-        if session.over.is_set() or session.ended.is_set() or session.door is None:
+        own = session.gateway_session
+        if session.over.is_set() or session.ended.is_set() or own is None:
             raise Refusal("this session has ended: it takes no more rewards", status=409)
-        session.door.post(*rewards)
+        own.post(*rewards)
 
     async def end(self, session: OutsideSession, failure: str | None = None) -> None:
         """Ends a session, with its agent's failure if there was one. Returns when the attempt is

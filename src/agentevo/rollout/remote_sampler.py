@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from agentevo.agents.agent import Agent
-from agentevo.agents.policy import Policy, PolicyDoor
+from agentevo.agents.policy import Policy
 from agentevo.agents.remote_policy import RemoteModelPolicy, RemotePolicyConversation
 from agentevo.config import RunConfig
 from agentevo.inference.engine import Engine
@@ -53,7 +53,6 @@ class RemoteSampler(Sampler):
         temperature: float,
         engines: Mapping[str, Engine] = MappingProxyType({}),
         *,
-        door: PolicyDoor | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> Policy:
         """See Sampler.policy."""
@@ -74,6 +73,4 @@ class RemoteSampler(Sampler):
             remote, self._model, sampling, name=name, calls=calls
         )
         attempt_texts = self.texts(texts)
-        return RemoteModelPolicy(
-            conversation, door or self._gateway, remote, self._model, attempt_texts
-        )
+        return RemoteModelPolicy(conversation, self._gateway, remote, self._model, attempt_texts)

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from agentevo.agents.agent import Agent
-from agentevo.agents.policy import Policy, PolicyDoor
+from agentevo.agents.policy import Policy, PolicyGateway
 from agentevo.agents.texts import Declared, TextKeeper, Texts
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import remote_agents, trained_agents
@@ -110,14 +110,15 @@ class Sampler:
         calls: CallLog | None = None,
         note: Callable[[str], None] = lambda text: None,
         players: Mapping[str, Player] = MappingProxyType({}),
-        gateway: Gateway | None = None,
+        gateway: PolicyGateway | None = None,
         get_tasks: Callable[[], Sequence[Task]] = tuple,
     ) -> None:
         """Calls of attempts are recorded in `calls`, if it is there. `note` is called at once with
         the first failure of each kind and its traceback. `players`: those of several agents, by
         name, in place of `engine`, `chat` and `context_length`. `get_tasks`: returns the run's
         tasks that do not come from an environment, for rewards that need them before the policy
-        learns."""
+        learns. `gateway`: serves the API clients of attempts; by default one of its own, which
+        listens once an agent needs it and ends with `close`."""
         self._config = config
         self._player = Player(engine, chat, context_length)
         self._players = players
@@ -128,9 +129,10 @@ class Sampler:
         self._calls = calls
         self._note = note
         self.failures = FirstFailures(note)
-        self._gateway = gateway or Gateway(
+        self._own_gateway = Gateway(
             config.gateway, model=config.model.name, timeout_s=config.engine.timeout_s, note=note
         )
+        self._gateway: PolicyGateway = gateway or self._own_gateway
         self.remote_models = RemoteModels(config.remote_models, config.run_dir / REMOTE_MODELS)
         self._scoring = Scoring(config.rewards, show=self.failures.show, models=self.remote_models)
         self._baselines = BaselineScorers(config.run_dir / BASELINES)
@@ -141,8 +143,9 @@ class Sampler:
         """The named texts that attempts have asked for."""
 
     def close(self) -> None:
-        """Ends the gateway and the remote models, if an agent used them, and reports their cost."""
-        self._gateway.close()
+        """Ends its own gateway and the remote models, if an agent used them, and reports their
+        cost."""
+        self._own_gateway.close()
         for line in self.remote_models.account():
             self._note(line)
         self.remote_models.close()
@@ -334,12 +337,10 @@ class Sampler:
         temperature: float,
         engines: Mapping[str, Engine] = MappingProxyType({}),
         *,
-        door: PolicyDoor | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> Policy:
         """The policy of the attempt of that name. `engines`: replace the run's own, by the names of
-        the agents (empty for a single one); `door`: the door for its own clients, if not the
-        gateway of this process; `texts`: see `group`."""
+        the agents (empty for a single one); `texts`: see `group`."""
         group_id, _, number = name.rpartition("#")
         run_seed = self._config.run.seed
         models = self.remote_models
@@ -370,7 +371,7 @@ class Sampler:
 
         remote_names = remote_agents(self._config)
         attempt_texts = self.texts(texts)
-        return Policy(main, door or self._gateway, remote, agents, remote_names, attempt_texts)
+        return Policy(main, self._gateway, remote, agents, remote_names, attempt_texts)
 
     def texts(self, overrides: Mapping[str, str] | None = None) -> Texts:
         """The named texts of an attempt: these, or else the recipe's."""

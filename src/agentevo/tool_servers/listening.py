@@ -74,22 +74,12 @@ async def serve_until(
     app: Any, listener: socket.socket, stop: Callable[[], bool], key: str | None = None
 ) -> None:
     """Serves until `stop`. Raises EngineError if the server does not start."""
-
-    async def nothing_to_close() -> None: ...
-
-    settings: dict[str, Any] = {
-        "ws": "none",
-        "interface": "asgi3",
-        "timeout_keep_alive": int(IDLE_S),
-    }
     async with serving(
         _Guarded(app, key),
         listener,
-        close=nothing_to_close,
         limits=AdmissionLimits(strangers=MAX_CONNECTIONS, clients=MAX_CONNECTIONS, idle_s=IDLE_S),
         lifespan="on",
         max_header_bytes=MAX_HEADER_BYTES,
-        **settings,
     ):
         while not stop():
             await asyncio.sleep(LOOK_S)

@@ -7,13 +7,12 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from agentevo.console import to_stderr
 from agentevo.event_loop import in_thread, run_coroutine
 from agentevo.inference.admission import AdmissionLimits
 from agentevo.inference.http_server import serving, url_of
-from agentevo.processes.client_door import ClientDoor, client_door
+from agentevo.processes.endpoint import Endpoint, open_endpoint
 from agentevo.signals import LOOK_S, asked_to_stop
 from agentevo.ui.access import Access, names_of_this_machine
 from agentevo.ui.app import make_app
@@ -49,25 +48,25 @@ def serve_dashboard(
     with (
         asked_to_stop() as stop,
         tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,
-        client_door(Path(folder), host, port, tls) as door,
+        open_endpoint(Path(folder), host, port, tls) as endpoint,
     ):
         if nice:
             os.nice(nice)  # a thread that begins later inherits it, and so does a process
 
-        run_coroutine(_serve(sources, door, host, control, stop, notify, note))
+        run_coroutine(_serve(sources, endpoint, host, control, stop, notify, note))
 
 
 async def _serve(
     sources: Sources,
-    door: ClientDoor,
+    endpoint: Endpoint,
     host: str,
     control: bool,
     stop: Callable[[], bool],
     notify: Callable[[str], None],
     note: Callable[[str], None],
 ) -> None:
-    context = door.server_context()
-    base = url_of(door.listener, encrypted=context is not None)
+    context = endpoint.server_context()
+    base = url_of(endpoint.listener, encrypted=context is not None)
     hosts = {host, *names_of_this_machine()}
     access = Access(hosts=hosts, secure=context is not None, control=control)
     app, shared = make_app(sources, access)
@@ -78,13 +77,8 @@ async def _serve(
         await shared.stores.close()
         await in_thread(shared.indexes.close)
 
-    settings: dict[str, Any] = {
-        "ws": "none",
-        "interface": "asgi3",
-        "timeout_keep_alive": int(IDLE_S),
-    }
     limits = AdmissionLimits(strangers=128, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
-    async with serving(app, door.listener, close=close, tls=context, limits=limits, **settings):
+    async with serving(app, endpoint.listener, close=close, tls=context, limits=limits):
         notify(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
         if control:
             notify("and anyone who opens this can try checkpoints and ask runs to stop:")

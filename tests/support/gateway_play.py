@@ -21,7 +21,7 @@ def call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-def play_through_door(
+def play_through_gateway(
     scripted_engine: Any, player: Any, task: Task, says: Any, *, within_s: float = 300.0
 ) -> tuple[Outcome, Conversation]:
     """What the player's attempt is worth, and what was recorded. Raises what it raises."""

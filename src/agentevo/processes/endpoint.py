@@ -1,7 +1,7 @@
-"""The address on which a process serves clients of other APIs, and their key. In the folder of the
-door, below the run's: `secret` is the key, `tls.pem` the key and certificate of its encryption,
-`certificate.pem` the certificate that clients on other machines trust, and for a served model,
-while it is served, its `url`."""
+"""The endpoint at which a process serves clients of other APIs: its socket, its encryption and its
+key. In the endpoint's folder, below the run's: `secret` is the key, `tls.pem` the key and
+certificate of its encryption, `certificate.pem` the certificate that clients on other machines
+trust, and for a served model, while it is served, its `url`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from agentevo.inference.http_server import open_socket
 from agentevo.inference.secret import RunSecret
 
 FOLDER = "gateway"
-"""The folder of the doors that clients train a run through."""
+"""The folder of the endpoint through which clients train a run."""
 SERVING = "serving"
-"""The name of the door to the run's served model: its key opens no other door."""
+"""The folder of the endpoint of the run's served model, which has a key of its own."""
 
 
 URL = "url"
-"""The file with the URL of the door."""
+"""The file with the URL of the endpoint."""
 
 
 def read_url(folder: Path) -> str | None:
-    """The published URL of an open door; None if there is none."""
+    """The published URL of an open endpoint; None if there is none."""
     try:
         return (folder / URL).read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError):
@@ -37,7 +37,7 @@ def read_url(folder: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class ClientDoor:
+class Endpoint:
     """See the module."""
 
     listener: socket.socket
@@ -90,9 +90,9 @@ class ClientDoor:
 
 
 @contextmanager
-def client_door(
+def open_endpoint(
     run_dir: Path, host: str, port: int, tls: bool | None, folder: str = FOLDER
-) -> Iterator[ClientDoor]:
+) -> Iterator[Endpoint]:
     """Binds the socket and creates nothing. `tls`: whether it encrypts; None encrypts if other
     machines can reach it. `folder`: the place of its key, below the run's folder. Raises
     ConfigError if it can't listen, MissingExtraError if it can't encrypt."""
@@ -100,4 +100,4 @@ def client_door(
         encrypts = tls if tls is not None else not is_this_machine(listener.getsockname()[0])
         if encrypts:
             check_installed()
-        yield ClientDoor(listener, encrypts, run_dir / folder, host)
+        yield Endpoint(listener, encrypts, run_dir / folder, host)

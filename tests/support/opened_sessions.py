@@ -10,15 +10,15 @@ def bearer(session):
     return {"Authorization": f"Bearer {session['key']}"}
 
 
-async def opened(door, **body):
-    answer = await door.http.post("/sessions", json=body)
+async def opened(gateway, **body):
+    answer = await gateway.http.post("/sessions", json=body)
     assert answer.status_code == 201, answer.text
     return answer.json()
 
 
-async def asked(door, session, messages=ASK["messages"]):
+async def asked(gateway, session, messages=ASK["messages"]):
     body = ASK | {"messages": messages}
     url = f"{session['base_url']}/chat/completions"
-    answer = await door.http.post(url, json=body, headers=bearer(session))
+    answer = await gateway.http.post(url, json=body, headers=bearer(session))
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]

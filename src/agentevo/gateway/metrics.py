@@ -37,7 +37,7 @@ class Durations:
         yield f"{name}_count{{{labels}}} {total}"
 
 
-class DoorMetrics:
+class GatewayMetrics:
     """See the module."""
 
     def __init__(self) -> None:
