@@ -284,13 +284,11 @@ def _format_table(rows: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _launch(world: int, words: list[str]) -> str:
-    command = " ".join(words)
+    command = " ".join(["agentevo", *words])
     if world == 1:
-        return f"agentevo {command}"
+        return command
     if world <= OF_A_NODE or world % OF_A_NODE:
-        return f"torchrun --standalone --nproc-per-node={world} -m agentevo {command}"
-    return (
-        f"torchrun --nnodes={world // OF_A_NODE} --nproc-per-node={OF_A_NODE} --rdzv-backend=c10d "
-        f"--rdzv-endpoint=FIRST_MACHINE:29500 -m agentevo {command}, on each machine (or by "
-        "`agentevo launch`)"
-    )
+        return f"torchrun --standalone --nproc-per-node={world} -m {command}"
+    where = "--rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500"
+    counts = f"--nnodes={world // OF_A_NODE} --nproc-per-node={OF_A_NODE}"
+    return f"torchrun {counts} {where} -m {command}, on each machine (or by `agentevo launch`)"
