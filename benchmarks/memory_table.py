@@ -18,9 +18,11 @@ from pathlib import Path
 
 from transformers import Qwen2Config
 
-from agentevo.config import build_config
+from agentevo.config import RunConfig, build_config
 from agentevo.doctor.checks import GIB
-from agentevo.doctor.mesh_estimate import fits, sizes_of
+from agentevo.doctor.memory_estimate import total
+from agentevo.doctor.mesh_estimate import ROOM, estimate_meshes, sizes_of
+from agentevo.doctor.unloaded_policy import unloaded_policy
 
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -66,14 +68,16 @@ def describe_need(name: str, memory: float, overrides: Sequence[str]) -> str:
             build_config({"environment": {"type": "coins"}}, [*words, *more])
             for more in ((), APART)
         )
-        sizes = sizes_of(config)
+        sizes = sizes_of(unloaded_policy(config))
 
-    (alone,) = fits(config, sizes, 1)
-    if alone.fits_in(memory):
-        return f"{alone.needs(memory) / GIB:.1f}"
+    def least(recipe: RunConfig, devices: int) -> float:
+        return min(map(total, estimate_meshes(recipe, sizes, devices, memory).values()))
+
+    if (alone := least(config, 1)) <= ROOM * memory:
+        return f"{alone / GIB:.1f}"
 
     devices = 2
-    while not any(mesh.fits_in(memory) for mesh in fits(apart, sizes, devices)):
+    while least(apart, devices) > ROOM * memory:
         devices *= 2
         if devices > MOST_DEVICES:
             return "does not fit"

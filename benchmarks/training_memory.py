@@ -147,7 +147,7 @@ def _spread_child(given: dict[str, Any]) -> tuple[float, float]:
 
     from agentevo.config import AlgorithmSection, MemorySection, ParallelSection, build_config
     from agentevo.doctor.memory_estimate import FLOAT, LIBRARIES, total
-    from agentevo.doctor.mesh_estimate import sizes_of_model, stage_parts
+    from agentevo.doctor.mesh_estimate import process_terms, sizes_of
     from agentevo.models.activations import keep_activations
     from agentevo.models.attention import prepare
     from agentevo.training.mesh import make_meshes
@@ -162,13 +162,14 @@ def _spread_child(given: dict[str, Any]) -> tuple[float, float]:
     parallel = ParallelSection(shard=size, pipeline=given["pipeline"])
     memory = MemorySection(checkpointing=given["checkpointing"])
     model = keep_activations(prepare(_model(given)), memory)
-    sizes = sizes_of_model(model)
+    sizes = sizes_of(model)
     keys = [f"trainer.micro_batch_tokens={most}", "rollout.samplers=1", "rollout.staleness=1"]
     keys += ["sampling.max_new_tokens=1", "model.device=cpu"]
     keys.append(f"memory.checkpointing={given['checkpointing']}")
+    keys += [f"trainer.parallel.{key}={given[key]}" for key in ("shard", "pipeline")]
     config = build_config({"environment": {"type": "coins"}}, keys)
     stage = distributed.get_rank() % given["pipeline"]
-    parts = stage_parts(config, sizes, parallel, stage)
+    parts = process_terms(config, sizes, stage)
     spread(model, make_meshes(parallel, "cpu"))
 
     trainer = Trainer(

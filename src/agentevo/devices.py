@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -115,6 +116,20 @@ def memory(device: torch.device) -> tuple[float, float]:
 
     of_host = psutil.virtual_memory()
     return float(of_host.available), float(of_host.total)
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most bytes of an accelerator's memory that this process has allocated at once; of a CPU's
+    memory, its largest resident size."""
+    if device.type == "mps":
+        return float(torch.mps.driver_allocated_memory())
+    if is_accelerator(device):
+        return float(_module(device).max_memory_allocated())
+
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 def name_of(device: torch.device) -> str:

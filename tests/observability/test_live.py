@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.console import format_duration
-from agentevo.observability.live import LiveView, format_drops, sparkline
+from agentevo.observability.live import LiveView, format_drops
 from agentevo.observability.metrics import MetricsRow
+from agentevo.pages.words import sparkline
 
 METRICS: MetricsRow = {
     "critic/score/mean": 0.41,

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.observability.chart_lines import line_of, places, thin_peaks
+from agentevo.observability.chart_lines import MOST_POINTS, line_of, places, thin_peaks
 from agentevo.observability.metrics_table import MetricsTable
+from agentevo.observability.report_charts import together
 
 
 @dataclass
@@ -110,3 +111,18 @@ def test_thinned_lines_keep_every_peak_and_both_ends(values: list[float], most: 
     if finite:
         shown = [value for value in kept if math.isfinite(value)]
         assert (min(shown), max(shown)) == (min(finite), max(finite))
+
+
+def test_lines_of_one_chart_keep_rare_values_and_peaks(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = []
+    for step in range(10_000):
+        more = ', "rare": 4' if step % 1999 == 7 else ""
+        lines.append(f'{{"step": {step}, "often": {9 if step == 4321 else 1}{more}}}\n')
+
+    path.write_text("".join(lines))
+    table = read(path)
+    chart = together(Run(table, table.num_rows), "t", [("often", "often"), ("rare", "rare")])
+    assert chart is not None and len(chart.x) < 2 * MOST_POINTS
+    often, rare = (line.values for line in chart.lines)
+    assert sum(map(math.isfinite, rare)) == 5 and max(often) == 9

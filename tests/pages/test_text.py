@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.pages import render, shown
-from agentevo.pages.drawing import as_json, line_chart, scale, sparkline
-from agentevo.pages.rendering import mark_code
+from agentevo.pages.charts import Chart, ChartLine
+from agentevo.pages.embedded_json import as_json
+from agentevo.pages.intervals import scale
+from agentevo.pages.rendering import environment, mark_code
+from agentevo.pages.words import sparkline
+
+HOSTILE = """</script></noscript><img src=x>'"onload=alert(1) """
 
 
 @pytest.mark.parametrize(
@@ -60,13 +69,35 @@ def test_json_in_a_page_ends_no_element() -> None:
 
 @given(st.lists(st.floats(), max_size=200))
 def test_any_numbers_can_be_drawn(values: list[float]) -> None:
-    assert "nan" not in sparkline(values)
-    line_chart([float(place) for place in range(len(values))], [("a", values)])
+    assert set(sparkline(values)) <= set(" ▁▂▃▄▅▆▇█")
+    assert len(sparkline(values, 20)) <= 20
     scale(*(values + [None] * 4)[:4])
+    chart = Chart("a", [float(place) for place in range(len(values))], [ChartLine("a", values)])
+    assert "nan" not in chart.description and as_json(chart.told)
 
 
-def test_a_chart_of_zeros_has_readable_bounds() -> None:
-    assert ">−1<" in (drawn := line_chart([1, 2], [("zero", [0.0, 0.0])])) and ">1<" in drawn
+def test_a_chart_says_its_lines_in_words() -> None:
+    values = [math.nan, 0.25, 0.125, 0.5]
+    lines = [ChartLine("agent", values), ChartLine("none", [math.nan] * 4)]
+    assert Chart("Success", [0, 10, 20, 30], lines, share=True).description == (
+        "agent: 25% at step 10, 50% at step 30, lowest 12%, highest 50%; none: no value"
+    )
+    assert (
+        Chart("Loss", [3], [ChartLine("sft/loss", [2.5])]).description == "sft/loss: 2.50 at step 3"
+    )
+
+
+def test_a_name_in_a_chart_ends_no_element() -> None:
+    chart = Chart(f"{HOSTILE}t", [1.0, 2.0], [ChartLine(f"{HOSTILE}l", [1.0, 2.0])] * 2)
+    template = environment().from_string(
+        '{% import "components.html" as ui with context %}{{ ui.chart(chart) }}'
+    )
+    figure = template.render(chart=chart)
+    assert figure.count("<script") == figure.count("</script>") == 1
+    assert "<img" not in figure
+    ((before, inside),) = re.findall(r"(.*)<script[^>]*>(.*)</script>", figure, re.DOTALL)
+    assert '"onload' not in before
+    assert json.loads(inside)["lines"][0]["name"] == f"{HOSTILE}l"
 
 
 def test_between_two_backticks_is_code_and_all_of_it_is_escaped():

@@ -29,8 +29,8 @@ def doctor(
         int | None,
         typer.Option(
             metavar="N",
-            help="Instead, list the meshes of N devices that the training fits, and print the "
-            "command for the cheapest.",
+            help="Instead, estimate the memory of training on N devices, in the recipe's "
+            "trainer.parallel or in those that fit, and print the command.",
         ),
     ] = None,
     device_memory: Annotated[
@@ -44,8 +44,8 @@ def doctor(
         int | None,
         typer.Option(
             metavar="N",
-            help="Instead, test the recipe's trainer.parallel: N CPU processes make one small "
-            "step, and their weights must equal one process's.",
+            help="Instead, measure the memory of one training step of N processes on this machine, "
+            "in the recipe's trainer.parallel.",
         ),
     ] = None,
 ) -> None:
@@ -105,16 +105,17 @@ def _check_meshes(
     if not config.data.taught:
         config = load_config(target, overrides)
 
+    words = [target, *overrides]
     checks = []
     if devices is not None:
         from agentevo.doctor.mesh_estimate import check_meshes
 
-        checks += check_meshes(config, devices, device_memory, shlex.join([target, *overrides]))
+        checks.append(check_meshes(config, devices, device_memory, shlex.join(words)))
 
     if world_size is not None:
-        from agentevo.doctor.mesh_trial import check_world
+        from agentevo.doctor.mesh_step import check_mesh_step
 
-        checks += check_world(config, world_size)
+        checks.append(check_mesh_step(config, world_size, words))
 
     return checks
 

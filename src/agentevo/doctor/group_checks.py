@@ -276,28 +276,40 @@ def memory_parts(
     other_parts = engine_weights(config, copy, packed)
     sampling = {} if OWN_WEIGHTS in other_parts else {"packed weights": packed}
 
-    preference = config.algorithm.preference()
-    needs = config.algorithm.needs
-    if (
-        config.algorithm.kl_coef > 0
-        or "process_rewards" in needs
-        or (preference is not None and preference.needs_reference)
-    ):
-        other_parts["reference copy"] = copy
-
     of_twin = copy + sum(optimizer_bytes(trained, config.memory).values()) * (
         load.on_cpu or not config.memory.offload_optimizer
     )
     of_twin += FLOAT * trained.total  # its gradients stay until its next step
-    if "values" in needs and config.critic.trunk == "own":
-        other_parts["critic"] = of_twin
-    if "process_rewards" in needs:
-        other_parts["process reward"] = of_twin
+    other_parts |= other_models(config, copy, of_twin)
 
     kept_parts = {
         name: parts[name] for name in ("optimizer", "float32 weights") if name in parts
     }  # also while the engine samples
     return other_parts | max(kept_parts | sampling | cache, parts | cache, key=total)
+
+
+def other_models(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
+    """Bytes of the models other than the policy: `copy` for a frozen one, `trained` for one that
+    learns."""
+    if config.data.taught:
+        return {}
+
+    needs = config.algorithm.needs
+    preference = config.algorithm.preference()
+    models = {}
+    if (
+        config.algorithm.kl_coef > 0
+        or "process_rewards" in needs
+        or (preference is not None and preference.needs_reference)
+    ):
+        models["reference copy"] = copy
+
+    if "values" in needs and config.critic.trunk == "own":
+        models["critic"] = trained
+    if "process_rewards" in needs:
+        models["process reward"] = trained
+
+    return models
 
 
 def engine_weights(config: RunConfig, copy: float, packed: float) -> dict[str, float]:

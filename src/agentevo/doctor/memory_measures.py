@@ -1,5 +1,5 @@
 """Changes of a recipe that save memory, one by one and together. The modules that know the model
-(`diagnostics`, `mesh_estimate`) compute what each saves."""
+(`diagnostics`, `sft_diagnostics`) compute what each saves."""
 
 from __future__ import annotations
 

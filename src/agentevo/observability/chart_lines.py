@@ -9,7 +9,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from agentevo.observability.metrics_table import Measured
 from agentevo.pages.charts import Chart, ChartLine
 
 Axis = Literal["step", "tokens", "time"]
+X = TypeVar("X", int, float)
 NAMES = {"step": "step", "tokens": "tokens", "time": "hours"}
 """The name of each axis."""
 TOKENS = ("trainer/trained_tokens", "sft/tokens", "engine/generated_tokens")
@@ -112,8 +113,8 @@ def line_of(
 
 
 def thin_peaks(
-    x: list[float], values: list[float], most: int = MOST_POINTS
-) -> tuple[list[float], list[float]]:
+    x: list[X], values: list[float], most: int = MOST_POINTS
+) -> tuple[list[X], list[float]]:
     """Reduces a line to about `most` points: the lowest and the highest of each stretch, so that no
     peak is lost."""
     if len(values) <= most:

@@ -25,6 +25,7 @@ import msgspec
 from agentevo.console import format_duration, open_console, print_line
 from agentevo.observability.metrics import EvaluationMetrics, read_evaluations
 from agentevo.observability.moment import Moment
+from agentevo.pages.words import sparkline
 from agentevo.progress import Hidden, hidden
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 15.0
 """Plain mode: a phase seen before is printed again only after this much silence."""
-LEAST_SPAN = 0.02
-"""A share of the largest value: values that differ by less are drawn as equal."""
-SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def format_drops(
@@ -372,18 +370,6 @@ class LiveView:
 
     def _panel(self) -> RenderableType:
         return _draw(self.title, self._state, self._clock())
-
-
-def sparkline(values: tuple[float, ...]) -> str:
-    """Bars from the lowest to the highest of the values; all low where these are as good as
-    equal."""
-    if not values:
-        return ""
-    low = min(values)
-    span = max(values) - min(values)
-    if span < LEAST_SPAN * max(map(abs, values)):
-        span = 0.0
-    return "".join(SPARKS[round((value - low) / span * 7) if span else 0] for value in values)
 
 
 def _evaluation_table(title: str, result: EvaluationMetrics) -> RenderableType:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agentevo.observability.chart_lines import MOST_POINTS, chart_of
+from agentevo.observability.chart_lines import MOST_POINTS, chart_of, thin_peaks
 from agentevo.observability.curves import held_out, wilson_interval
 from agentevo.observability.metrics import EvaluationMetrics, MetricsRow
 from agentevo.observability.metrics_table import Measured
@@ -124,8 +124,14 @@ def together(
     if not drawn:
         return None
 
-    rows = sorted({row for name, _ in drawn for row in columns[name]})
-    rows = rows[:: max(1, math.ceil(len(rows) / MOST_POINTS))]
+    most = MOST_POINTS // len(drawn)
+    rows = sorted(
+        {
+            row
+            for name, _ in drawn
+            for row in thin_peaks(list(columns[name]), list(columns[name].values()), most)[0]
+        }
+    )
 
     def values(name: str) -> list[float]:
         return [columns[name].get(row, math.nan) for row in rows]

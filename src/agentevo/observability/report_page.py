@@ -28,7 +28,6 @@ from agentevo.observability.metrics_table import MetricsTable
 from agentevo.observability.report_charts import report_charts
 from agentevo.observability.signs import Signs, told_warnings
 from agentevo.observability.still_attempt import StillAttempt
-from agentevo.pages.drawing import timeline
 from agentevo.pages.still import CHARTS, render_still
 from agentevo.parsing import ParseError, parse_yaml
 
@@ -79,16 +78,6 @@ def report_html(
 ) -> str:
     """The whole page."""
     run = columns_of(rows)
-    segments = run_now.timeline(run)
-    drawn = [
-        (
-            segment.start_s,
-            segment.lasted_s,
-            segment.place,
-            f"step {segment.step}: {segment.phase}, {segment.lasted_s:.1f} s",
-        )
-        for segment in segments
-    ]
     all_warnings = _warnings(run, summary, config_yaml)
 
     return render_still(
@@ -108,8 +97,6 @@ def report_html(
         data=rows_of_data(summary),
         attempts=attempts,
         timings=timings(rows),
-        timeline=timeline(drawn),
-        shares=run_now.shares(segments),
         came_in=rollouts(rows),
         failures=[
             [kind.replace("_", " "), f"{total:,.0f}"]

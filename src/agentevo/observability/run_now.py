@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
 from typing import Protocol
 
 from agentevo.observability.metrics_table import Measured
@@ -16,12 +15,13 @@ from agentevo.pages import words
 PACE_STEPS = 20
 """The last steps that measure the pace of the run."""
 SHOWN_STEPS = 40
-"""Steps of the timeline."""
+"""The last steps whose time is divided among phases."""
 PHASES = (
     ("gen", "sampling"),
     ("adv", "rewards and advantages"),
     ("update_actor", "update"),
     ("update_weights", "publishing weights"),
+    ("testing", "evaluation"),
 )
 """(metric below timing_s/, words) in the order of a step."""
 NOW = (
@@ -101,72 +101,16 @@ def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
     return sorted(counts, key=lambda count: -count[2])
 
 
-@dataclass(frozen=True)
-class RunSegment:
-    """A stretch of time of one step's phase."""
+def time_shares(view: Measured) -> list[tuple[str, float]]:
+    """(phase, its share of the time of the last SHOWN_STEPS steps), without phases of less than
+    half a percent."""
+    steps, _ = view.table.series(OF_A_STEP)
+    since = steps[-SHOWN_STEPS:][0] if steps else 0
+    spent = {}
+    for name, phase in PHASES:
+        rows, seconds = view.table.series(f"timing_s/{name}")
+        newest = seconds[bisect_left(rows, since) :]
+        spent[phase] = sum(value for value in newest if math.isfinite(value))
 
-    step: int
-    phase: str
-    place: int
-    """The number of the phase, which gives its colour."""
-    start_s: float
-    lasted_s: float
-
-
-def timeline(view: Measured) -> list[RunSegment]:
-    """The phases of the last SHOWN_STEPS steps, each where it happened; seconds count from the
-    first of them. Between steps lie evaluations and checkpoints."""
-    rows, lasted = view.table.series(OF_A_STEP)
-    shown = list(zip(rows, lasted, strict=False))[-SHOWN_STEPS:]
-    segments: list[RunSegment] = []
-    for row, duration_s in shown:
-        end = view.table.times[row]
-        if not (math.isfinite(end) and math.isfinite(duration_s)):
-            continue
-
-        at = end - duration_s
-        for place, (name, words_of_it) in enumerate(PHASES):
-            value = view.table.value_at(f"timing_s/{name}", row)
-            if value is None or value <= 0:
-                continue
-            segments.append(RunSegment(view.table.steps[row], words_of_it, place, at, value))
-            at += value
-
-    segments += _evaluations(view, shown)
-    first = min((segment.start_s for segment in segments), default=0.0)
-    return [
-        RunSegment(
-            segment.step, segment.phase, segment.place, segment.start_s - first, segment.lasted_s
-        )
-        for segment in segments
-    ]
-
-
-def _evaluations(view: Measured, shown: Sequence[tuple[int, float]]) -> list[RunSegment]:
-    if not shown:
-        return []
-
-    begins = view.table.times[shown[0][0]] - shown[0][1]
-    rows, lasted = view.table.series("timing_s/testing")
-    return [
-        RunSegment(view.table.steps[row], "evaluation", len(PHASES), end - seconds, seconds)
-        for row, seconds in zip(rows, lasted, strict=False)
-        if math.isfinite(end := view.table.times[row])
-        and math.isfinite(seconds)
-        and end - seconds >= begins
-    ]
-
-
-def shares(segments: Sequence[RunSegment]) -> list[tuple[str, int, float]]:
-    """(phase, its colour's number, its share of the time that the segments take), without those of
-    less than half a percent."""
-    total = sum(segment.lasted_s for segment in segments)
-    sums: dict[tuple[str, int], float] = {}
-    for segment in segments:
-        key = segment.phase, segment.place
-        sums[key] = sums.get(key, 0.0) + segment.lasted_s
-    return [
-        (phase, place, seconds / total)
-        for (phase, place), seconds in sorted(sums.items(), key=lambda item: item[0][1])
-        if seconds >= 0.005 * total
-    ]
+    total = sum(spent.values())
+    return [(phase, s / total) for phase, s in spent.items() if s > 0 and s >= 0.005 * total]

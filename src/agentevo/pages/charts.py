@@ -1,5 +1,5 @@
-"""The content of a chart, as plain data: for uPlot in a browser, and as a still picture for readers
-without a script."""
+"""The content of a chart, as plain data for uPlot in a browser, and in words for readers without a
+script or without sight."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from markupsafe import Markup
-
 from agentevo.pages import words
-from agentevo.pages.drawing import line_chart
 from agentevo.pages.text import one_line
 
 
@@ -50,15 +47,39 @@ class Chart:
                 fields["color"] = line.color
             lines.append(fields)
 
-        return {"x": list(self.x), "lines": lines, "share": self.share, "name_of_x": self.name_of_x}
+        return {
+            "x": list(self.x),
+            "lines": lines,
+            "share": self.share,
+            "name_of_x": self.name_of_x,
+            "description": self.description,
+        }
 
     @property
-    def picture(self) -> Markup:
-        """The still picture."""
-        colors = [
-            place if line.color is None else line.color for place, line in enumerate(self.lines)
+    def description(self) -> str:
+        """The first, last, lowest and highest value of each line."""
+        return "; ".join(self._describe(line) for line in self.lines)
+
+    def _describe(self, line: ChartLine) -> str:
+        name = one_line(line.name, 160)
+        points = [
+            (x, value) for x, value in zip(self.x, line.values, strict=True) if math.isfinite(value)
         ]
-        return line_chart(self.x, [(line.name, line.values) for line in self.lines], colors)
+        if not points:
+            return f"{name}: no value"
+
+        values = [value for _, value in points]
+        first, last = (
+            f"{self._write(value)} at {self.name_of_x} {words.number(x)}"
+            for x, value in (points[0], points[-1])
+        )
+        if len(points) == 1:
+            return f"{name}: {first}"
+        ends = f"lowest {self._write(min(values))}, highest {self._write(max(values))}"
+        return f"{name}: {first}, {last}, {ends}"
+
+    def _write(self, value: float | None) -> str:
+        return words.percent(value) if self.share else words.number(value)
 
     @property
     def last(self) -> str:
@@ -67,4 +88,4 @@ class Chart:
             return ""
         values = self.lines[0].values
         newest = next((value for value in reversed(values) if math.isfinite(value)), None)
-        return words.percent(newest) if self.share else words.number(newest)
+        return self._write(newest)

@@ -1,8 +1,9 @@
-"""An estimate with its interval, as words and as a picture on the scale from 0 to 1."""
+"""An estimate with its interval as words, and shares as pictures on the scale from 0 to 1."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from markupsafe import Markup
@@ -56,26 +57,53 @@ def interval_scale(
     random and optimal play."""
     if interval is None:
         return Markup("")
+    bar = ("band", interval.low, interval.high)
+    return _draw_scale([bar], {"after": interval.value}, random, optimal, width)
+
+
+def scale(
+    before: float | None,
+    after: float | None,
+    random: float | None,
+    optimal: float | None,
+    width: int = 160,
+) -> Markup:
+    """Shares of success on a line from 0 to 1: a tick for random and for optimal play, a bar from
+    before to after. Empty if there is nothing to show."""
+    if before is None or after is None:
+        value = before if after is None else after
+        if value is None:
+            return Markup("")
+        return _draw_scale([], {"after": value}, random, optimal, width)
+
+    points = {"before": before, "after": after}
+    return _draw_scale([("gain", before, after)], points, random, optimal, width)
+
+
+def _draw_scale(
+    bars: Sequence[tuple[str, float, float]],
+    points: Mapping[str, float],
+    random: float | None,
+    optimal: float | None,
+    width: int,
+) -> Markup:
+    """`bars`: (class, start, end); `points`: class -> value."""
 
     def x(value: float) -> float:
         value = value if math.isfinite(value) else 0.0
         return round(4 + min(max(value, 0.0), 1.0) * (width - 8), 1)
 
-    parts = [Markup('<line class="rail" x1="4" x2="{}" y1="9" y2="9"/>').format(width - 4)]
-    for name, value in (("random", random), ("optimal", optimal)):
-        if value is not None:
-            parts.append(
-                Markup('<line class="{n}" x1="{x}" x2="{x}" y1="3" y2="15"/>').format(
-                    n=name, x=x(value)
-                )
-            )
-
-    parts.append(
-        Markup('<line class="band" x1="{}" x2="{}" y1="9" y2="9"/>').format(
-            x(interval.low), x(interval.high)
+    line = Markup('<line class="{}" x1="{}" x2="{}" y1="{}" y2="{}"/>').format
+    ticks = {"random": random, "optimal": optimal}
+    parts = [line("rail", 4, width - 4, 9, 9)]
+    parts += [line(name, x(at), x(at), 3, 15) for name, at in ticks.items() if at is not None]
+    parts += [line(name, x(start), x(end), 9, 9) for name, start, end in bars]
+    parts += [
+        Markup('<circle class="{}" cx="{}" cy="9" r="{}"/>').format(
+            name, x(value), 4 if name == "after" else 3
         )
-    )
-    parts.append(Markup('<circle class="after" cx="{}" cy="9" r="4"/>').format(x(interval.value)))
+        for name, value in points.items()
+    ]
     return Markup(
         '<svg class="scale" width="{w}" height="18" viewBox="0 0 {w} 18" aria-hidden="true">'
         "{p}</svg>"

@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 import jinja2
 from markupsafe import Markup, escape
 
-from agentevo.pages import assets, drawing, intervals, navigation, words
+from agentevo.pages import assets, intervals, navigation, words
+from agentevo.pages.embedded_json import as_json
 from agentevo.pages.text import LIMIT, one_line, shown, without_folders
 
 
@@ -40,6 +41,7 @@ FILTERS = {
     "share_interval": intervals.share_interval,
     "number_interval": intervals.number_interval,
     "points": intervals.points,
+    "sparkline": words.sparkline,
     "token_words": words.token_words,
 }
 """The filters of templates; all but `marked` give plain text."""
@@ -61,10 +63,9 @@ def environment() -> jinja2.Environment:
         asset=assets.url,
         query=urlencode,
         run_url=navigation.run_url,
-        sparkline=drawing.sparkline,
-        scale=drawing.scale,
+        scale=intervals.scale,
         interval_scale=intervals.interval_scale,
-        json=drawing.as_json,
+        json=as_json,
     )
 
     return templates

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 NONE = "–"
 """The text in place of a missing number."""
+SPARKS = "▁▂▃▄▅▆▇█"
+LEAST_SPAN = 0.02
+"""A share of the largest value: values that differ by less are drawn as equal."""
+HUGE = 1e150
+"""The largest number that is drawn to scale."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -112,3 +117,30 @@ def moment(then: float | None) -> str:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(then))
     except (ValueError, OverflowError, OSError):  # a time outside the calendar, from a damaged file
         return NONE
+
+
+def sparkline(values: Sequence[float], most: int | None = None) -> str:
+    """Bars from the lowest to the highest of the values, a blank where there is no number; all low
+    where these are as good as equal. `most`: the number of bars, each the mean of a stretch."""
+    size = 1 if most is None else max(1, math.ceil(len(values) / most))
+    means: list[float | None] = []
+    for start in range(0, len(values), size):
+        stretch = [
+            min(max(value, -HUGE), HUGE)
+            for value in values[start : start + size]
+            if math.isfinite(value)
+        ]
+        means.append(sum(stretch) / len(stretch) if stretch else None)
+
+    finite = [mean for mean in means if mean is not None]
+    if not finite:
+        return ""
+
+    low = min(finite)
+    span = max(finite) - low
+    if span < LEAST_SPAN * max(map(abs, finite)):
+        span = 0.0
+    return "".join(
+        " " if mean is None else SPARKS[round((mean - low) / span * 7) if span else 0]
+        for mean in means
+    )

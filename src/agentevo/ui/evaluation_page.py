@@ -16,7 +16,7 @@ from fastapi.responses import HTMLResponse, Response
 from agentevo.errors import AgentEvoError
 from agentevo.event_loop import in_thread
 from agentevo.pages.charts import Chart, ChartLine
-from agentevo.pages.drawing import for_json
+from agentevo.pages.embedded_json import for_json
 from agentevo.pages.navigation import run_url
 from agentevo.ui import held_out
 from agentevo.ui.attempts_page import ready_index

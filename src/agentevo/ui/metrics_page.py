@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from agentevo.event_loop import in_thread
 from agentevo.observability.chart_lines import NAMES, Axis, chart_of
-from agentevo.pages.drawing import for_json
+from agentevo.pages.embedded_json import for_json
 from agentevo.pages.navigation import run_url
 from agentevo.ui.context import NotFoundError, is_part, part, run_of
 from agentevo.ui.run_page import run_page
@@ -31,7 +31,6 @@ class ShownMetrics:
     """One metric of the page."""
 
     name: str
-    values: list[float]
     latest: float | None
     url: str
 
@@ -90,6 +89,5 @@ def _is_like(name: str, q: str) -> bool:
 
 
 def _shown(view: RunView, name: str, x: Axis) -> ShownMetrics:
-    _, values = view.table.series(name)
     url = f"{run_url(view.key, 'series')}?{urlencode({'metric': name, 'x': x})}"
-    return ShownMetrics(name, list(values), view.table.latest(name), url)
+    return ShownMetrics(name, view.table.latest(name), url)

@@ -10,7 +10,6 @@ from fastapi.responses import HTMLResponse
 from agentevo.event_loop import in_thread
 from agentevo.observability import run_now
 from agentevo.observability.chart_lines import TITLES, chart_of
-from agentevo.pages.drawing import timeline
 from agentevo.pages.navigation import TABS
 from agentevo.parsing import read_text
 from agentevo.ui import process_files
@@ -28,16 +27,6 @@ async def now(request: Request, run: str) -> HTMLResponse:
     """What happens now."""
     view = await run_of(request, run)
     charts = [chart for name in TITLES if (chart := chart_of(view, name))]
-    segments = run_now.timeline(view)
-    drawn = [
-        (
-            segment.start_s,
-            segment.lasted_s,
-            segment.place,
-            f"step {segment.step}: {segment.phase}, {segment.lasted_s:.1f} s",
-        )
-        for segment in segments
-    ]
 
     return run_page(
         request,
@@ -51,8 +40,7 @@ async def now(request: Request, run: str) -> HTMLResponse:
         warnings=view.warnings[:SHOWN_WARNINGS],
         failures=run_now.counts_below(view, "rollout/failed/"),
         drops=run_now.counts_below(view, "rollout/dropped/"),
-        timeline=timeline(drawn),
-        shares=run_now.shares(segments),
+        shares=run_now.time_shares(view),
         plays=view.command not in ("sft", "rm"),
     )
 

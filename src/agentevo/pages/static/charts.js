@@ -1,6 +1,6 @@
-// Charts: every figure.chart has its numbers as JSON, or their address. Readers without scripts see
-// the still picture in it.
-//   {"x": [...], "lines": [{"name", "values", "low"?, "high"?, "color"?, "faint"?}], "unit"?, "share"?}
+// Charts: every figure.chart has its numbers as JSON, or their address. `description` is
+// the lines in words.
+//   {"x": [...], "lines": [{"name", "values", "low"?, "high"?, "color"?, "faint"?}], "unit"?, "share"?, "description"?}
 "use strict";
 (() => {
   const charts = new Map();
@@ -64,7 +64,7 @@
     const whole = !told.time && told.x.every((value) => value == null || Number.isInteger(value));
     const show = (value) => (figure.told.share ? `${number(value * 100)}%` : number(value));
     const options = {
-      width: body.clientWidth, height: body.clientHeight, legend: { show: false }, padding: [6, 8, 0, 0],
+      width: body.clientWidth, height: body.clientHeight, legend: { show: false }, padding: [6, 20, 0, 0],
       cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 }, sync: figure.dataset.sync ? { key: figure.dataset.sync } : undefined },
       scales: { x: { time: Boolean(told.time) }, y: told.share ? { range: [-0.02, 1.02] } : { range: (chart, low, high) => span(low, high) } },
       axes: [{ ...axis, size: 22, ...(whole ? { incrs: WHOLE } : {}) }, { ...axis, size: (chart, words) => Math.max(46, 8 + 6.2 * Math.max(...(words || []).map((one) => one.length))), values: (chart, ticks, place, room, distance) => onAxis(ticks, distance, told.share) }],
@@ -143,6 +143,7 @@
     if (told && figure.isConnected && figure.turn === turn) { figure.told = told; draw(figure, told); update(figure, told); }
   }
   function update(figure, told) {
+    if (told.description) figure.querySelector(".body").setAttribute("aria-label", told.description);
     const last = figure.querySelector(".last");
     if (!last || told.lines.length !== 1) return;
     const values = told.lines[0].values.filter((value) => value != null);
