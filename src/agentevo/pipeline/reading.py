@@ -369,8 +369,6 @@ class _Planned:
         folder = stage_folder(self.pipeline.dir, target)
         if reference.key == "folder":
             return str(folder)
-        if reference.key in target.kind.says:
-            return target.kind.says[reference.key]
 
         planned = target.kind.planned_outputs(folder)
         return str(planned[reference.key]) if reference.key in planned else 0.0
