@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from agentevo.config.mcp import checked_url
 from agentevo.config.tools import ToolSection
@@ -14,59 +14,28 @@ PATH = "/mcpapi"
 
 
 class MCPManagerSection(ToolSection):
-    """Many MCP servers behind one URL: the nodes and the manager of AgentDock (MCP-Docker), which
-    is AgentRL's `mcp_manager_url`. `include` and `exclude` take tools as TOOL and as
-    SERVER.TOOL."""
+    """Many MCP servers behind one URL: a node of AgentDock (MCP-Docker), which is AgentRL's
+    `mcp_manager_url`. `include` and `exclude` take tools as TOOL and as SERVER.TOOL."""
 
     type: Literal["mcp_manager"] = "mcp_manager"
     name: str = Field(default="manager", pattern=r"^[A-Za-z0-9_-]{1,40}$")
     """The manager's name in this recipe. It distinguishes tools of the same name."""
     url: str
-    """A node's API, such as http://host:8014/mcpapi or http://host:8080/container/ID/mcpapi; or,
-    with `image`, the manager's own, such as http://host:8080."""
+    """A node's API, such as http://host:8014/mcpapi or http://host:8080/container/ID/mcpapi."""
     servers: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Names of the servers whose tools the policy gets. Default: all."""
     api_key: str | None = None
     """`${env:NAME}`, the environment variable that holds a key, sent as Authorization: Bearer."""
-    image: str | None = None
-    """The image of the containers that the manager starts as new nodes, such as
-    agentdock-node:explore. They are released at the end."""
-    creator: str | None = None
-    """The name that the manager gets as the creator of the nodes. It allows three nodes at once per
-    creator; without a name there is no such limit."""
-    session: Literal["shared", "attempt"] = "shared"
-    """With `image`: `shared`: all attempts of a process share one node; `attempt`: each attempt has
-    its own node, made at its first call."""
-    max_sessions: int = Field(default=3, ge=1)
-    """Maximum number of attempts' nodes at once in one process. Further attempts wait, and the wait
-    does not count as their time."""
     start_timeout_s: float = Field(default=180.0, gt=0)
-    """The time limit for making a node, and for listing its tools."""
+    """The time limit for listing the tools of a node, which may be starting."""
 
     @field_validator("url")
     @classmethod
     def _is_a_url(cls, url: str) -> str:
-        return checked_url(url, "http://127.0.0.1:8014/mcpapi").rstrip("/")
-
-    @model_validator(mode="after")
-    def _says_which_of_the_two(self) -> Self:
-        if self.image is None:
-            if not self.url.endswith(PATH):
-                raise ValueError(
-                    f"the url of a node's API ends with {PATH}, such as "
-                    f"http://127.0.0.1:8014{PATH}: add it, or give the `image` of the nodes that "
-                    "the manager at this url makes"
-                )
-
-            if self.session == "attempt" or self.creator is not None:
-                raise ValueError(
-                    "session=attempt and creator are for nodes that the manager makes: give their "
-                    "`image`, or leave out session and creator"
-                )
-        elif self.url.endswith(PATH):
+        url = checked_url(url, f"http://127.0.0.1:8014{PATH}").rstrip("/")
+        if not url.endswith(PATH):
             raise ValueError(
-                f"{self.url} is an existing node, but `image` makes new ones: give the "
-                "manager's url, such as http://127.0.0.1:8080, or leave image out"
+                f"the url of a node's API ends with {PATH}, such as http://127.0.0.1:8014{PATH}: "
+                "add it"
             )
-
-        return self
+        return url
