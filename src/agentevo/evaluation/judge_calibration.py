@@ -37,12 +37,9 @@ from agentevo.event_loop import gather_all, run_coroutine
 from agentevo.observability.curves import wilson_interval
 from agentevo.remote_models import RemoteModels
 from agentevo.rewards import make_reward
-from agentevo.rewards.group_judge import shown_attempts
 from agentevo.rewards.injections import INJECTIONS
 from agentevo.rewards.judging import JudgeOptions
-from agentevo.rewards.pairwise import Pairwise, pairs_of
-from agentevo.rewards.ruler import Ruler, order_of_vote
-from agentevo.rewards.transcripts import ShownGroup
+from agentevo.rewards.ruler import Ruler, order_of_vote, shown_attempts
 from agentevo.rollout.scoring import Scoring
 from agentevo.types import Trajectory
 
@@ -218,7 +215,7 @@ class _Measuring:
     async def _places(self, groups: Sequence[KnownGroup]) -> None:
         judge = make_reward(self._found.judge)
         name = "max_position_bias"
-        if not isinstance(judge, Ruler | Pairwise):
+        if not isinstance(judge, Ruler):
             self._found.measured[name] = {"value": 0.0, "why": "it is shown one attempt at a time"}
             return
 
@@ -226,51 +223,33 @@ class _Measuring:
         slopes = [slope for slope in all_slopes if slope is not None]
         self._found.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
 
-    async def _slope(self, judge: Ruler | Pairwise, group: KnownGroup) -> float | None:
+    async def _slope(self, judge: Ruler, group: KnownGroup) -> float | None:
         """How much a score changes from the first place to the last, for the same content. None if
         an answer is missing."""
         attempts = group.attempts[:MAX_ROTATED_ATTEMPTS]
         shown = await shown_attempts(judge.config, attempts)
-        if len(shown.attempts) < 2:
+        num = len(shown.attempts)
+        if num < 2:
             return None
 
+        order = order_of_vote(num, 0, group.task.id, "rotated")
+        rotations = []
         async with self._room:
             try:
-                if isinstance(judge, Ruler):
-                    return await self._measure_rotations(judge, group, shown)
-
-                compared = [
-                    await judge.compare(
+                for turned in range(num):
+                    rotated = order[turned:] + order[:turned]
+                    vote = await judge.vote(
                         shown,
                         group.task,
                         self._models,
-                        pair,
+                        rotated,
                         until=time.monotonic() + judge.config.timeout_s,
                         attempt=attempts[0].id,
+                        seed=turned,
                     )
-                    for pair in pairs_of(len(shown.attempts), 2, 0)
-                ]
+                    rotations.append([vote.marks[place].score for place in rotated])
             except (ValueError, AgentEvoError):
                 return None
-
-        return float(np.mean([comparison.place_slope for comparison in compared]))
-
-    async def _measure_rotations(self, judge: Ruler, group: KnownGroup, shown: ShownGroup) -> float:
-        num = len(shown.attempts)
-        order = order_of_vote(num, 0, group.task.id, "rotated")
-        rotations = []
-        for turned in range(num):
-            rotated = order[turned:] + order[:turned]
-            vote = await judge.vote(
-                shown,
-                group.task,
-                self._models,
-                rotated,
-                until=time.monotonic() + judge.config.timeout_s,
-                attempt=group.attempts[0].id,
-                seed=turned,
-            )
-            rotations.append([vote.marks[place].score for place in rotated])
 
         return statistics.place_slope(rotations)
 
