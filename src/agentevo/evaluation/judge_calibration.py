@@ -4,7 +4,7 @@ Every question is asked through the scorer that training would use, including it
 failover and failures. All intervals are 95%, by resampling groups (evaluation/estimates.py), except
 that of the share of injections (Wilson's).
 
-    agreement   Spearman's and Kendall's correlation with the truth within groups, the share of
+    agreement   Spearman's correlation with the truth within groups, the share of
                 pairs that are ordered rightly
     places      the same attempts, rotated through all places: how much a score changes from the
                 first to the last
@@ -201,12 +201,8 @@ class _Measuring:
         rows = [list(zip(*pair, strict=True)) for pair in pairs if len({t for t, *_ in pair}) > 1]
         measured = self._found.measured
         measured["failed"] = _share(total - scored, total)
-        columns = {
-            "min_rank_correlation": [statistics.spearman(t, s) for t, s, _ in rows],
-            "kendall": [statistics.kendall(t, s) for t, s, _ in rows],
-        }
-        for name, values in columns.items():
-            measured[name] = _estimate(mean_of(values, (-1.0, 1.0)))
+        correlations = [statistics.spearman(t, s) for t, s, _ in rows]
+        measured["min_rank_correlation"] = _estimate(mean_of(correlations, (-1.0, 1.0)))
 
         right = [statistics.pair_accuracy(t, s) for t, s, _ in rows]
         measured["pair_accuracy"] = _estimate(mean_of([x for x in right if x is not None]))
@@ -370,7 +366,6 @@ def _cost(folder: Path, models: RemoteModels) -> dict[str, float]:
 
 LABELS = {
     "min_rank_correlation": "rank correlation with the truth (Spearman)",
-    "kendall": "Kendall's tau-b",
     "pair_accuracy": "pairs in the right order",
     "max_position_bias": "change from the first position to the last",
     "length_bias": "correlation with length at equal truth",
