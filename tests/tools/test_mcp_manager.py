@@ -9,7 +9,7 @@ import pytest
 from mcp_manager import Manager
 
 from agentevo.cli.main import main
-from agentevo.config.mcp_manager import MCPManagerSection
+from agentevo.config.mcp import MCPManagerSection
 from agentevo.errors import ConfigError, ToolUnavailableError
 from agentevo.event_loop import run_coroutine
 from agentevo.store.call_log import AttemptCalls, RunningCall

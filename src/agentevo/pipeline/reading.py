@@ -19,7 +19,7 @@ import pydantic
 from pydantic_core import ErrorDetails
 
 from agentevo.config import RunConfig, sources
-from agentevo.config.entry_problems import entry_problem
+from agentevo.config.field_words import entry_problem
 from agentevo.config.interpolation import shorten
 from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 from agentevo.parsing import ParseError, parse_yaml

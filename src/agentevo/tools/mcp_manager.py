@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from agentevo.config.mcp_manager import MCPManagerSection
+from agentevo.config.mcp import MCPManagerSection
 from agentevo.own_loop import OwnLoop
 from agentevo.tools.manager_api import ManagerAPI
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
