@@ -133,7 +133,6 @@ stage_kinds: Registry[StageKind] = Registry(
         "preferences": "agentevo.pipeline.data_stages:PREFERENCES",
         "prompts": "agentevo.pipeline.prompt_stages:PROMPTS",
         "merge": "agentevo.pipeline.model_stages:MERGE",
-        "export": "agentevo.pipeline.model_stages:EXPORT",
         "command": "agentevo.pipeline.model_stages:COMMAND",
     },
 )
