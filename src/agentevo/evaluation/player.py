@@ -24,14 +24,13 @@ from typing import IO, Any
 
 import msgspec
 
-from agentevo.config import RunConfig
-from agentevo.config.agents import EnvironmentAgentSection
 from agentevo.console import to_stderr
 from agentevo.credentials import without_passwords
 from agentevo.errors import AgentEvoError, ConfigError, describe_error
 from agentevo.evaluation import player_words as words
+from agentevo.evaluation.chat import without_play
 from agentevo.evaluation.contestants import Contestant, find_contestants
-from agentevo.evaluation.play import local_parts, playing, run_folder
+from agentevo.evaluation.play import local_parts, run_folder
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.models.resolve import missing_model
@@ -183,7 +182,7 @@ async def _serve(
     started_at = time.monotonic()
     teller(words.Loading("reading the run's recipe"))
     contestant = find_player(run, which, overrides)
-    config = _playable(contestant.config)
+    config = without_play(contestant.config)
     teller(words.Loading(f"loading {contestant.checkpoint or contestant.config.model.name}"))
 
     with run_folder(config, None) as opened_config:
@@ -204,12 +203,6 @@ def _step(checkpoint: Path | None) -> int:
     from agentevo.models.checkpoint_manifest import read
 
     return read(checkpoint).step
-
-
-def _playable(config: RunConfig) -> RunConfig:
-    """A recipe that has nothing to play is asked once."""
-    has_none = config.environment is None and isinstance(config.agent, EnvironmentAgentSection)
-    return playing(config, ("--task",)) if has_none else config
 
 
 class CheckpointPlayer:
