@@ -267,7 +267,7 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
 
             os.kill(player.process.pid, signal.SIGCONT)
             await until(lambda: words.Done("b") in told)
-            assert words.FailedRequest("b", "stopped") in told
+            assert words.FailedChat("b", "stopped") in told
             assert not [one for one in told if isinstance(one, words.Replied) and one.id == "b"]
 
             # It is killed while somebody waits.

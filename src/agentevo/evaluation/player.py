@@ -233,7 +233,7 @@ class CheckpointPlayer:
         try:
             request = self._read(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._tell(words.FailedRequest("", f"the request is not valid: {error}"))
+            self._tell(words.FailedChat("", f"the request is not valid: {error}"))
             return
 
         if isinstance(request, words.Stop):
@@ -245,7 +245,7 @@ class CheckpointPlayer:
 
         if request.id in self._running or len(self._running) >= MAX_AT_ONCE:
             self._tell(
-                words.FailedRequest(
+                words.FailedChat(
                     request.id, "the player is busy: stop its current request, or wait"
                 )
             )
@@ -262,7 +262,7 @@ class CheckpointPlayer:
         if self._running.get(name) is task:
             del self._running[name]
         if task.cancelled():
-            self._tell(words.FailedRequest(name, "stopped"))
+            self._tell(words.FailedChat(name, "stopped"))
         self._tell(words.Done(name))
 
     async def _follow(self, request: words.Chat) -> None:
@@ -270,9 +270,9 @@ class CheckpointPlayer:
         try:
             await self._chat(request)
         except AgentEvoError as error:
-            self._tell(words.FailedRequest(request.id, _said(str(error))))
+            self._tell(words.FailedChat(request.id, _said(str(error))))
         except Exception as error:  # noqa: BLE001 (a recipe's own code, too)
-            self._tell(words.FailedRequest(request.id, _said(describe_error(error))))
+            self._tell(words.FailedChat(request.id, _said(describe_error(error))))
 
     async def _chat(self, request: words.Chat) -> None:
         started_at = time.monotonic()

@@ -89,7 +89,7 @@ class Replied(msgspec.Struct, frozen=True, tag="replied"):
     finish: str
 
 
-class FailedRequest(msgspec.Struct, frozen=True, tag="failed"):
+class FailedChat(msgspec.Struct, frozen=True, tag="failed"):
     """A request was refused, or failed."""
 
     id: str
@@ -102,4 +102,4 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     id: str
 
 
-Event = Loading | Ready | Beat | Broken | Text | Replied | FailedRequest | Done
+Event = Loading | Ready | Beat | Broken | Text | Replied | FailedChat | Done

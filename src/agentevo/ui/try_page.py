@@ -215,7 +215,7 @@ class TryEventStream(Response):
 
         if isinstance(event, words.Text):
             return [("text", {"text": event.text})]
-        if isinstance(event, words.FailedRequest):
+        if isinstance(event, words.FailedChat):
             return [("failed", {"text": event.error})]
 
         if isinstance(event, words.Replied):
