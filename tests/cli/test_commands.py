@@ -123,9 +123,9 @@ def test_the_entries_of_agent_tools_are_explained(agentevo):
     assert code == 0 and "Section" not in out
     assert "agent.tools.mcp\n      type: mcp. One MCP server" in out
 
-    out = agentevo("config", "explain", "agent.tools.session").out
-    assert out.startswith("agent.tools.session (with type: mcp, mcp_file)\n")
-    assert "\n\nagent.tools.session (with type: mcp_manager)\n" in out
+    out = agentevo("config", "explain", "agent.tools.start_timeout_s").out
+    assert out.startswith("agent.tools.start_timeout_s (with type: mcp, mcp_file)\n")
+    assert "\n\nagent.tools.start_timeout_s (with type: mcp_manager)\n" in out
     code, _, err = agentevo("config", "explain", "agent.tools.mcp.comand")
     assert code == 2 and "did you mean agent.tools.mcp.command?" in err
 
