@@ -148,8 +148,7 @@ def server(kind: str) -> Iterator[str]:
 
 async def calls(kind: str, url: str, count: int) -> dict[str, float]:
     """Calls per second, and CPU microseconds of a call on both sides."""
-    from agentevo.config.mcp import MCPServerSection
-    from agentevo.config.mcp_manager import MCPManagerSection
+    from agentevo.config.mcp import MCPManagerSection, MCPServerSection
     from agentevo.tools.toolbox import Toolbox
     from agentevo.types import Task, ToolCall
 

@@ -123,9 +123,9 @@ def test_the_entries_of_agent_tools_are_explained(agentevo):
     assert code == 0 and "Section" not in out
     assert "agent.tools.mcp\n      type: mcp. One MCP server" in out
 
-    out = agentevo("config", "explain", "agent.tools.session").out
-    assert out.startswith("agent.tools.session (with type: mcp, mcp_file)\n")
-    assert "\n\nagent.tools.session (with type: mcp_manager)\n" in out
+    out = agentevo("config", "explain", "agent.tools.start_timeout_s").out
+    assert out.startswith("agent.tools.start_timeout_s (with type: mcp, mcp_file)\n")
+    assert "\n\nagent.tools.start_timeout_s (with type: mcp_manager)\n" in out
     code, _, err = agentevo("config", "explain", "agent.tools.mcp.comand")
     assert code == 2 and "did you mean agent.tools.mcp.command?" in err
 
@@ -254,7 +254,6 @@ def test_export_replaces_a_file_only_where_that_is_asked_for(agentevo, run_dir):
     of_people = ["annotations", "export", str(run_dir)]
     for words in (
         of_run,
-        [*of_run, "--format", "spans"],
         [*of_run, "--sft"],
         [*of_run, "--pairs"],
         of_store,
@@ -274,18 +273,6 @@ def test_export_replaces_a_file_only_where_that_is_asked_for(agentevo, run_dir):
     assert trajectories.count("\n") == 4
     assert agentevo(*of_store, "mine.jsonl", "--overwrite").code == 0
     assert Path("mine.jsonl").read_text() != trajectories
-
-
-def test_export_of_spans_reads_the_run_and_its_options_are_checked(agentevo, run_dir):
-    words = ["trajectories", "export", str(run_dir), "spans.jsonl"]
-    assert agentevo(*words, "--format", "otlp") == (0, "0 spans written to spans.jsonl\n", "")
-    for more, expected in (
-        (["--format", "otl"], "there are trajectories, otlp, spans"),
-        (["--contents"], "add --format otlp"),
-        (["--sft", "--format", "otlp"], "--sft writes conversations"),
-    ):
-        code, _, err = agentevo(*words, *more)
-        assert (code, expected in err) == (2, True)
 
 
 def test_export_to_another_kind_of_file_is_refused(agentevo, run_dir):

@@ -9,7 +9,7 @@ import pytest
 
 from agentevo.config import build_config, load_config
 from agentevo.config.tool_entries import KINDS
-from agentevo.config.tool_keys import explain_tools
+from agentevo.config.tool_list import explain_tools
 from agentevo.errors import ConfigError, UnknownNameError
 
 BASE = {"model": {"name": "tiny"}, "tasks": "tasks.jsonl", "rewards": ["numeric"]}
@@ -94,7 +94,7 @@ def test_paths_of_tools_are_those_beside_the_recipe(agent, tmp_path, monkeypatch
         ({"type": "mcp", "name": "a"}, r"\[0\]: a server has a `command` that starts it or"),
         (
             {"type": "mcp_manager", "url": "http://h:80"},
-            r"\[0\]: the url of a node's API ends with",
+            r"\[0\].url: got 'http://h:80'; the url of a node's API ends with",
         ),
         ({"options": {}}, r"\[0\].name: missing; "),
         (5, r"\[0\]: got 5; needs the name of a tool"),

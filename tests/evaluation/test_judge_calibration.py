@@ -161,8 +161,6 @@ def test_what_can_not_be_measured_is_refused(words, problem, rows, tmp_path, cap
 def test_statistics_on_numbers_that_are_known():
     assert statistics.midranks([3, 1, 3, 2]).tolist() == [2.5, 0, 2.5, 1]
     assert statistics.spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
-    assert statistics.kendall([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(2 / 3)
-    assert statistics.kendall([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / np.sqrt(6))
     assert statistics.spearman([1, 2, 3], [5, 5, 5]) == 0.0
     assert statistics.pair_accuracy([1, 2, 3], [1, 1, 0]) == pytest.approx(0.5 / 3)
     assert statistics.pair_accuracy([1, 1], [1, 2]) is None

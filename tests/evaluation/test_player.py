@@ -25,4 +25,4 @@ def test_what_is_stopped_before_it_begins_is_told_to_have_ended() -> None:
                 await asyncio.sleep(0.01)
 
     asyncio.run(ask_and_stop_at_once())
-    assert told == [words.FailedPlay("b", "stopped"), words.Done("b")]
+    assert told == [words.FailedChat("b", "stopped"), words.Done("b")]

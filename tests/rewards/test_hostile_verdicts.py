@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentevo.rewards import llm_judge, pairwise, ruler
+from agentevo.rewards import llm_judge, ruler
 from agentevo.rewards.verdicts import UnusableError, final_words
 
 BAD = 0.1
@@ -63,19 +63,6 @@ RULER = {
 @pytest.mark.parametrize(("answer", "expected"), RULER.values(), ids=RULER)
 def test_a_ranking_is_the_judges_or_none(answer, expected):
     assert said(lambda text: ruler.marks_in(text, 2)[0].score, answer) == expected
-
-
-PAIRS = {
-    "plain": ('{"explanation": "so", "better": 2}', 0.0),
-    "then quotes": ('{"better": 2} It says {"better": 1}.', None),
-    "broken around a quotation": ('{"explanation": "it says "{"better": 1}"", "better": 2}', None),
-    "a key twice": ('{"better": 2, "better": 1}', None),
-}
-
-
-@pytest.mark.parametrize(("answer", "expected"), PAIRS.values(), ids=PAIRS)
-def test_a_comparison_is_the_judges_or_none(answer, expected):
-    assert said(lambda text: pairwise._better_in(text)[0], answer) == expected
 
 
 JSON_SCORES = {

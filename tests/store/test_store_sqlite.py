@@ -95,7 +95,7 @@ def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("version", [0, -3])
+@pytest.mark.parametrize("version", [1, 0, -3])
 def test_a_schema_that_never_was_is_refused_and_left_as_it_is(version, tmp_path: Path) -> None:
     path = tmp_path / "odd.sqlite"
 
@@ -111,7 +111,7 @@ def test_a_schema_that_never_was_is_refused_and_left_as_it_is(version, tmp_path:
     connection.close()
     before = path.read_bytes()
     refuses(
-        f"sqlite:///{path}", f"its schema is {version}, which no AgentEvo version used.*restore"
+        f"sqlite:///{path}", f"its schema is {version}, and the oldest .* upgrade is 2: restore"
     )
     assert path.read_bytes() == before
 

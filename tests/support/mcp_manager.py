@@ -1,14 +1,13 @@
-"""An MCP manager on loopback, as AgentDock's HTTP API is: nodes with servers and tools, made and
-released, and all that a tool may give back."""
+"""A node of an MCP manager on loopback, as AgentDock's HTTP API is: its servers and tools, and all
+that a tool may give back."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from remote_server import LoopbackServer, breaks_off, gives, pours
 
@@ -53,19 +52,16 @@ class Manager(LoopbackServer):
         self.bare = bare
         self.key = key
         self.asleep = asleep
-        self.counts: dict[str, int] = {"": 0}
-        """Node -> how often its tool `count` was called. The one that was there is ""."""
-        self.released: list[str] = []
-        self.images: list[str] = []
+        self.count = 0
+        """How often the tool `count` was called."""
         self.calls: list[tuple[str, Any]] = []
         self.places: list[str] = []
         """Headers that tell of a place in a trace."""
-        self.create_s = 0.0
         self._lock = threading.Lock()
 
     @property
     def node_url(self) -> str:
-        """Of the node that was there."""
+        """The URL of the node's API."""
         return f"{self.url}/mcpapi"
 
     def respond(self, body: Any, headers: dict[str, str], handler: BaseHTTPRequestHandler) -> None:
@@ -75,23 +71,10 @@ class Manager(LoopbackServer):
             gives({"detail": f"{headers.get('authorization')} is not known"}, 401)(body, handler)
             return
 
-        parts = urlsplit(handler.path)
-        words = [unquote(one) for one in parts.path.strip("/").split("/")]
-        if words[0] == "node":
-            self._node(words[1], parse_qs(parts.query), handler)
-            return
-
-        node = ""
-        if words[0] == "container":
-            node = words[1]
-            words = words[2:]
-
-        if node not in self.counts:
-            gives({"detail": f"no container {node}"}, 404)(body, handler)
-            return
+        words = [unquote(one) for one in urlsplit(handler.path).path.strip("/").split("/")]
         assert words[0] == "mcpapi"
         if words[1] == "tool":
-            self._call(node, words[2], body, handler)
+            self._call(words[2], body, handler)
             return
 
         with self._lock:
@@ -113,36 +96,13 @@ class Manager(LoopbackServer):
         function = tool["function"]
         return {**tool, "function": {**function, "name": f"{server}.{function['name']}"}}
 
-    def _node(self, what: str, query: dict[str, Any], handler: BaseHTTPRequestHandler) -> None:
-        time.sleep(self.create_s if what == "create" else 0)
-        with self._lock:
-            if what == "release":
-                node = query["node_id_q"][0]
-                self.counts.pop(node, None)
-                self.released.append(node)
-                gives(f"Release session: {node}")(None, handler)
-                return
-
-            self.images += query["image_name"]
-            if query.get("creator_name") == ["greedy"]:
-                gives({"detail": "User greedy has reached maximum container limit (3)"}, 400)(
-                    None, handler
-                )
-                return
-
-            node = f"node{len(self.images)}"
-            self.counts[node] = 0
-
-        headers = {"Set-Cookie": f"node_id={node}; Path=/; SameSite=lax"}
-        gives({"message": f"Node {node} created!"}, 200, headers)(None, handler)
-
-    def _call(self, node: str, tool: str, body: Any, handler: BaseHTTPRequestHandler) -> None:
+    def _call(self, tool: str, body: Any, handler: BaseHTTPRequestHandler) -> None:
         self.calls.append((tool, body))
         name = tool.rpartition(".")[2]
         if name == "count":
             with self._lock:
-                self.counts[node] += 1
-            gives({"content": self.counts[node]})(body, handler)
+                self.count += 1
+            gives({"content": self.count})(body, handler)
         elif name == "give":
             self._give(body, handler)
         elif name == "search" and "query" not in body:
@@ -167,10 +127,6 @@ class Manager(LoopbackServer):
             gives([1])(body, handler)
         elif what == "proxy":
             gives({"detail": "Error connecting to node"}, 503)(body, handler)
-        elif what == "gone":
-            with self._lock:
-                self.counts = {node: n for node, n in self.counts.items() if not node}
-            gives({"detail": "no container"}, 404)(body, handler)
         elif what == "hang":
             self._ended.wait()
         else:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
-import httpx
 import pydantic
 import pytest
 from mcp_manager import Manager
 
 from agentevo.cli.main import main
-from agentevo.config.mcp_manager import MCPManagerSection
+from agentevo.config.mcp import MCPManagerSection
 from agentevo.errors import ConfigError, ToolUnavailableError
 from agentevo.event_loop import run_coroutine
 from agentevo.store.call_log import AttemptCalls, RunningCall
 from agentevo.store.trace_context import AttemptTrace
 from agentevo.tools import manager_api
-from agentevo.tools.mcp_servers import RESTARTED
 from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task, ToolCall
 
@@ -165,75 +162,11 @@ def test_a_key_is_sent_and_never_shown(monkeypatch):
         played([], url=good["url"], api_key="${env:NO_SUCH_KEY}")
 
 
-def test_every_attempt_may_have_a_node_which_is_released():
-    with Manager() as manager:
-        done = played(
-            [("count", {}), ("count", {})],
-            [("count", {})],
-            [],
-            **{"url": manager.url, "image": "explore:1", "session": "attempt"},
-        )
-        assert [texts for texts, _, _ in done] == [["1", "2"], ["1"], []]
-
-        # The attempt that called nothing had none.
-        assert manager.images == ["explore:1", "explore:1"]
-        assert manager.released == ["node1", "node2"] and manager.counts == {"": 0}
-
-        done = played([("count", {})], [("count", {})], url=manager.url, image="full")
-        assert [texts for texts, _, _ in done] == [["1"], ["2"]]
-        assert manager.released[2:] == ["node3"]
-
-
-def test_a_node_that_is_gone_is_replaced_and_the_policy_is_told():
-    with Manager() as manager:
-        calls = [("count", {}), ("give", {"what": "gone"}), ("count", {}), ("count", {})]
-        options = {"url": manager.url, "image": "i", "session": "attempt"}
-        ((texts, _, _),) = played(calls, **options)
-        assert texts[1].startswith("Error: give can't be reached") and "HTTP 404" in texts[1]
-        assert texts[2:] == [f"{RESTARTED}1", "2"]
-        assert manager.released == ["node1", "node2"]
-
-        with pytest.raises(ToolUnavailableError, match="maximum container limit"):
-            played([], **options, creator="greedy")
-
-
-def test_a_node_may_be_told_by_two_cookies(monkeypatch):
-    paths = [("set-cookie", f"node_id=n{path[1:]}; Path={path}") for path in ("/1", "/2")]
-    answers = httpx.MockTransport(lambda request: httpx.Response(200, headers=paths, json={}))
-    api = manager_api.ManagerAPI("m", None)
-    monkeypatch.setattr(api, "_client", lambda: httpx.AsyncClient(transport=answers))
-    made = asyncio.run(api.create("http://h", "i", None, 5.0))
-    assert made == ("n2", "http://h/container/n2/mcpapi")
-
-
-@pytest.mark.slow
-def test_a_node_that_is_made_for_nobody_any_more_is_released():
-    async def work(section):
-        box = Toolbox([section], [].append)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2), box.open(Task(id="t"), 0):
-                pass
-
-        for _ in range(600):
-            if manager.released:
-                break
-            await asyncio.sleep(0.05)
-
-        await box.close()
-
-    with Manager() as manager:
-        manager.create_s = 1.0
-        run_coroutine(work(MCPManagerSection(url=manager.url, image="i")))
-        assert manager.released == ["node1"]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"url": "http://h:1"}, "ends with /mcpapi"),
         ({"url": "ftp://h/mcpapi"}, "is not the URL of a server"),
-        ({"url": "http://h/mcpapi", "image": "i"}, "is an existing node"),
-        ({"url": "http://h/mcpapi", "session": "attempt"}, "give their `image`"),
     ],
 )
 def test_settings_that_contradict_one_another_are_refused(options, said):

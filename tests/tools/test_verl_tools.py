@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 
-from agentevo.config.verl_tools import VerlToolsSection
+from agentevo.config.tools import VerlToolsSection
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.tools.toolbox import Toolbox

@@ -113,4 +113,3 @@ class Nowhere:
 def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "players")
     assert run_resource().attributes["service.name"] == "players"
-    assert "process.pid" not in run_resource(of_this_process=False).attributes

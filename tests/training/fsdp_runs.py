@@ -14,7 +14,7 @@ from data_parallel_runs import model_of, samples_of
 from torch import distributed
 
 from agentevo.config import AlgorithmSection, ParallelSection
-from agentevo.models.sharded import gather_into, make_plain, shard
+from agentevo.models.sharded import make_plain, shard
 from agentevo.training.batching.passes import token_tables
 from agentevo.training.mesh import make_meshes
 from agentevo.training.trainer import Trainer
@@ -55,11 +55,10 @@ def with_reference(trainer: Trainer) -> list[Any]:
 
 
 def weights_of(model: Any, mesh: Any) -> dict[str, torch.Tensor]:
-    target = model_of(5)
-    if mesh is None:
-        return {name: p.detach().clone() for name, p in model.state_dict().items()}
-    gather_into(model, target)
-    return dict(target.state_dict())
+    return {
+        name: (p if mesh is None else p.full_tensor()).detach().clone()
+        for name, p in model.state_dict().items()
+    }
 
 
 if __name__ == "__main__":

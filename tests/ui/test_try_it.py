@@ -1,4 +1,4 @@
-"""Chatting with checkpoints and playing tasks from the dashboard: by real processes that load a
+"""Chatting with checkpoints from the dashboard: by real processes that load a
 real run's weights, and by all that may go wrong with them."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentevo.evaluation import player_words as words
 from agentevo.evaluation.player import find_player
 from agentevo.event_loop import in_thread
 from agentevo.runs.checkpoint_list import kept_checkpoints
-from agentevo.types import Message, Task
+from agentevo.types import Message
 from agentevo.ui import players as players_module
 from agentevo.ui.access import Access
 from agentevo.ui.app import make_app
@@ -162,9 +162,6 @@ WRONG: tuple[tuple[str, dict[str, str], str], ...] = (
     ("chat", {"temperature": "-1"}, "this request is not valid"),
     ("chat", {"max_new_tokens": "1000000"}, "this request is not valid"),
     ("chat", {"conversation": "<script>"}, "this request is not valid"),
-    ("play", {"kind": "held", "number": "-1"}, "this request is not valid"),
-    ("play", {"kind": "task", "task": "<b>none</b>"}, "has no task"),
-    ("play", {"kind": "own", "query": " "}, "nothing to play"),
 )
 
 
@@ -193,11 +190,11 @@ def test_what_can_not_be_asked_starts_nothing(runs_folder):
 
 
 @pytest.mark.slow
-def test_chat_and_play_of_two_checkpoints_leave_the_run_as_it_was(runs_folder):
+def test_chat_with_two_checkpoints_leaves_the_run_as_it_was(runs_folder):
     before = digests(runs_folder)
 
     async def visit() -> None:
-        async with visiting(runs_folder) as (client, form, shared):
+        async with visiting(runs_folder) as (client, form, _):
 
             async def ask(path: str, which: str, **fields: Any) -> list[tuple[str, Any]]:
                 answer = await client.post(
@@ -228,32 +225,6 @@ def test_chat_and_play_of_two_checkpoints_leave_the_run_as_it_was(runs_folder):
                 assert "data-t" in reply["html"]
                 assert "&lt;b&gt;Hello" in reply["html"]
                 assert "<b>Hello" not in reply["html"]
-
-            # The same task and seed on both; a draw of its own when asked again.
-            play = {"kind": "held", "number": "1"}
-            played = await asyncio.gather(*(ask("play", one, **play) for one in (step[1], "start")))
-            parts = [{d["id"]: d["html"] for n, d in told if n == "part"} for told in played]
-            for shown in parts:
-                assert "Task eval-1, judged by" in shown["began"]
-                assert "Reward" in shown["ended-"]
-                assert any(name.startswith("call-") for name in shown)
-
-            again = await ask("play", step[1], **play)
-            replies = re.compile(r'class="message assistant.*?</div>', re.DOTALL)
-            same = [replies.findall(d["html"]) for n, d in again if n == "part"]
-            first = [replies.findall(d["html"]) for n, d in played[0] if n == "part"]
-            assert same == first
-
-            # One of its store, and a person's own words.
-            source = (await shared.watcher.view("lake")).source
-            async with shared.stores.reading(source) as store:
-                task = (await anext(aiter(store.tasks()))).task
-
-            by_id = await ask("play", step[1], kind="task", task=task.id)
-            assert f"Task {task.id}," in json.dumps([data for _, data in by_id])
-
-            own = await ask("play", "start", kind="own", query="What is 1 + 1?")
-            assert "it is not scored" in json.dumps([data for _, data in own])
 
             page = (await client.get("/runs/lake/try")).text
             assert page.count(" MB</td>") == 2
@@ -296,16 +267,8 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
 
             os.kill(player.process.pid, signal.SIGCONT)
             await until(lambda: words.Done("b") in told)
-            assert words.FailedPlay("b", "stopped") in told
+            assert words.FailedChat("b", "stopped") in told
             assert not [one for one in told if isinstance(one, words.Replied) and one.id == "b"]
-
-            # What is refused is told, and the player goes on.
-            number = await heard(held, key, words.Play(id="c", number=10**6))
-            assert "tasks that are held out" in number[-1].error
-
-            broken = Task(id="x", environment="frozen_lake", scorer="<none>")
-            (failed,) = (await heard(held, key, words.Play(id="d", task=broken)))[-1:]
-            assert isinstance(failed, words.FailedPlay | words.EndedPlay)
 
             # It is killed while somebody waits.
             os.kill(player.process.pid, signal.SIGSTOP)
@@ -455,7 +418,7 @@ def test_a_player_ends_with_whoever_has_begun_it(runs_folder):
 
 
 @pytest.mark.slow
-def test_in_a_browser_two_checkpoints_answer_and_play(control_url, visit):
+def test_in_a_browser_two_checkpoints_answer(control_url, visit):
     visitor = visit(control_url)
     page = visitor.go("/runs/lake/try")
     page.set_default_timeout(1000 * WITHIN_S)
@@ -476,21 +439,11 @@ def test_in_a_browser_two_checkpoints_answer_and_play(control_url, visit):
     page.click("button[type=submit]")
     visitor.until("document.querySelectorAll('[data-side=left] details[data-tokens]').length === 2")
 
-    for width, mode in ((1280, "light"), (360, "dark")):
-        player = visit(control_url, width=width, color_scheme=mode)
-        page = player.go("/runs/lake/try?mode=play")
-        page.set_default_timeout(1000 * WITHIN_S)
-        page.select_option("#right", "start")
-        page.fill("#number", "1")
-        page.click("button[type=submit]")
-        for side in ("left", "right"):
-            page.wait_for_selector(f"[data-side={side}] .parts")
-            assert page.locator(f"[data-side={side}] .turn").count() > 0
-
-        page.wait_for_selector("#players table")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-        player.check_accessible()
+    page.wait_for_selector("#players table")
+    narrow = visit(control_url, width=360, color_scheme="dark")
+    page = narrow.go("/runs/lake/try")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    narrow.check_accessible()
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def explain(
     from agentevo.algorithms.describe import describe
     from agentevo.config.imports import import_for
     from agentevo.config.sweep import recipe_keys
-    from agentevo.config.tool_keys import PLACE, explain_tools
+    from agentevo.config.tool_list import PLACE, explain_tools
 
     if recipe:
         import_for(recipe)
@@ -204,7 +204,7 @@ def _print_overview(keys: ConfigKeys) -> None:
 
 def _explanation_text(explanation: Explanation) -> str:
     from agentevo.config.keys import LISTS
-    from agentevo.config.tool_keys import PLACE
+    from agentevo.config.tool_list import PLACE
 
     heading = explanation.key
     section = explanation.key.split(".")[0]

@@ -25,8 +25,7 @@ def server_section(words: Sequence[str], api_key: str | None = None) -> ToolSect
 
     import pydantic
 
-    from agentevo.config.mcp import MCPFileSection, MCPServerSection
-    from agentevo.config.mcp_manager import PATH, MCPManagerSection
+    from agentevo.config.mcp import PATH, MCPFileSection, MCPManagerSection, MCPServerSection
     from agentevo.tools.mcp_connection import UNNAMED
 
     words = _command_words(words)

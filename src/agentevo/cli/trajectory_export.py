@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from agentevo.store import Store
 
 _HERE = "trajectories export"
-FORMATS = ("trajectories", "otlp", "spans")
 _NO_CHOICE = ("train", None, None)
 """The defaults of split, reward and model."""
 
@@ -28,23 +27,6 @@ Out = Annotated[
         parser=path_word,
         metavar="OUT.jsonl[.gz]",
         help="The file to write, one trajectory per line.",
-    ),
-]
-Form = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        metavar="|".join(FORMATS),
-        help="The content of a line: a trajectory; with `otlp`, an OpenTelemetry export "
-        "request of up to 512 spans; with `spans`, one span.",
-    ),
-]
-Contents = Annotated[
-    bool,
-    typer.Option(
-        "--contents",
-        help="With --format otlp or spans: include prompts and replies, and the input and "
-        "output of tools, scorers and programs.",
     ),
 ]
 Sft = Annotated[
@@ -101,8 +83,6 @@ Model = Annotated[
 def export(
     run_dir: RunDir,
     out: Out,
-    form: Form = FORMATS[0],
-    contents: Contents = False,
     sft: Sft = False,
     split: Split = "train",
     min_reward: MinReward = None,
@@ -113,10 +93,10 @@ def export(
     overwrite: Overwrite = False,
     wait: Wait = None,
 ) -> None:
-    """Export a run's trajectories with token ids and log-probs, its calls as OpenTelemetry spans,
-    its successful conversations (--sft), or preference pairs (--pairs)."""
+    """Export a run's trajectories with token ids and log-probs, its successful conversations
+    (--sft), or preference pairs (--pairs)."""
     if pairs:
-        if sft or form != FORMATS[0] or contents or (split, min_reward, model) != _NO_CHOICE:
+        if sft or (split, min_reward, model) != _NO_CHOICE:
             raise ConfigError(
                 f"{_HERE}: --pairs compares the attempts of a group: give --per-task and --margin "
                 "with it, and no other option"
@@ -130,8 +110,6 @@ def export(
         raise ConfigError(f"{_HERE}: --margin is for pairs: add --pairs")
 
     if sft:
-        if form != FORMATS[0] or contents:
-            raise ConfigError(f"{_HERE}: --sft writes conversations: leave --format out")
         check_new_file(out, overwrite=overwrite)
         _export_sft(run_dir, out, split, min_reward, per_task, model, wait)
         return
@@ -142,42 +120,13 @@ def export(
             "conversations: add --sft"
         )
 
-    if form not in FORMATS:
-        raise UnknownNameError(f"--format {form}: there are {', '.join(FORMATS)}")
-    if contents and form == FORMATS[0]:
-        raise ConfigError(f"{_HERE}: --contents is for spans: add --format otlp")
-
     check_new_file(out, overwrite=overwrite)
-    if form != FORMATS[0]:
-        _export_spans(run_dir, out, form, wait, contents=contents)
-        return
 
     from agentevo.runs.folder import read_store
     from agentevo.store import export_jsonl
 
     count = read_store(run_dir, lambda store: export_jsonl(store, out), wait_s=wait)
     print(f"{count} trajectories written to {out}")
-
-
-def _export_spans(
-    run_dir: Path, out: Path, form: str, wait: float | None, *, contents: bool
-) -> None:
-    from agentevo.runs.folder import read_store, traced_run
-    from agentevo.tracing.opening import load_sdk
-
-    load_sdk(f"{_HERE} --format {form}")
-    from agentevo.tracing.export import Exported, export_spans
-
-    run = traced_run(run_dir)
-
-    async def work(store: Store) -> Exported:
-        return await export_spans(
-            store, out, run, folder=run_dir, requests=form == "otlp", contents=contents
-        )
-
-    done = read_store(run_dir, work, wait_s=wait)
-    unended_note = f"; {done.unended} calls have no end and are left out" if done.unended else ""
-    print(f"{done.spans} spans written to {out}{unended_note}")
 
 
 def _export_sft(

@@ -23,12 +23,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentevo.config import sources
-from agentevo.config.entry_problems import entry_problem
 from agentevo.config.field_words import (
     alternative_types,
     as_yaml,
     choices_of,
     describe_wrong_value,
+    entry_problem,
     item_types,
     on_one_line,
     section_model,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pydantic
 
-from agentevo.config.entry_problems import entry_problem
-from agentevo.config.field_words import describe_wrong_choice
+from agentevo.config.field_words import describe_wrong_choice, entry_problem
 from agentevo.config.imports import OF_YOUR_OWN
 from agentevo.config.sources import plain_option
 from agentevo.errors import ConfigError

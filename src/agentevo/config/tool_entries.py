@@ -8,10 +8,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from agentevo.config.field_words import InWords
-from agentevo.config.mcp import MCPFileSection, MCPServerSection
-from agentevo.config.mcp_manager import PATH, MCPManagerSection
-from agentevo.config.tools import FunctionToolSection, ToolSection
-from agentevo.config.verl_tools import VerlToolsSection
+from agentevo.config.mcp import PATH, MCPFileSection, MCPManagerSection, MCPServerSection
+from agentevo.config.tools import FunctionToolSection, ToolSection, VerlToolsSection
 
 KINDS: Mapping[str, type[ToolSection]] = {
     "function": FunctionToolSection,

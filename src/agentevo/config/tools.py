@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field
@@ -60,6 +61,19 @@ class FunctionToolSection(ToolSection):
     """Its registered name (`agentevo list tools`)."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Arguments of a class's constructor, by name, in addition to the task."""
+
+
+class VerlToolsSection(ToolSection):
+    """The tools of verl's tool_config_path: {tools: [{class_name: MODULE.CLASS, config: {...},
+    tool_schema: {type: function, function: {...}}}]}. A row's extra_info.tools_kwargs gives the
+    arguments of each tool. The reward that `execute` returns is the reward of the turn."""
+
+    type: Literal["verl_tools"] = "verl_tools"
+    name: str = Field(default="verl", pattern=r"^[A-Za-z0-9_-]{1,40}$")
+    """Name of this entry, which distinguishes its tools from others of the same name."""
+    file: Path
+    """The file, such as gsm8k_tool_config.yaml. Its classes come from `import`, from installed
+    packages, or from verl."""
 
 
 Tool: TypeAlias = str | Mapping[str, Any] | Section | Callable[..., Any] | type

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import Field, SerializeAsAny, field_validator
 
-from agentevo.config.entry_problems import entry_problem
-from agentevo.config.field_words import suggest_nearest
+from agentevo.config.field_words import entry_problem, suggest_nearest
 from agentevo.config.section import Section
 from agentevo.errors import AgentEvoError
 from agentevo.trackers.tracker import TrackerConfig, trackers

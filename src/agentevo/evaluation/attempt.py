@@ -16,7 +16,6 @@ from agentevo.observability.call_view import duration
 from agentevo.observability.trajectory_view import message_text, visible
 from agentevo.orchestration.players import find_agent
 from agentevo.rollout.group import GroupAttempt
-from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store.call_log import RunningCall
 from agentevo.types import RemoteTurn, Task, Trajectory, Turn
@@ -58,14 +57,14 @@ def try_attempt(
     """Plays one attempt. Raises ConfigError before anything is played."""
     (contestant,) = find_contestants(target, (), overrides, () if text is None else ("--task",))
     config, task = _task_to_try(contestant.config, text, answer, number)
-    if judged := is_judged(config, task, question=text, answer=answer):
+    if judged := _is_judged(config, task, question=text, answer=answer):
         check_play(config, [task], has_engine=contestant.remote is None)
     return run_coroutine(
         _play_one(contestant, config, task, temperature, judged=judged, show=show, note=note)
     )
 
 
-def is_judged(config: RunConfig, task: Task, *, question: str | None, answer: str | None) -> bool:
+def _is_judged(config: RunConfig, task: Task, *, question: str | None, answer: str | None) -> bool:
     """Whether an attempt can be scored: without an answer, only by a scorer that needs none."""
     if question is None or answer is not None:
         return True
@@ -82,61 +81,33 @@ async def _play_one(
     show: Callable[[str], None],
     note: Callable[[str], None],
 ) -> Trajectory:
-    live: list[LiveAttempt] = []
-
-    def listener_of(attempt: GroupAttempt) -> Callable[[RunningCall], None]:
-        live.append(LiveAttempt(attempt, show))
-        return live[0].on_call
-
     async with open_player(contestant, config, note) as sampler:
-        trajectories = await play_attempt(
-            sampler, task, temperature=temperature, judged=judged, listener_of=listener_of
-        )
+        group = sampler.group(task, attempts=1, temperature=temperature, step=0, label=LABEL)
+        (attempt,) = group.members
+        live = LiveAttempt(attempt, show)
+        for calls in attempt.calls.values():
+            calls.listen = live.on_call
+
+        if judged:
+            trajectories = await group.run()
+        else:
+            trajectories = await attempt.run(task_id=task.id, group_id=group.group_id, number=0)
 
     for trajectory in trajectories:
-        live[0].end(trajectory, scorer_of(task, config) if judged else "")
+        live.end(trajectory, scorer_of(task, config) if judged else "")
 
     return trajectories[0]
 
 
-async def play_attempt(
-    sampler: Sampler,
-    task: Task,
-    *,
-    temperature: float,
-    judged: bool,
-    listener_of: Callable[[GroupAttempt], Callable[[RunningCall], None]],
-    step: int = 0,
-    label: str = LABEL,
-) -> list[Trajectory]:
-    """Plays one attempt, one trajectory of each agent, which is not stored. `listener_of`
-    receives the attempt before it begins, and returns the listener of its calls; `step` and `label`
-    are part of the attempt's seed."""
-    group = sampler.group(task, attempts=1, temperature=temperature, step=step, label=label)
-    (attempt,) = group.members
-    on_call = listener_of(attempt)
-    for calls in attempt.calls.values():
-        calls.listen = on_call
-
-    if judged:
-        return await group.run()
-    return await attempt.run(task_id=task.id, group_id=group.group_id, number=0)
-
-
-def turn_of(attempt: GroupAttempt, call: RunningCall) -> tuple[Turn | RemoteTurn, str]:
-    """The record of a completed call of the policy or of a remote model, and the name of its
-    agent."""
+def _turn_of(attempt: GroupAttempt, call: RunningCall) -> Turn | RemoteTurn:
+    """The record of a completed call of the policy or of a remote model."""
     number = int(call.record("").attributes.get("turn", 0))
     policy = attempt.policy
     if call.kind == "remote" and policy.remote is not None:
-        turn = policy.remote.turns[number]
-        return turn, turn.agent
+        return policy.remote.turns[number]
 
-    conversations = policy.conversations.items()
-    agent, conversation = next(
-        (name, candidate) for name, candidate in conversations if candidate.calls is call.calls
-    )
-    return conversation.turns[number], agent
+    conversations = policy.conversations.values()
+    return next(c for c in conversations if c.calls is call.calls).turns[number]
 
 
 class LiveAttempt:
@@ -188,7 +159,7 @@ class LiveAttempt:
 
         sizes = f"{facts.get('prompt_tokens', 0)} + {facts.get('completion_tokens', 0)} tokens"
         self._line(f"{call.kind} {call.name}, turn {facts.get('turn', 0)} ({sizes}{_took(record)})")
-        for message in turn_of(self._attempt, call)[0].messages:
+        for message in _turn_of(self._attempt, call).messages:
             self._text(message.role, message_text(message))
 
     def _made(self, call: RunningCall) -> None:

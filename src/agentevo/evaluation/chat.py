@@ -129,7 +129,7 @@ def _remarks(contestant: Contestant, system: str | None) -> Iterator[str]:
             yield f"its {what} here: `agentevo agent try {run}` plays a task with all of them"
 
 
-def _without_play(config: RunConfig) -> RunConfig:
+def without_play(config: RunConfig) -> RunConfig:
     """The configuration without agents, tools, environment and rewards."""
     return config.model_copy(
         update={
@@ -212,7 +212,7 @@ class ChatModel:
 
     async def _open(self) -> None:
         """Runs until the end of the conversation."""
-        config = _without_play(self._contestant.config)
+        config = without_play(self._contestant.config)
         with run_folder(config, None) as opened_config:
             async with local_parts(self._contestant, opened_config, self._note) as parts:
                 await parts.engine.begin(0, deadline_s=opened_config.engine.timeout_s)

@@ -4,7 +4,7 @@ Every question is asked through the scorer that training would use, including it
 failover and failures. All intervals are 95%, by resampling groups (evaluation/estimates.py), except
 that of the share of injections (Wilson's).
 
-    agreement   Spearman's and Kendall's correlation with the truth within groups, the share of
+    agreement   Spearman's correlation with the truth within groups, the share of
                 pairs that are ordered rightly
     places      the same attempts, rotated through all places: how much a score changes from the
                 first to the last
@@ -37,12 +37,9 @@ from agentevo.event_loop import gather_all, run_coroutine
 from agentevo.observability.curves import wilson_interval
 from agentevo.remote_models import RemoteModels
 from agentevo.rewards import make_reward
-from agentevo.rewards.group_judge import shown_attempts
 from agentevo.rewards.injections import INJECTIONS
 from agentevo.rewards.judging import JudgeOptions
-from agentevo.rewards.pairwise import Pairwise, pairs_of
-from agentevo.rewards.ruler import Ruler, order_of_vote
-from agentevo.rewards.transcripts import ShownGroup
+from agentevo.rewards.ruler import Ruler, order_of_vote, shown_attempts
 from agentevo.rollout.scoring import Scoring
 from agentevo.types import Trajectory
 
@@ -204,12 +201,8 @@ class _Measuring:
         rows = [list(zip(*pair, strict=True)) for pair in pairs if len({t for t, *_ in pair}) > 1]
         measured = self._found.measured
         measured["failed"] = _share(total - scored, total)
-        columns = {
-            "min_rank_correlation": [statistics.spearman(t, s) for t, s, _ in rows],
-            "kendall": [statistics.kendall(t, s) for t, s, _ in rows],
-        }
-        for name, values in columns.items():
-            measured[name] = _estimate(mean_of(values, (-1.0, 1.0)))
+        correlations = [statistics.spearman(t, s) for t, s, _ in rows]
+        measured["min_rank_correlation"] = _estimate(mean_of(correlations, (-1.0, 1.0)))
 
         right = [statistics.pair_accuracy(t, s) for t, s, _ in rows]
         measured["pair_accuracy"] = _estimate(mean_of([x for x in right if x is not None]))
@@ -218,7 +211,7 @@ class _Measuring:
     async def _places(self, groups: Sequence[KnownGroup]) -> None:
         judge = make_reward(self._found.judge)
         name = "max_position_bias"
-        if not isinstance(judge, Ruler | Pairwise):
+        if not isinstance(judge, Ruler):
             self._found.measured[name] = {"value": 0.0, "why": "it is shown one attempt at a time"}
             return
 
@@ -226,51 +219,33 @@ class _Measuring:
         slopes = [slope for slope in all_slopes if slope is not None]
         self._found.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
 
-    async def _slope(self, judge: Ruler | Pairwise, group: KnownGroup) -> float | None:
+    async def _slope(self, judge: Ruler, group: KnownGroup) -> float | None:
         """How much a score changes from the first place to the last, for the same content. None if
         an answer is missing."""
         attempts = group.attempts[:MAX_ROTATED_ATTEMPTS]
         shown = await shown_attempts(judge.config, attempts)
-        if len(shown.attempts) < 2:
+        num = len(shown.attempts)
+        if num < 2:
             return None
 
+        order = order_of_vote(num, 0, group.task.id, "rotated")
+        rotations = []
         async with self._room:
             try:
-                if isinstance(judge, Ruler):
-                    return await self._measure_rotations(judge, group, shown)
-
-                compared = [
-                    await judge.compare(
+                for turned in range(num):
+                    rotated = order[turned:] + order[:turned]
+                    vote = await judge.vote(
                         shown,
                         group.task,
                         self._models,
-                        pair,
+                        rotated,
                         until=time.monotonic() + judge.config.timeout_s,
                         attempt=attempts[0].id,
+                        seed=turned,
                     )
-                    for pair in pairs_of(len(shown.attempts), 2, 0)
-                ]
+                    rotations.append([vote.marks[place].score for place in rotated])
             except (ValueError, AgentEvoError):
                 return None
-
-        return float(np.mean([comparison.place_slope for comparison in compared]))
-
-    async def _measure_rotations(self, judge: Ruler, group: KnownGroup, shown: ShownGroup) -> float:
-        num = len(shown.attempts)
-        order = order_of_vote(num, 0, group.task.id, "rotated")
-        rotations = []
-        for turned in range(num):
-            rotated = order[turned:] + order[:turned]
-            vote = await judge.vote(
-                shown,
-                group.task,
-                self._models,
-                rotated,
-                until=time.monotonic() + judge.config.timeout_s,
-                attempt=group.attempts[0].id,
-                seed=turned,
-            )
-            rotations.append([vote.marks[place].score for place in rotated])
 
         return statistics.place_slope(rotations)
 
@@ -391,7 +366,6 @@ def _cost(folder: Path, models: RemoteModels) -> dict[str, float]:
 
 LABELS = {
     "min_rank_correlation": "rank correlation with the truth (Spearman)",
-    "kendall": "Kendall's tau-b",
     "pair_accuracy": "pairs in the right order",
     "max_position_bias": "change from the first position to the last",
     "length_bias": "correlation with length at equal truth",

@@ -35,19 +35,6 @@ def spearman(truths: Sequence[float], scores: Sequence[float]) -> float:
     return correlation(midranks(truths), midranks(scores))
 
 
-def kendall(truths: Sequence[float], scores: Sequence[float]) -> float:
-    """Kendall's tau-b (1945): (concordant - discordant) / sqrt(pairs untied in either)."""
-    both = first = second = 0
-    for (t, s), (u, v) in combinations(zip(truths, scores, strict=True), 2):
-        a = np.sign(t - u)
-        b = np.sign(s - v)
-        both += a * b
-        first += abs(a)
-        second += abs(b)
-
-    return float(both / np.sqrt(first * second)) if first and second else 0.0
-
-
 def pair_accuracy(truths: Sequence[float], scores: Sequence[float]) -> float | None:
     """The share of pairs of different truth that the scores order rightly, equal scores counting
     half. None without such a pair."""

@@ -1,13 +1,10 @@
-"""A process that holds one checkpoint of a run so that a user can try it: chat with it, and let it
-play tasks with the run's agent, environment and tools.
+"""A process that holds one checkpoint of a run so that a user can chat with it.
 
     python -m agentevo.evaluation.player RUN last|best|start|STEP [OVERRIDE]...
 
 The process receives requests on standard input and answers on standard output (`player_words.py`);
 output of the recipe's own code goes to standard error. It ends with its standard input, so it also
-ends if its client crashes. It writes nothing into the run: attempts use a temporary store, as in
-`agentevo agent try`, with which it shares the code that loads models, finds tasks and plays
-attempts. It downloads nothing.
+ends if its client crashes. It writes nothing into the run, and downloads nothing.
 """
 
 from __future__ import annotations
@@ -21,29 +18,25 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
-from agentevo.config import RunConfig
-from agentevo.config.agents import EnvironmentAgentSection
 from agentevo.console import to_stderr
 from agentevo.credentials import without_passwords
 from agentevo.errors import AgentEvoError, ConfigError, describe_error
 from agentevo.evaluation import player_words as words
-from agentevo.evaluation.attempt import is_judged, play_attempt
+from agentevo.evaluation.chat import without_play
 from agentevo.evaluation.contestants import Contestant, find_contestants
-from agentevo.evaluation.live_turns import LiveTurns, tokens_of
-from agentevo.evaluation.play import check_play, local_parts, playing, run_folder, scorer_of
+from agentevo.evaluation.play import local_parts, run_folder
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.models.resolve import missing_model
-from agentevo.rollout.task_source import TaskSource
+from agentevo.observability.attempt_tokens import TokenBlock, Training, block_of
 from agentevo.runs.folder import run_config
-from agentevo.types import SamplingOverrides, Task
+from agentevo.types import SamplingOverrides, Turn
 
 LABEL = "try"
 BEAT_S = 2.0
@@ -56,6 +49,8 @@ MAX_AT_ONCE = 4
 """The most requests at a time; more are refused."""
 MAX_LINE = 4 * 2**20
 """Bytes of a request."""
+MAX_SHOWN_TOKENS = 4_096
+"""The most tokens of a reply that are shown one by one."""
 
 
 class Teller:
@@ -187,7 +182,7 @@ async def _serve(
     started_at = time.monotonic()
     teller(words.Loading("reading the run's recipe"))
     contestant = find_player(run, which, overrides)
-    config = _playable(contestant.config)
+    config = without_play(contestant.config)
     teller(words.Loading(f"loading {contestant.checkpoint or contestant.config.model.name}"))
 
     with run_folder(config, None) as opened_config:
@@ -210,12 +205,6 @@ def _step(checkpoint: Path | None) -> int:
     return read(checkpoint).step
 
 
-def _playable(config: RunConfig) -> RunConfig:
-    """A recipe that has nothing to play is asked once."""
-    has_none = config.environment is None and isinstance(config.agent, EnvironmentAgentSection)
-    return playing(config, ("--task",)) if has_none else config
-
-
 class CheckpointPlayer:
     """Follows requests. `parts`: orchestration.components.Components."""
 
@@ -227,21 +216,6 @@ class CheckpointPlayer:
         """Their ids. These requests are cancelled and no longer counted."""
         self._conversations: OrderedDict[str, Conversation] = OrderedDict()
         self._read = msgspec.json.Decoder(words.Request).decode
-
-    @cached_property
-    def _asking(self) -> Any:
-        """The sampler of a user's query. An agent of an environment is replaced by one that asks
-        once."""
-        from agentevo.orchestration.players import find_agent
-
-        config = playing(self._parts.config, ("--task",))
-        agent = find_agent(config, None)
-        return replace(self._parts, config=config, agent=agent, tasks=TaskSource(config, None))
-
-    @cached_property
-    def _decode(self) -> Callable[[Sequence[int]], str]:
-        tokenizer = self._parts.tokenizer
-        return lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     async def run(self, inbox: _Inbox) -> None:
         """Runs until the client is gone."""
@@ -259,7 +233,7 @@ class CheckpointPlayer:
         try:
             request = self._read(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._tell(words.FailedPlay("", f"the request is not valid: {error}"))
+            self._tell(words.FailedChat("", f"the request is not valid: {error}"))
             return
 
         if isinstance(request, words.Stop):
@@ -271,7 +245,7 @@ class CheckpointPlayer:
 
         if request.id in self._running or len(self._running) >= MAX_AT_ONCE:
             self._tell(
-                words.FailedPlay(
+                words.FailedChat(
                     request.id, "the player is busy: stop its current request, or wait"
                 )
             )
@@ -288,20 +262,17 @@ class CheckpointPlayer:
         if self._running.get(name) is task:
             del self._running[name]
         if task.cancelled():
-            self._tell(words.FailedPlay(name, "stopped"))
+            self._tell(words.FailedChat(name, "stopped"))
         self._tell(words.Done(name))
 
-    async def _follow(self, request: words.Chat | words.Play) -> None:
+    async def _follow(self, request: words.Chat) -> None:
         """Turns any error of a request into its answer."""
         try:
-            if isinstance(request, words.Chat):
-                await self._chat(request)
-            else:
-                await self._play(request)
+            await self._chat(request)
         except AgentEvoError as error:
-            self._tell(words.FailedPlay(request.id, _said(str(error))))
+            self._tell(words.FailedChat(request.id, _said(str(error))))
         except Exception as error:  # noqa: BLE001 (a recipe's own code, too)
-            self._tell(words.FailedPlay(request.id, _said(describe_error(error))))
+            self._tell(words.FailedChat(request.id, _said(describe_error(error))))
 
     async def _chat(self, request: words.Chat) -> None:
         started_at = time.monotonic()
@@ -327,7 +298,7 @@ class CheckpointPlayer:
             words.Replied(
                 id=request.id,
                 text=turn.messages[-1].text,
-                tokens=tokens_of(turn, self._decode),
+                tokens=self._tokens_of(turn),
                 num_tokens=len(turn.completion_ids),
                 num_prompt=len(conversation.prompt_ids(turn.index)),
                 seconds=time.monotonic() - started_at,
@@ -356,44 +327,19 @@ class CheckpointPlayer:
                 self._tell(words.Text(name, text[len(sent_text) :]))
                 sent_text = text
 
-    async def _play(self, request: words.Play) -> None:
-        parts, task = self._task(request)
-        judged = is_judged(parts.config, task, question=request.query, answer=request.answer)
-        if judged:
-            check_play(parts.config, [task], has_engine=True)
-
-        scorer = scorer_of(task, parts.config) if judged else ""
-        query = (task.query or "")[: words.MAX_TEXT]
-        self._tell(words.Began(request.id, task.id, query, scorer))
-        live: list[LiveTurns] = []
-
-        def listener_of(attempt: Any) -> Callable[[Any], None]:
-            live.append(LiveTurns(attempt, request.id, self._tell, self._decode))
-            return live[0].on_call
-
-        trajectories = await play_attempt(
-            parts.sampler,
-            task,
-            temperature=request.temperature,
-            judged=judged,
-            listener_of=listener_of,
-            step=request.draw,
-            label=LABEL,
+    def _tokens_of(self, turn: Turn) -> TokenBlock:
+        """The tokens of a turn, as pages show them."""
+        tokenizer = self._parts.tokenizer
+        size = min(len(turn.completion_ids), MAX_SHOWN_TOKENS)
+        return block_of(
+            turn,
+            0,
+            size,
+            turn.parent,
+            False,
+            lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)),
+            Training(None, None, None),
         )
-        for trajectory in trajectories:
-            live[0].end(trajectory, judged=judged)
-
-    def _task(self, request: words.Play) -> tuple[Any, Task]:
-        """The player and the task. Raises ConfigError for a missing task."""
-        if request.query is not None:
-            answer = request.answer or None
-            task = Task(id="own", query=request.query, answer=answer, seed=request.number)
-            return self._asking, task
-
-        source: TaskSource = self._parts.tasks
-        if request.task is not None:
-            return self._parts, source.as_given(request.task)
-        return self._parts, source.task_of_number(request.number, is_train=request.is_train)
 
 
 if __name__ == "__main__":

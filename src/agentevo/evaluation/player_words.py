@@ -8,17 +8,15 @@ from typing import Annotated
 import msgspec
 
 from agentevo.observability.attempt_tokens import TokenBlock
-from agentevo.observability.attempt_view import TurnView
-from agentevo.pages.worlds import WorldPiece
-from agentevo.types import Message, Task
+from agentevo.types import Message
 
 MAX_MESSAGES = 64
 MAX_CHARACTERS = 100_000
-"""Of all messages of a request together; also of a query."""
+"""Of all messages of a request together."""
 MAX_TOKENS = 4096
 """Longest reply."""
 MAX_TEXT = 4_000
-"""Characters of a call's input or result, and of any error."""
+"""Characters of an error."""
 START = "start"
 """The name of the run's initial weights, next to the steps of its checkpoints."""
 
@@ -37,28 +35,13 @@ class Chat(msgspec.Struct, frozen=True, tag="chat", forbid_unknown_fields=True):
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 256
 
 
-class Play(msgspec.Struct, frozen=True, tag="play", forbid_unknown_fields=True):
-    """Play one attempt: at `task`, else at `query`, else at the `number`-th held-out or training
-    task."""
-
-    id: Id
-    task: Task | None = None
-    query: Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)] | None = None
-    answer: Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)] | None = None
-    is_train: bool = False
-    number: Annotated[int, msgspec.Meta(ge=0, le=10**9)] = 0
-    draw: Annotated[int, msgspec.Meta(ge=0, le=10**9)] = 0
-    """Part of the seed: another value samples other tokens at the same task."""
-    temperature: Temperature = 1.0
-
-
 class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
     """Cancel the request of that id."""
 
     id: Id
 
 
-Request = Chat | Play | Stop
+Request = Chat | Stop
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -106,61 +89,7 @@ class Replied(msgspec.Struct, frozen=True, tag="replied"):
     finish: str
 
 
-class Began(msgspec.Struct, frozen=True, tag="began"):
-    """The task that is played."""
-
-    id: str
-    task: str
-    query: str
-    scorer: str
-    """The name of the scorer; empty for none."""
-
-
-class Called(msgspec.Struct, frozen=True, tag="called"):
-    """A call starts (`took_s` is None) or has ended."""
-
-    id: str
-    number: int
-    """The number of the call in the attempt, from 0."""
-    kind: str
-    name: str
-    took_s: float | None = None
-    status: str = ""
-    texts: list[tuple[str, str]] = []
-    """(what, text): its input, its result."""
-
-
-class Turned(msgspec.Struct, frozen=True, tag="turned"):
-    """The policy replied; `number` is the number of its call."""
-
-    id: str
-    number: int
-    agent: str
-    turn: TurnView
-    tokens: TokenBlock | None
-    """None for another model, whose tokens are unknown."""
-
-
-class EndedPlay(msgspec.Struct, frozen=True, tag="ended"):
-    """The result of an attempt, for each agent."""
-
-    id: str
-    agent: str
-    status: str
-    error: str
-    judged: bool
-    reward: float
-    parts: dict[str, float]
-    success: bool
-    truncated: bool
-    turns: int
-    tokens: int
-    seconds: float
-    ending: list[WorldPiece] = []
-    """The last observation."""
-
-
-class FailedPlay(msgspec.Struct, frozen=True, tag="failed"):
+class FailedChat(msgspec.Struct, frozen=True, tag="failed"):
     """A request was refused, or failed."""
 
     id: str
@@ -173,17 +102,4 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     id: str
 
 
-Event = (
-    Loading
-    | Ready
-    | Beat
-    | Broken
-    | Text
-    | Replied
-    | Began
-    | Called
-    | Turned
-    | EndedPlay
-    | FailedPlay
-    | Done
-)
+Event = Loading | Ready | Beat | Broken | Text | Replied | FailedChat | Done

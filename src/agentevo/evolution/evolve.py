@@ -25,7 +25,7 @@ import pydantic
 import yaml
 
 from agentevo.config import sources
-from agentevo.config.entry_problems import entry_problem
+from agentevo.config.field_words import entry_problem
 from agentevo.config.mcp import MCPServerSection
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.texts import with_texts_of_file

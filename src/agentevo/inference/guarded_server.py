@@ -1,9 +1,7 @@
 """A server that is started as a child and ends with this process, however this process ends.
 
 Between the two runs a guard (this file as a program). It reads a pipe that is never written to. The
-pipe ends when its last holder is gone; then the guard ends the server with everything that the
-server started. Other children of this process may hold the pipe too (`held_by`), so the server ends
-with the last of them.
+pipe ends with this process; then the guard ends the server with everything that the server started.
 """
 
 from __future__ import annotations
@@ -40,13 +38,6 @@ class GuardedServer:
                 start_new_session=True,
             )
 
-    @property
-    def held_by(self) -> int:
-        """The file descriptor that keeps the server alive, for `pass_fds` of a process that uses
-        it."""
-        assert self._guard.stdin is not None
-        return self._guard.stdin.fileno()
-
     def describe_end(self) -> str:
         """How the server ended, with the last lines of its log; empty while it runs."""
         code = self._guard.poll()
@@ -56,7 +47,7 @@ class GuardedServer:
         return "\n".join([f"exit code {code}; {self.log} ends with:", *lines[-SHOWN_LINES:]])
 
     def close(self) -> None:
-        """Returns when it has ended, even if other processes hold it."""
+        """Returns when it has ended."""
         if self._guard.stdin is not None:
             self._guard.stdin.close()
 

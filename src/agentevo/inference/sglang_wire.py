@@ -344,9 +344,6 @@ class SglangClient:
     async def abort(self, rid: str) -> None:
         await self._post("/abort_request", {"rid": rid}, CONNECT_S)
 
-    async def abort_all(self) -> None:
-        await self._post("/abort_request", {"abort_all": True}, CONNECT_S)
-
     async def pause(self) -> None:
         """Running requests are put back, and compute their context again later on."""
         await self._post("/pause_generation", {"mode": "retract"}, CONTROL_S)

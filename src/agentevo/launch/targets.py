@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 import pydantic
 from pydantic import Field
 
-from agentevo.config.entry_problems import entry_problem
+from agentevo.config.field_words import entry_problem
 from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet
 from agentevo.launch.plan import NODES_FILE, PlannedLaunch

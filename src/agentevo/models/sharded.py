@@ -128,17 +128,6 @@ def copy_sharded(
     return twin
 
 
-@torch.no_grad()
-def gather_into(model: nn.Module, target: nn.Module | None) -> None:
-    """Writes the weights of a sharded model into a whole one of the same names, tensor by tensor.
-    All processes call it; those without a target only send their parts."""
-    targets = None if target is None else dict(target.named_parameters())
-    for name, parameter in model.named_parameters():
-        tensor = cast(DTensor, parameter.detach()).full_tensor()
-        if targets is not None:
-            targets[name].copy_(tensor)
-
-
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model without weights, in the dtypes that it has outside of training."""
     return _SHARDED[model].skeleton if model in _SHARDED else model

@@ -137,6 +137,34 @@ class ScoreStage(StageKind):
         return measure(job.folder)
 
 
+class ExportStage(StageKind):
+    """Attempts of a run as rows of a file, by `agentevo trajectories export`."""
+
+    reads_recipe: ClassVar[bool] = False
+    makes: ClassVar[tuple[str, ...]] = ("file",)
+    name: ClassVar[str]
+    """The file's name."""
+
+    def is_finished(self, job: Job) -> bool:
+        return (job.folder / self.name).is_file()
+
+    def made(self, job: Job) -> StageResult:
+        file = job.folder / self.name
+        with file.open("rb") as rows:
+            num_rows = sum(1 for line in rows if line.strip())
+        return StageResult({"file": file}, {"rows": float(num_rows)})
+
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
+        return {"file": folder / self.name}
+
+    def export_words(self, job: Job, form: str) -> list[str]:
+        """The command without the options of its form."""
+        source = job.options.source
+        out = str(job.folder / self.name)
+        words = [*AGENTEVO, "trajectories", "export", source, out, form]
+        return [*words, "--per-task", str(job.options.per_task)]
+
+
 class FilterOptions(Section):
     """Which attempts `filter` chooses."""
 
@@ -151,30 +179,17 @@ class FilterOptions(Section):
     """The model whose replies are exported: `policy` or a remote model."""
 
 
-class FilterStage(StageKind):
+class FilterStage(ExportStage):
     about: ClassVar[str] = "the best attempts of a run as conversations for `sft` (best of n)"
     Options: ClassVar[type[Section]] = FilterOptions
-    reads_recipe: ClassVar[bool] = False
-    makes: ClassVar[tuple[str, ...]] = ("file",)
+    name: ClassVar[str] = "rows.jsonl"
 
     def words(self, job: Job) -> list[str]:
         options: FilterOptions = job.options
-        out = str(job.folder / "rows.jsonl")
-        words = [*AGENTEVO, "trajectories", "export", options.source, out, "--sft"]
-        words += ["--per-task", str(options.per_task)]
+        words = self.export_words(job, "--sft")
         if options.min_reward is not None:
             words += ["--min-reward", str(options.min_reward)]
         return words if options.model is None else [*words, "--model", options.model]
-
-    def is_finished(self, job: Job) -> bool:
-        return (job.folder / "rows.jsonl").is_file()
-
-    def made(self, job: Job) -> StageResult:
-        file = job.folder / "rows.jsonl"
-        return StageResult({"file": file}, {"rows": float(_lines(file))})
-
-    def planned_outputs(self, folder: Path) -> dict[str, Path]:
-        return {"file": folder / "rows.jsonl"}
 
 
 class PreferencesOptions(Section):
@@ -189,42 +204,13 @@ class PreferencesOptions(Section):
     second worst, and so on."""
 
 
-class PreferencesStage(StageKind):
+class PreferencesStage(ExportStage):
     about: ClassVar[str] = "better and worse attempts of a run as pairs for `rm` and `data.pairs`"
     Options: ClassVar[type[Section]] = PreferencesOptions
-    reads_recipe: ClassVar[bool] = False
-    makes: ClassVar[tuple[str, ...]] = ("file",)
+    name: ClassVar[str] = "pairs.jsonl"
 
     def words(self, job: Job) -> list[str]:
-        options: PreferencesOptions = job.options
-        out = str(job.folder / "pairs.jsonl")
-        return [
-            *AGENTEVO,
-            "trajectories",
-            "export",
-            options.source,
-            out,
-            "--pairs",
-            "--per-task",
-            str(options.per_task),
-            "--margin",
-            str(options.min_margin),
-        ]
-
-    def is_finished(self, job: Job) -> bool:
-        return (job.folder / "pairs.jsonl").is_file()
-
-    def made(self, job: Job) -> StageResult:
-        file = job.folder / "pairs.jsonl"
-        return StageResult({"file": file}, {"rows": float(_lines(file))})
-
-    def planned_outputs(self, folder: Path) -> dict[str, Path]:
-        return {"file": folder / "pairs.jsonl"}
-
-
-def _lines(file: Path) -> int:
-    with file.open("rb") as rows:
-        return sum(1 for line in rows if line.strip())
+        return [*self.export_words(job, "--pairs"), "--margin", str(job.options.min_margin)]
 
 
 EVALUATE = EvaluateStage()

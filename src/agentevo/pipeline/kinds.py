@@ -60,8 +60,6 @@ class StageResult:
     """Tokens that it generated and trained on, for the budget."""
     cost: float = 0.0
     """Its cost of remote models."""
-    says: Mapping[str, str] = field(default_factory=dict)
-    """Other values that stages can refer to, which are not files, such as a URL."""
 
 
 class StageKind:
@@ -88,11 +86,6 @@ class StageKind:
     measured: ClassVar[bool] = False
     """Whether its `checkpoint` is a policy, which is measured unless the stage sets measure:
     false."""
-    serves: ClassVar[bool] = False
-    """Whether it is a server: it is finished when its program answers, and the program runs until
-    no other stage needs it (servers.py)."""
-    says: ClassVar[Mapping[str, str]] = {}
-    """Its outputs that are not files, each with an example value for checks before it has run."""
     makes_texts: ClassVar[bool] = False
     """Whether its `file` holds `agent.texts`, which are measured with the model that it began
     with."""
@@ -140,8 +133,6 @@ stage_kinds: Registry[StageKind] = Registry(
         "preferences": "agentevo.pipeline.data_stages:PREFERENCES",
         "prompts": "agentevo.pipeline.prompt_stages:PROMPTS",
         "merge": "agentevo.pipeline.model_stages:MERGE",
-        "export": "agentevo.pipeline.model_stages:EXPORT",
-        "serve": "agentevo.pipeline.serve_stages:SERVE",
         "command": "agentevo.pipeline.model_stages:COMMAND",
     },
 )

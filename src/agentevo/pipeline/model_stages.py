@@ -1,8 +1,7 @@
-"""Stages that convert a model, and the stage that runs any program."""
+"""The stage that merges adapters, and the stage that runs any program."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,26 +28,6 @@ class MergeStage(StageKind):
 
     def words(self, job: Job) -> list[str]:
         return [*AGENTEVO, "merge", job.options.source, str(job.folder / "model")]
-
-    def is_finished(self, job: Job) -> bool:
-        return (job.folder / "model" / "config.json").is_file()
-
-    def made(self, job: Job) -> StageResult:
-        return StageResult({"checkpoint": job.folder / "model"})
-
-    def planned_outputs(self, folder: Path) -> dict[str, Path]:
-        return {"checkpoint": folder / "model"}
-
-
-class ExportStage(StageKind):
-    about: ClassVar[str] = "a copy of a model without its training state"
-    Options: ClassVar[type[Section]] = SourceOptions
-    reads_recipe: ClassVar[bool] = False
-    makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
-
-    def words(self, job: Job) -> list[str]:
-        out = str(job.folder / "model")
-        return [sys.executable, "-m", "agentevo.pipeline.export_model", job.options.source, out]
 
     def is_finished(self, job: Job) -> bool:
         return (job.folder / "model" / "config.json").is_file()
@@ -111,5 +90,4 @@ class CommandStage(StageKind):
 
 
 MERGE = MergeStage()
-EXPORT = ExportStage()
 COMMAND = CommandStage()

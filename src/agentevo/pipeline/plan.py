@@ -258,12 +258,6 @@ def _check_key(target: Instance, reference: StageReference) -> None:
             f"it has {keys}"
         )
 
-    if key in ("url", "key") and key not in kind.says:
-        raise ReferenceProblem(
-            f"${{{reference.text}}}: a stage of the kind {target.stage.kind} has no {key}: "
-            "refer to one of the kind serve"
-        )
-
     if key in GAINS and not target.is_measured and target.stage.kind not in ("evaluate", "score"):
         raise ReferenceProblem(
             f"${{{reference.text}}}: the stage is not measured on the held-out tasks: set "
@@ -309,12 +303,7 @@ def _with_measurements(
         )
         yield planned
         if instance.id in by_id:
-            servers = [
-                candidate.id
-                for candidate in bare
-                if candidate.kind.serves and candidate.id in waits_for
-            ]
-            waits = (instance.id, f"{START}@{HELD_OUT}", *servers)
+            waits = (instance.id, f"{START}@{HELD_OUT}")
             measurement = StageConfig(kind="evaluate", config=instance.stage.config)
             yield Instance(
                 f"{instance.id}@{HELD_OUT}",

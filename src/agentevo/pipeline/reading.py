@@ -19,7 +19,7 @@ import pydantic
 from pydantic_core import ErrorDetails
 
 from agentevo.config import RunConfig, sources
-from agentevo.config.entry_problems import entry_problem
+from agentevo.config.field_words import entry_problem
 from agentevo.config.interpolation import shorten
 from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 from agentevo.parsing import ParseError, parse_yaml
@@ -369,8 +369,6 @@ class _Planned:
         folder = stage_folder(self.pipeline.dir, target)
         if reference.key == "folder":
             return str(folder)
-        if reference.key in target.kind.says:
-            return target.kind.says[reference.key]
 
         planned = target.kind.planned_outputs(folder)
         return str(planned[reference.key]) if reference.key in planned else 0.0

@@ -8,7 +8,7 @@ other, until all are done, one failed, the budget is used, or the user asks to s
 This process holds a lock on the folder, and so does every stage that it starts, which inherits its
 file descriptor: a pipeline whose stages outlived it (a killed parent) can't be resumed next to
 them. After the first Ctrl-C (or SIGTERM, SIGHUP) no stage starts, and running stages are asked to
-stop cleanly; a second one kills them. Servers of stages (servers.py) end last.
+stop cleanly; a second one kills them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from agentevo.parsing import dump_yaml
 from agentevo.paths import short
 from agentevo.pipeline.reading import Pipeline
 from agentevo.pipeline.results import points, success, write_results
-from agentevo.pipeline.servers import Servers
 from agentevo.pipeline.standing import Decided, StageChoice, Standing, names_of
 from agentevo.pipeline.state import FILE, LOCK, STATE, is_pipeline_folder
 from agentevo.processes.members import held_lock, last_lines, why_failed
@@ -54,8 +53,6 @@ class _StageUnderWay:
     log: Path
     name: str
     since: float = field(default_factory=time.monotonic)
-    is_asked_to_stop: bool = False
-    """It was asked to stop, because a server that it needs has ended."""
 
 
 def run_pipeline(
@@ -85,16 +82,11 @@ def run_pipeline(
         with collect_signals(*STOP_SIGNALS) as received:
             _begin(pipeline, standings)
             life = _Life(pipeline, standings, view, lock, received)
-            try:
-                failures = life.run()
-                results = write_results(pipeline, standings)
-                view.note(f"\n{results['table']}\nreport: {short(pipeline.dir / 'report.html')}")
-                was_asked = list(received)
-                life.serve_on()
-            finally:
-                life.servers.close()
+            failures = life.run()
+            results = write_results(pipeline, standings)
+            view.note(f"\n{results['table']}\nreport: {short(pipeline.dir / 'report.html')}")
 
-    end_stopped(was_asked)
+    end_stopped(received)
     if failures:
         number = len(failures)
         what = f"{number} stage{'s' * (number != 1)} failed; --resume tries again"
@@ -191,7 +183,6 @@ class _Life:
         self.lock = lock
         self.received = received
         self.under_way: list[_StageUnderWay] = []
-        self.servers = Servers(view.note)
         self.failures: list[str] = []
         self.over = ""
         """The part of the budget that is used up; empty while there is budget left."""
@@ -221,8 +212,6 @@ class _Life:
                     self.under_way.remove(run)
                     self._note_success(run)
 
-                self._look_at_servers()
-                self.servers.end_idle()
                 self._pass_time()
                 lines = {
                     run.name: (time.monotonic() - run.since, last_lines(run.log, 1))
@@ -252,10 +241,8 @@ class _Life:
                         break
                     self._start(standing, decided)
                 waits = waits or not (standing.is_over or standing.running)
-        elif self.servers.is_starting:
-            self.servers.end_starting()
 
-        return bool(self.under_way) or self.servers.is_starting or waits
+        return bool(self.under_way) or waits
 
     def _tell(self, standing: Standing) -> None:
         prefix = self._prefix(standing)
@@ -271,16 +258,10 @@ class _Life:
     def _start(self, standing: Standing, decided: Decided) -> None:
         """Starts a stage in its own session, so that the terminal's Ctrl-C reaches it only through
         this process, and only once."""
-        if decided.instance.kind.serves:
-            self._start_server(standing, decided)
-            return
-
         job = standing.begin(decided)
         log = standing.dir / "logs" / f"{decided.instance.id}.log"
         threads = job.config.run.threads if job.config is not None else None
         extra_environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        servers = self.servers.used_by(standing, decided)
-        extra_environment |= self.servers.keys_for(standing, decided)
         try:
             with log.open("ab" if job.resume else "wb") as out:
                 process = subprocess.Popen(
@@ -290,7 +271,7 @@ class _Life:
                     stderr=subprocess.STDOUT,
                     env=os.environ | extra_environment,
                     start_new_session=True,
-                    pass_fds=(self.lock, *(server.process.held_by for server in servers)),
+                    pass_fds=(self.lock,),
                 )
         except (OSError, ValueError) as error:  # no such program
             self._not_started(standing, decided, error)
@@ -300,70 +281,17 @@ class _Life:
         self.under_way.append(_StageUnderWay(standing, decided, process, log, name))
         self.view.note_start(name, "resumed" if job.resume else "started")
 
-    def _start_server(self, standing: Standing, decided: Decided) -> None:
-        name = f"{self._prefix(standing)}{decided.instance.id}"
-        config = decided.job.config
-        threads = config.run.threads if config is not None else None
-        extra_environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        try:
-            self.servers.start(standing, decided, name, extra_environment)
-        except OSError as error:
-            self._not_started(standing, decided, error)
-            return
-
-        self.view.note_start(name, "started")
-
     def _not_started(self, standing: Standing, decided: Decided, error: Exception) -> None:
         log = standing.dir / "logs" / f"{decided.instance.id}.log"
         log.write_text(f"it can't be started: {error}\n", encoding="utf-8")
         standing.record_end(decided, 127, 0.0)
         self._note_failure(standing, decided, f"can't be started: {error}", log, 0.0)
 
-    def _look_at_servers(self) -> None:
-        """Records which servers have become ready or have failed since the last call."""
-        ready, failed = self.servers.look()
-        for server in ready:
-            server.standing.serving(server.decided)
-            url = server.standing.state.stages[server.id].says["url"]
-            self.view.note_end(server.name, f"serves at {url}", server.seconds, ok=True)
-            recipe = short(server.job.recipe) if server.job.recipe is not None else ""
-            self.view.note(
-                f"{server.name}: to serve it without the pipeline: agentevo serve --openai {recipe}"
-            )
-
-        for server, how in failed:
-            server.standing.ended_server(server.decided, how, server.seconds)
-            self._note_failure(server.standing, server.decided, how, server.log, server.seconds)
-            for run in self.under_way:
-                users = {used.stage for used in run.decided.inputs}
-                if run.standing is server.standing and server.id in users:
-                    self.view.note(f"{run.name}: stops, because {server.name} has ended")
-                    run.is_asked_to_stop = True
-                    run.process.send_signal(signal.SIGINT)
-
-    def serve_on(self) -> None:
-        """After success, keeps the servers with keep=true running until the user asks to stop."""
-        if self.failures or self.over or self.received:
-            return
-
-        self.servers.end_idle()
-        if self.servers.under_way:
-            self.view.note("serving until Ctrl-C")
-
-        while self.servers.under_way and not self.received:
-            time.sleep(POLL_S)
-            self._look_at_servers()
-
-        if self.failures:
-            for standing in self.standings:
-                standing.state.status = self._status(standing)
-                standing.write()
-
     def _note_success(self, run: _StageUnderWay) -> None:
         seconds = time.monotonic() - run.since
         code = run.process.returncode
         failure = run.standing.record_end(
-            run.decided, code, seconds, is_asked_to_stop=run.is_asked_to_stop or self._heeded > 0
+            run.decided, code, seconds, is_asked_to_stop=self._heeded > 0
         )
         if failure:
             self._note_failure(run.standing, run.decided, failure, run.log, seconds)

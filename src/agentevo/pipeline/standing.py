@@ -88,10 +88,6 @@ class Standing:
         self.settled: set[str] = set()
         """Ids that are decided in this process: finished, skipped, failed, or not chosen."""
         self.running: set[str] = set()
-        self.alive: set[str] = set()
-        """Ids of stages whose servers answer (servers.py)."""
-        self._wanted: set[str] = set()
-        """Ids of stages whose servers have ended and are needed again."""
         self.notes: list[str] = []
         """Notes for the user."""
         self._said: set[str] = set()
@@ -187,8 +183,6 @@ class Standing:
     def _is_chosen(self, instance: Instance) -> bool:
         instance_names = names_of(instance)
         choice = self.choice
-        if instance.id in self._wanted:
-            return True
         if choice.only:
             return bool(instance_names & set(choice.only)) or instance.measures == START
         return choice.start is None or instance.id in self._again or self._is_unfinished(instance)
@@ -238,21 +232,14 @@ class Standing:
         digest = digest_of(setting)
         is_same = state.digest == digest and instance.id not in self._again
         if state.status == "finished" and is_same and self._is_whole(state):
-            if not self._is_awaited(instance, job):
-                self._settle(instance)
-                return None
-            job = replace(job, resume=instance.kind.can_resume(job))
-            return Decided(instance, job, setting, inputs)
+            self._settle(instance)
+            return None
 
         is_begun = is_same and state.status in ("running", "stopped", "failed")
         if is_begun and instance.kind.is_finished(job):
             # The process was killed between the stage's end and our record of it.
             self.take_outputs(instance, job, inputs)
             return None
-
-        for used in inputs:
-            if self.plan.by_id[used.stage].kind.serves and used.stage not in self.alive:
-                return self._woken(self.plan.by_id[used.stage])
 
         if is_begun:
             job = replace(job, resume=instance.kind.can_resume(job))
@@ -263,42 +250,6 @@ class Standing:
 
         self._again.discard(instance.id)
         return Decided(instance, job, setting, inputs)
-
-    def _is_awaited(self, instance: Instance, job: Job) -> bool:
-        """Whether the server of a finished stage must be started again."""
-        if not instance.kind.serves or instance.id in self.alive:
-            return False
-        return instance.id in self._wanted or job.options.keep
-
-    def _woken(self, server: Instance) -> Decided | None:
-        """Restarts a server that has ended, before the stage that needs it."""
-        self._wanted.add(server.id)
-        self.settled.discard(server.id)
-        return None if server.id in self.running else self._decide(server)
-
-    def is_needed(self, server: str) -> bool:
-        """Whether a remaining stage can need it."""
-        return any(
-            server in instance.needs and instance.id not in self.settled
-            for instance in self.plan.instances
-        )
-
-    def serving(self, decided: Decided) -> None:
-        """Records that the stage's server answers. Raises ConfigError if it gives no URL."""
-        self.running.discard(decided.instance.id)
-        self.alive.add(decided.instance.id)
-        self.take_outputs(decided.instance, decided.job, decided.inputs)
-
-    def ended_server(self, decided: Decided, how: str, seconds: float) -> None:
-        """Records that the stage's server ended unexpectedly."""
-        state = self.state.stages[decided.instance.id]
-        state.wall_s += seconds
-        state.status = "failed"
-        state.why = how
-        state.ended_at = time.time()
-        self.running.discard(decided.instance.id)
-        self.alive.discard(decided.instance.id)
-        self._settle(decided.instance)
 
     def _why_again(self, instance: Instance, state: StageState, setting: Mapping[str, str]) -> str:
         if state.digest != digest_of(setting):
@@ -349,10 +300,8 @@ class Standing:
         job = Job(instance.id, folder, options, recipe, config, model, take=stage.take)
 
         setting = dict(as_setting(replaced_texts(without_places(tree), digests), "config"))
-        if not instance.kind.serves:  # a server's output does not depend on them
-            setting_options = replaced_texts(replace_references(written, meaning), digests)
-            setting |= dict(as_setting(setting_options, "options"))
-
+        setting_options = replaced_texts(replace_references(written, meaning), digests)
+        setting |= dict(as_setting(setting_options, "options"))
         setting |= {"kind": stage.kind, "take": stage.take, **files_outside(config, self.dir)}
         if config is not None:
             setting["run.seed"] = str(config.run.seed)
@@ -458,10 +407,6 @@ class Standing:
             inputs.append(Input(stage=target, key=key, sha256=name))
             return str(folder)
 
-        if key in state.says:  # the same, wherever it is served
-            inputs.append(Input(stage=target, key=key, sha256=state.digest))
-            return state.says[key]
-
         if key in state.outputs:
             path = self.path_of(state.outputs[key])
             inputs.append(Input(stage=target, key=key, sha256=digest_of_path(path) or "missing"))
@@ -470,7 +415,7 @@ class Standing:
         measurement = self.state.stages.get(f"{target}@{HELD_OUT}")
         numbers = {**(measurement.numbers if measurement else {}), **state.numbers}
         if key not in numbers:
-            known_keys = ", ".join(sorted({*state.outputs, *state.says, *numbers}))
+            known_keys = ", ".join(sorted({*state.outputs, *numbers}))
             raise ConfigError(
                 f"{self.pipeline.where}: ${{stages.{target}.{key}}}: {target} has no {key}: it "
                 f"has {known_keys}"
@@ -553,8 +498,7 @@ class Standing:
         """Records the stage's outputs. Raises ConfigError for a damaged folder."""
         state = self.state.stages[instance.id]
         products = instance.kind.made(job)
-        name = state.digest if instance.kind.serves else uuid.uuid4().hex
-        outputs = {"folder": StageOutput(path=self._within(job.folder), sha256=name)}
+        outputs = {"folder": StageOutput(path=self._within(job.folder), sha256=uuid.uuid4().hex)}
         for key, path in products.outputs.items():
             outputs[key] = StageOutput(path=self._within(path), sha256=digest_of_path(path) or "")
 
@@ -564,7 +508,6 @@ class Standing:
 
         state.outputs = outputs
         state.inputs = inputs
-        state.says = dict(products.says)
         state.tokens = products.tokens
         state.cost = products.cost
         state.status = "finished"

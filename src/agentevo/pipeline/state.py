@@ -68,8 +68,6 @@ class StageState(msgspec.Struct, kw_only=True):
     inputs: list[Input] = []
     outputs: dict[str, StageOutput] = {}
     numbers: dict[str, float] = {}
-    says: dict[str, str] = {}
-    """Its outputs that are not files, such as a URL."""
     seed: int | None = None
     starts: int = 0
     """Number of processes that have worked on it."""

@@ -10,7 +10,6 @@ from agentevo.rewards import (  # noqa: F401 (the imports register the rewards)
     llm_judge,
     manner,
     math_answer,
-    pairwise,
     probability,
     qa,
     reasoning_gym,

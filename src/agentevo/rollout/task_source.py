@@ -271,25 +271,6 @@ class TaskSource:
         }
         return {name: ids for name, ids in ids_by_stage.items() if ids}
 
-    def task_of_number(self, number: int, *, is_train: bool) -> Task:
-        """The `number`-th task, from 0, of those to train on or of those that are held out. Raises
-        ConfigError if there are fewer."""
-        if is_train and self._pools is None and self.proposals is None:
-            return self._environment("train", number, 1)[0]
-
-        if is_train and self.proposals is not None:
-            raise ConfigError(
-                "tasks.self_play: there are no tasks to train on before they are proposed: give a "
-                "held-out one"
-            )
-
-        tasks = self._train if is_train else self.held_out()
-        if not 0 <= number < len(tasks):
-            kind = "to train on" if is_train else "that are held out"
-            raise ConfigError(f"task {number}: there are {len(tasks)} tasks {kind}, counted from 0")
-
-        return tasks[number]
-
     def held_out(self) -> list[Task]:
         """The evaluation's tasks, the same every time."""
         return (

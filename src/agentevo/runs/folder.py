@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from agentevo.config import RunConfig
     from agentevo.observability import Decode
     from agentevo.store import Store
-    from agentevo.tracing.spans import RunFacts
 
 T = TypeVar("T")
 
@@ -181,17 +180,6 @@ def run_store_url(path: Path) -> str:
             f"the file"
         )
     return url or f"sqlite:///{path / 'store.sqlite'}"
-
-
-def traced_run(path: Path) -> RunFacts:
-    """The attributes of a run's spans, except its id."""
-    from agentevo.tracing.spans import RunFacts
-
-    name = _section(path, "run").get("name")
-    model = _section(path, "model").get("name")
-    samplers = _section(path, "rollout").get("samplers", 0)
-    is_remote = isinstance(samplers, int) and samplers > 0
-    return RunFacts(str(name or path.resolve().name), "", str(model or "policy"), is_remote)
 
 
 def remote_model_names(path: Path) -> list[str]:

@@ -34,9 +34,9 @@ from __future__ import annotations
 import sys
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -52,6 +52,8 @@ from agentevo.types import (
     SamplingOverrides,
     Turn,
 )
+
+T = TypeVar("T")
 
 _VERSION = b"\x01"
 _LEVEL = 1
@@ -197,39 +199,24 @@ def unpack_turns(blob: bytes) -> list[Turn]:
 
 def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
     """The turns of remote models. Raises StoreError for bytes that pack_turns has not made."""
-    try:
-        _, _, *extra_parts = _parts(blob)
-        return (
-            _REMOTE.decode(_unpack(extra_parts[0], LARGEST))
-            if extra_parts and extra_parts[0]
-            else []
-        )
-    except _BROKEN as error:
-        raise _unreadable(error) from error
+    return _unpack_extra(blob, 0, _REMOTE.decode) or []
 
 
 def unpack_files(blob: bytes) -> dict[str, bytes]:
     """The files that were kept. Raises StoreError for bytes that pack_turns has not made."""
-    try:
-        _, _, *extra_parts = _parts(blob)
-        return (
-            _FILES.decode(_unpack(extra_parts[1], LARGEST))
-            if len(extra_parts) > 1 and extra_parts[1]
-            else {}
-        )
-    except _BROKEN as error:
-        raise _unreadable(error) from error
+    return _unpack_extra(blob, 1, _FILES.decode) or {}
 
 
 def unpack_texts(blob: bytes) -> dict[str, str]:
     """The digests of named texts. Raises StoreError for bytes that pack_turns has not made."""
+    return _unpack_extra(blob, 2, _TEXTS.decode) or {}
+
+
+def _unpack_extra(blob: bytes, index: int, decode: Callable[[bytes], T]) -> T | None:
     try:
         _, _, *extra_parts = _parts(blob)
-        return (
-            _TEXTS.decode(_unpack(extra_parts[2], LARGEST))
-            if len(extra_parts) > 2 and extra_parts[2]
-            else {}
-        )
+        has_part = len(extra_parts) > index and extra_parts[index]
+        return decode(_unpack(extra_parts[index], LARGEST)) if has_part else None
     except _BROKEN as error:
         raise _unreadable(error) from error
 

@@ -1,13 +1,10 @@
-"""AgentDock's HTTP API: the tools of a node's servers, their calls, and the creation and release of
-nodes.
+"""AgentDock's HTTP API: the tools of a node's servers, and their calls.
 
     GET  NODE/servers              {"servers": [ID]}
     GET  NODE/tools                {"tools": [schemas in OpenAI's form, named SERVER.TOOL or TOOL]}
     GET  NODE/server/ID/tools      {"tools": [names or schemas]}
     POST NODE/tool/SERVER.TOOL     the arguments; {"content": a text, the value of a JSON text, or a
                                    list of parts}
-    POST MANAGER/node/create       a cookie says which node it is
-    POST MANAGER/node/release      its container ends
 
 A node reports a failed call with HTTP 200: {"status_code": 500, "detail": ...}, or content that is
 an error or empty. Each of these becomes an error result. A server's answers are not trusted: at
@@ -26,7 +23,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from agentevo.config.mcp_manager import PATH
 from agentevo.errors import ConfigError, ToolArgumentsError, ToolUnavailableError, describe_error
 from agentevo.http_clients import trusted_context
 from agentevo.registry import nearest
@@ -40,10 +36,6 @@ if TYPE_CHECKING:
 CONNECT_S = 10.0
 MAX_ANSWER = 64 * 2**20
 """Bytes of an answer."""
-PROBE_S = 5.0
-"""The time limit of the check whether a node that did not answer a call still responds."""
-RELEASE_S = 30.0
-"""The time limit for the release of a node, which ends its container."""
 SHOWN = 300
 """The number of an answer's characters that a message shows."""
 LONGEST_PAUSE_S = 5.0
@@ -80,13 +72,6 @@ class ManagerAPI:
             raise ToolUnavailableError(
                 f"{self._name}: no tools listed within {within_s:g} s: {problem}"
             ) from None
-
-    async def answers(self, node: str) -> bool:
-        """Whether a node responds within PROBE_S."""
-        with suppress(ToolUnavailableError, TimeoutError):
-            async with asyncio.timeout(PROBE_S):
-                return bool(await self._json("GET", f"{node}/servers"))
-        return False
 
     async def _tools(self, node: str, servers: Sequence[str]) -> list[ToolSpec]:
         server_names = _texts((await self._json("GET", f"{node}/servers")).get("servers"))
@@ -143,44 +128,6 @@ class ManagerAPI:
             return _failure_result(detail if isinstance(detail, str) else json.dumps(detail))
 
         return _result(answer.get("content"))
-
-    async def create(
-        self, manager: str, image: str, creator: str | None, within_s: float
-    ) -> tuple[str, str]:
-        """Creates a node; returns its id and the URL of its API. Raises ToolUnavailableError."""
-        query = f"image_name={quote(image, safe='')}"
-        if creator is not None:
-            query += f"&creator_name={quote(creator, safe='')}"
-
-        try:
-            async with asyncio.timeout(within_s):
-                response, body = await self._ask("POST", f"{manager}/node/create?{query}", b"")
-        except TimeoutError:
-            raise ToolUnavailableError(
-                f"{self._name}: no node of {image} was made within {within_s:g} s"
-            ) from None
-
-        # Behind a proxy there can be several such cookies, of other paths.
-        nodes = [cookie.value for cookie in response.cookies.jar if cookie.name == "node_id"]
-        node = nodes[-1] if nodes else None
-        if response.status_code >= 400 or not node:
-            raise ToolUnavailableError(
-                self._words(f"no node of {image} was made: {_said(response.status_code, body)}")
-            )
-
-        return node, f"{manager}/container/{quote(node, safe='')}{PATH}"
-
-    async def release(self, manager: str, node: str) -> None:
-        """Ends a node. Raises ToolUnavailableError."""
-        url = f"{manager}/node/release?node_id_q={quote(node, safe='')}"
-        try:
-            async with asyncio.timeout(RELEASE_S):
-                response, body = await self._ask("POST", url, b"")
-        except TimeoutError:
-            raise ToolUnavailableError(f"no answer within {RELEASE_S:g} s") from None
-
-        if response.status_code >= 400:
-            raise ToolUnavailableError(self._words(_said(response.status_code, body)))
 
     async def close(self) -> None:
         """Closes its connections."""
@@ -259,7 +206,6 @@ class ManagerAPI:
                 self._words(f"it broke off: {describe_error(error)}"), was_sent=True
             ) from error
         finally:
-            client.cookies.clear()  # each request names its node
             self._idle.append(client)
 
         return response, bytes(body)

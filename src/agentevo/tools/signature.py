@@ -25,7 +25,7 @@ import pydantic
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from agentevo.config.entry_problems import wrong_value
+from agentevo.config.field_words import wrong_value
 from agentevo.errors import ConfigError, ToolArgumentsError
 from agentevo.tools.tool import ToolSpec, ordered_schema
 

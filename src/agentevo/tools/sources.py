@@ -7,10 +7,8 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agentevo.config.mcp import MCPFileSection, MCPServerSection
-from agentevo.config.mcp_manager import MCPManagerSection
-from agentevo.config.tools import FunctionToolSection, ToolSection
-from agentevo.config.verl_tools import VerlToolsSection
+from agentevo.config.mcp import MCPFileSection, MCPManagerSection, MCPServerSection
+from agentevo.config.tools import FunctionToolSection, ToolSection, VerlToolsSection
 from agentevo.credentials import REFERENCE, without_password
 from agentevo.errors import ConfigError, SandboxError
 from agentevo.sandbox.programs import sandbox_command

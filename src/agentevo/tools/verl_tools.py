@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from agentevo.config.verl_tools import VerlToolsSection
+from agentevo.config.tools import VerlToolsSection
 from agentevo.console import to_stderr
 from agentevo.errors import ConfigError, LoadingTimeoutError, describe_error
 from agentevo.parsing import ParseError, parse_yaml, read_text

@@ -133,15 +133,6 @@ def length_of(section: TracingSection) -> int:
     return next((n for name in names.ENV_LENGTHS if (n := _number(name)) is not None), LENGTH)
 
 
-def kept_run_id(run_dir: Path) -> str | None:
-    """`run_id_of` of a run that is only read; None for a run that was never traced."""
-    path = run_dir / FOLDER / "run_id"
-    try:
-        return path.read_text().strip() if path.is_file() else None
-    except OSError as error:
-        raise DiskError(f"tracing: {path} can't be read: {error}") from error
-
-
 def _exporter(config: RunConfig, process: str) -> SpanExporter:
     from agentevo.tracing.mlflow import MLflowExporter
     from agentevo.tracing.otlp import JsonLines, collector_exporter

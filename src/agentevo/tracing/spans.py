@@ -52,11 +52,9 @@ class RunFacts(NamedTuple):
     """Whether the engine is another process."""
 
 
-def run_resource(*, of_this_process: bool = True) -> Resource:
+def run_resource() -> Resource:
     """The source of spans: OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, else AgentEvo."""
-    attributes = {names.SERVICE_NAME: names.SCOPE}
-    if of_this_process:
-        attributes["process.pid"] = str(os.getpid())
+    attributes = {names.SERVICE_NAME: names.SCOPE, "process.pid": str(os.getpid())}
     return Resource(attributes).merge(OTELResourceDetector().detect())
 
 

@@ -48,7 +48,7 @@ VISITOR = "agentevo.visitor"
 """The key of a request's scope for its visitor."""
 FORM = "agentevo.form"
 """The key of a request's scope for the fields of a POST, whose body is read then."""
-ENDLESS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
+ENDLESS = re.compile("/live|/runs/[^/]+/try/chat")
 """The paths with endless answers (live.py, try_page.py); they have deadlines of their own."""
 LONGEST_S = 60.0
 """The deadline of every other answer."""

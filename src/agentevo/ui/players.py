@@ -40,8 +40,6 @@ SILENT_S = 60.0
 """The longest silence of a player in seconds; it sends a heartbeat every few seconds."""
 CHAT_S = 600.0
 """The time limit of a reply in seconds."""
-PLAY_S = 1800.0
-"""The time limit of an attempt in seconds."""
 WRITE_S = 10.0
 GRACE_S = 6.0
 """The seconds in which a player must end; then it is killed."""
@@ -136,7 +134,7 @@ class Players:
         )
 
     async def ask(
-        self, key: PlayerKey, run: str, request: words.Chat | words.Play
+        self, key: PlayerKey, run: str, request: words.Chat
     ) -> AsyncGenerator[words.Event | PlayerProcess]:
         """The events of the request; the player itself about once a second while the request waits.
         The request is cancelled if the caller stops listening. Raises PlayerError."""
@@ -152,12 +150,11 @@ class Players:
                 yield status
 
             await self._write(player, request)
-            longest = CHAT_S if isinstance(request, words.Chat) else PLAY_S
-            ends = time.monotonic() + longest
+            ends = time.monotonic() + CHAT_S
             while not is_done:
                 event = await self._next(player, queue)
                 if event is None and time.monotonic() > ends:
-                    raise PlayerError(f"stopped: it took more than {longest:g} s")
+                    raise PlayerError(f"stopped: it took more than {CHAT_S:g} s")
 
                 is_done = isinstance(event, words.Done)
                 if event is not None and not is_done:

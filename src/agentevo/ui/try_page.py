@@ -1,10 +1,8 @@
-"""Try a run: `/runs/{run}/try` to chat with its checkpoints, `?mode=play` to let them play a task;
-below it the requests of the page's script: `/chat` and `/play`, whose answers are streams, and
-`/end`.
+"""Try a run: `/runs/{run}/try` to chat with its checkpoints; below it the requests of the page's
+script: `/chat`, whose answer is a stream, and `/end`.
 
     event: state   {"text": ..., "ready": true}   the player's activity
     event: text    {"text": ...}                  more of a reply
-    event: part    {"id": ..., "html": ...}       a part of the page; the same id again replaces it
     event: reply   {"text": ..., "html": ...}     the end of a reply: its whole text, its tokens
     event: failed  {"text": ...}
     event: done    {}
@@ -30,15 +28,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentevo.console import to_stderr
-from agentevo.errors import AgentEvoError, describe_error
+from agentevo.errors import describe_error
 from agentevo.evaluation import player_words as words
 from agentevo.event_loop import in_thread
 from agentevo.observability.attempt_tokens import TurnTokens
-from agentevo.observability.attempt_view import ShownPart
 from agentevo.pages import render
 from agentevo.pages.navigation import run_url
 from agentevo.runs.checkpoint_list import KeptCheckpoints, kept_checkpoints
-from agentevo.types import Message, Task
+from agentevo.types import Message
 from agentevo.ui.context import dashboard, form_of, part, run_of, visitor
 from agentevo.ui.players import PlayerError, PlayerKey, PlayerProcess
 from agentevo.ui.run_page import run_page
@@ -53,7 +50,7 @@ ROLES = ("system", "user", "assistant")
 
 
 @router.get("/runs/{run}/try", response_class=HTMLResponse)
-async def try_it(request: Request, run: str, mode: str = "chat", task: str = "") -> HTMLResponse:
+async def try_it(request: Request, run: str) -> HTMLResponse:
     """The page."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
@@ -64,8 +61,6 @@ async def try_it(request: Request, run: str, mode: str = "chat", task: str = "")
         "try.html",
         view,
         "try",
-        mode="play" if mode == "play" or task else "chat",
-        task=task[:300],
         choices=choices,
         temperature=_number(view.setting("sampling", "temperature"), 1.0),
         max_tokens=int(_number(view.setting("sampling", "max_new_tokens"), 256)),
@@ -121,63 +116,16 @@ async def chat(request: Request, run: str) -> Response:
     if not messages or messages[-1].role != "user" or not messages[-1].text.strip():
         return _refusal("there is nothing to answer: write a message")
 
-    return await _stream(
-        request,
-        view,
-        words.Chat,
-        conversation=form.get("conversation", ""),
-        messages=messages,
-        temperature=form.get("temperature", "1"),
-        max_new_tokens=form.get("max_new_tokens", "256"),
-    )
-
-
-@router.post("/runs/{run}/try/play")
-async def play(request: Request, run: str) -> Response:
-    """An attempt, streamed while it is played."""
-    view = await run_of(request, run)
-    form = form_of(request)
-    kind = form.get("kind", "")
-    fields = dict[str, Any]()
-    if kind == "own":
-        if not form.get("query", "").strip():
-            return _refusal("there is nothing to play: write a task")
-        fields = {"query": form.get("query", ""), "answer": form.get("answer", "") or None}
-    elif kind == "task":
-        name = form.get("task", "")
-        task = await _task(request, view, name)
-        if task is None:
-            return _refusal(f"the run's store has no task {name[:200]!r}")
-        fields = {"task": task}
-    else:
-        fields = {"is_train": kind == "train", "number": form.get("number", "0")}
-
-    return await _stream(
-        request,
-        view,
-        words.Play,
-        draw=form.get("draw", "0"),
-        temperature=form.get("temperature", "1"),
-        **fields,
-    )
-
-
-async def _task(request: Request, view: RunView, name: str) -> Task | None:
-    async with asyncio.timeout(WITHIN_S), dashboard(request).stores.reading(view.source) as store:
-        try:
-            return await store.task(name)
-        except AgentEvoError:
-            return None
-
-
-async def _stream(
-    request: Request, view: RunView, kind: type[words.Chat | words.Play], **fields: Any
-) -> Response:
-    """The answer to a request of this kind with these fields, or why there is none."""
-    form = form_of(request)
+    fields = {
+        "type": "chat",
+        "id": secrets.token_hex(8),
+        "conversation": form.get("conversation", ""),
+        "messages": msgspec.to_builtins(messages),
+        "temperature": form.get("temperature", "1"),
+        "max_new_tokens": form.get("max_new_tokens", "256"),
+    }
     try:
-        header = {"type": kind.__struct_config__.tag, "id": secrets.token_hex(8)}
-        query = msgspec.convert(header | msgspec.to_builtins(fields), kind, strict=False)
+        query = msgspec.convert(fields, words.Chat, strict=False)
     except msgspec.ValidationError as error:
         return _refusal(f"this request is not valid: {error}")
 
@@ -213,9 +161,7 @@ class TryEventStream(Response):
     """The stream of one request. It ends, and cancels the request, as soon as the browser is
     gone."""
 
-    def __init__(
-        self, request: Request, view: RunView, key: PlayerKey, query: words.Chat | words.Play
-    ) -> None:
+    def __init__(self, request: Request, view: RunView, key: PlayerKey, query: words.Chat) -> None:
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
@@ -269,37 +215,22 @@ class TryEventStream(Response):
 
         if isinstance(event, words.Text):
             return [("text", {"text": event.text})]
-        if isinstance(event, words.FailedPlay):
+        if isinstance(event, words.FailedChat):
             return [("failed", {"text": event.error})]
 
         if isinstance(event, words.Replied):
-            html = self._render("try_reply.html", event, tokens=_tokens(event.tokens))
+            tokens = TurnTokens([event.tokens], None)
+            html = render(
+                "try_reply.html",
+                view=self._view,
+                event=event,
+                one={"id": ""},
+                leaf=None,
+                tokens={"turn_tokens": tokens},
+            )
             return [("reply", {"text": event.text, "html": html})]
 
-        if isinstance(event, words.Turned):
-            tokens = None if event.tokens is None else _tokens(event.tokens)
-            turns = ShownPart([event.turn], None, 1)
-            html = self._render("try_turn.html", event, tokens=tokens, part=turns)
-            return [("part", {"id": f"call-{event.number}", "html": html})]
-
-        if isinstance(event, words.Called):
-            html = self._render("try_call.html", event)
-            return [("part", {"id": f"call-{event.number}", "html": html})]
-
-        if isinstance(event, words.Began | words.EndedPlay):
-            name = "began" if isinstance(event, words.Began) else f"ended-{event.agent}"
-            html = self._render("try_task.html", event, name=name)
-            return [("part", {"id": name, "html": html})]
-
         return []
-
-    def _render(self, template: str, event: words.Event, **variables: Any) -> str:
-        no_attempt = {"one": {"id": ""}, "leaf": None}
-        return render(template, view=self._view, event=event, **no_attempt, **variables)
-
-
-def _tokens(block: Any) -> dict[str, Any]:
-    return {"turn_tokens": TurnTokens([block], None)}
 
 
 async def _send_event(send: Send, name: str, data: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-// Chat and play: each side sends its own requests and shows the events. Only the page keeps the messages.
+// Chat: each side sends its own requests and shows the events. Only the page keeps the messages.
 "use strict";
 (() => {
   const root = document.querySelector("[data-try]");
@@ -27,8 +27,6 @@
       side.element.hidden = !select.value;
       side.element.querySelector("[data-name]").textContent = select.value ? select.selectedOptions[0].textContent : "";
     }
-    const kind = form.elements.kind;
-    for (const part of form.querySelectorAll("[data-for]")) part.hidden = !part.dataset.for.split(" ").includes(kind.value);
   }
   form.addEventListener("change", show);
 
@@ -119,41 +117,20 @@
     else shown.remove();
   }
 
-  // --- play
-  async function play(side, signal) {
-    log(side).textContent = "";
-    const parts = new Map();
-    const fields = Object.fromEntries(new FormData(form));
-    const which = form.elements[side.name].value;
-    try {
-      await listen("play", { ...fields, which }, signal, (name, data) => {
-        if (name === "state") tell(side, data.html, true);
-        if (name === "part") {
-          const part = parts.get(data.id) || document.createElement("div");
-          part.innerHTML = data.html;
-          if (!parts.has(data.id)) { parts.set(data.id, part); log(side).append(part); }
-        }
-        if (name === "failed") fail(side, data.text);
-      });
-    } catch (error) {
-      fail(side, error.name === "AbortError" ? "stopped" : "The dashboard does not answer: is it still running?");
-    }
-  }
-
   async function go(event) {
     event.preventDefault();
     if (running) return;
     const field = form.elements.message;
-    const message = field ? field.value : "";
+    const message = field.value;
     problem.textContent = "";
-    if (field && !message.trim()) return;
+    if (!message.trim()) return;
     if (message.length > Number(root.dataset.most)) { problem.textContent = `A message has at most ${root.dataset.most} characters.`; return; }
     running = new AbortController();
     send.disabled = true;
     stop.disabled = false;
     show();
-    if (field) field.value = "";
-    await Promise.all(chosen().map((side) => (root.dataset.try === "chat" ? ask(side, message, running.signal) : play(side, running.signal))));
+    field.value = "";
+    await Promise.all(chosen().map((side) => ask(side, message, running.signal)));
     running = null;
     send.disabled = false;
     stop.disabled = true;
@@ -162,18 +139,16 @@
   }
   form.addEventListener("submit", go);
   stop.addEventListener("click", () => { if (running) running.abort(); });
-  if (form.elements.message) {
-    form.elements.message.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-      event.preventDefault();
-      form.requestSubmit();
-    });
-    form.querySelector("[data-clear]").addEventListener("click", () => {
-      if (running) running.abort();
-      for (const side of sides) { side.history = []; side.conversation = newName(); log(side).textContent = ""; }
-      form.elements.message.focus();
-    });
-  }
+  form.elements.message.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    form.requestSubmit();
+  });
+  form.querySelector("[data-clear]").addEventListener("click", () => {
+    if (running) running.abort();
+    for (const side of sides) { side.history = []; side.conversation = newName(); log(side).textContent = ""; }
+    form.elements.message.focus();
+  });
   root.addEventListener("toggle", (event) => {
     if (event.target.matches("[data-tokens]")) box.hidden = !root.querySelector("[data-tokens][open]");
   }, true);
