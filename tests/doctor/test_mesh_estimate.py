@@ -320,7 +320,7 @@ def test_of_a_hub_model_its_configuration_alone_is_fetched(few_layers, tmp_path,
 
 def test_many_devices_are_a_launch(shape_of_7b):
     found = check_meshes(recipe(shape_of_7b), 16, 80.0, "coins")
-    assert "agentevo launch slurm coins" in found[-1].advice
+    assert "agentevo launch coins " in found[-1].advice and "--on slurm" in found[-1].advice
     assert "--set trainer_nodes=2 --set gpus=8" in found[-1].advice
 
 

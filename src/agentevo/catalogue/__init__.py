@@ -1,7 +1,7 @@
 """The parts of an algorithm by name: formula, defaults, valid ranges, source, and its names in verl
 and TRL.
 
-It does not import torch, because the configuration and `agentevo config explain` read it. Only the
+It does not import torch, because the configuration and `agentevo config` read it. Only the
 catalogue holds defaults; the functions get every hyper-parameter from `resolve`.
 """
 

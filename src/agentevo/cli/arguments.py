@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,20 @@ def path_word(word: str | Path) -> Path:
         shown = str(word) if len(str(word)) <= 60 else f"{str(word)[:57]}..."
         raise ConfigError(f"{shown!r} {problem}")
     return Path(word)
+
+
+def refuse_options(
+    context: typer.Context, reason: str, names: Collection[str] = (), besides: Collection[str] = ()
+) -> None:
+    """Raises ConfigError if the command line has an option of these parameters, or, without
+    `names`, any option but those of `besides`."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        is_written = source is not None and source.name == "COMMANDLINE"
+        is_refused = name in names if names else name not in besides
+        if is_refused and is_written and parameter.param_type_name == "option":
+            raise ConfigError(f"{parameter.opts[0]} {reason}")
 
 
 def check_new_file(path: Path, *, overwrite: bool) -> None:
@@ -97,6 +112,15 @@ def warn_of_kept_keys(recipe: str, overrides: list[str]) -> None:
         print(f"warning: {line}", file=sys.stderr)
 
 
+Host = Annotated[
+    str, typer.Option(help="The address to listen on. 0.0.0.0 accepts other machines.")
+]
+Tls = Annotated[
+    bool | None,
+    typer.Option(
+        help="Encrypt with a self-signed certificate. Default: on, unless --host is this machine."
+    ),
+]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port. 0 chooses a free one.")]
 
 

@@ -530,8 +530,8 @@ def _ready(
     nodes = devices // OF_A_NODE
     if program == "train":
         return (
-            f"agentevo launch slurm {words} --set trainer_nodes={nodes} --set gpus={OF_A_NODE} "
-            "--submit"
+            f"agentevo launch {words} --on slurm --set trainer_nodes={nodes} "
+            f"--set gpus={OF_A_NODE} --submit"
         )
     return (
         f"torchrun --nnodes={nodes} --nproc-per-node={OF_A_NODE} --rdzv-backend=c10d "

@@ -6,7 +6,7 @@ play tasks with the run's agent, environment and tools.
 The process receives requests on standard input and answers on standard output (`player_words.py`);
 output of the recipe's own code goes to standard error. It ends with its standard input, so it also
 ends if its client crashes. It writes nothing into the run: attempts use a temporary store, as in
-`agentevo agent try`, with which it shares the code that loads models, finds tasks and plays
+`agentevo chat --task`, with which it shares the code that loads models, finds tasks and plays
 attempts. It downloads nothing.
 """
 

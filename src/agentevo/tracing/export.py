@@ -4,7 +4,7 @@ Names, trace ids and span ids equal those of the run's own tracer (tracing/spans
 second export, or a trace of the run, has the same spans. The trace ids of a run that was never
 traced are made from the name of its first process, which is unique.
 
-With `contents` a call of the policy has the messages of its turn, so `agentevo data import` reads
+With `contents` a call of the policy has the messages of its turn, so `agentevo data convert` reads
 them. Facts that only a tracer sees are missing: the request at the gateway that caused a
 call, and the attempt of several agents that it belongs to. The messages of an attempt that lost
 answers on their way, or is not in the store, are left out.
