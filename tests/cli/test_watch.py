@@ -69,7 +69,7 @@ def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> No
 
     code, out, _ = agentevo("top", str(folder), "--attempt", "task/train@1#0")
     assert code == 0 and "attempt Player" in out and "running" not in out, "it ends by itself"
-    assert "nothing is running" in agentevo("top", str(folder), "--once").out
+    assert "tool search" not in agentevo("top", str(folder), "--once").out
 
     code, _, err = agentevo("top", str(folder), "--attempt", "nix")
     assert code == 2 and "no trajectory is called 'nix'" in err
