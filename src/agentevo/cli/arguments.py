@@ -37,18 +37,24 @@ def path_word(word: str | Path) -> Path:
     return Path(word)
 
 
+def written_options(context: typer.Context) -> dict[str, str]:
+    """The options on the command line: parameter -> the option's name."""
+    return {
+        str(parameter.name): parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.param_type_name == "option"
+        and getattr(context.get_parameter_source(str(parameter.name)), "name", "") == "COMMANDLINE"
+    }
+
+
 def refuse_options(
-    context: typer.Context, reason: str, names: Collection[str] = (), besides: Collection[str] = ()
+    context: typer.Context, reason: str, names: Collection[str] = (), allowed: Collection[str] = ()
 ) -> None:
     """Raises ConfigError if the command line has an option of these parameters, or, without
-    `names`, any option but those of `besides`."""
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        is_written = source is not None and source.name == "COMMANDLINE"
-        is_refused = name in names if names else name not in besides
-        if is_refused and is_written and parameter.param_type_name == "option":
-            raise ConfigError(f"{parameter.opts[0]} {reason}")
+    `names`, any option but those of `allowed`."""
+    for name, option in written_options(context).items():
+        if (name in names) if names else (name not in allowed):
+            raise ConfigError(f"{option} {reason}")
 
 
 def check_new_file(path: Path, *, overwrite: bool) -> None:
@@ -81,7 +87,7 @@ RunDir = Annotated[
         metavar="RUN_DIR", parser=path_word, help="The folder of a run, such as runs/coins."
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 Wait = Annotated[
     float | None,
     typer.Option(

@@ -71,7 +71,7 @@ def audit(
     if replay or replay_random:
         reason = "checks records, and a replay generates tokens: leave it out"
         allowed = ("replay", "replay_random", "rebuild", "as_json")
-        refuse_options(context, reason, besides=allowed)
+        refuse_options(context, reason, allowed=allowed)
         if replay and replay_random:
             raise ConfigError("--replay and --replay-random both name trajectories: give one")
         _replay(run_dir, replay, replay_random, rebuild=rebuild, as_json=as_json)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Overrides, path_word, refuse_options
+from agentevo.cli.arguments import Overrides, path_word, refuse_options, written_options
 from agentevo.cli.printing import print_note
 from agentevo.errors import ConfigError
 
@@ -130,27 +130,23 @@ def evaluate(
     of several models."""
     if rescore:
         reason = "is for playing, and --rescore does not play: leave it out"
-        refuse_options(context, reason, besides=("rescore", "out", "as_json"))
+        refuse_options(context, reason, allowed=("rescore", "out", "as_json"))
         _rescore(path_word(target), overrides or [], out, as_json)
         return
 
     if grade is not None:
         reason = "has no effect with --grade: leave it out"
-        refuse_options(context, reason, besides=("grade", "out", "attempts"))
+        refuse_options(context, reason, allowed=("grade", "out", "attempts"))
         _grade(grade, target, overrides or [], out, attempts)
         return
 
-    sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
-    sampling_options = {name: value for name, value in sampling.items() if value is not None}
-
-    options = (attempts, temperature, limit, out)
-    is_more = any((tasks, against, by, resume, retry_failed, as_json, sampling_options))
-    if not (is_more or any(option is not None for option in options)) and _is_plain(target):
+    if not (written_options(context).keys() - {"checkpoint"}) and _is_plain(target):
         _evaluate_plainly(target, overrides or [], checkpoint)
         return
 
     from agentevo.evaluation.evaluate import EvaluationRun
 
+    sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
     what = EvaluationRun(
         target=target,
         against=against or [],
@@ -161,7 +157,7 @@ def evaluate(
         attempts=1 if attempts is None else attempts,
         checkpoint=checkpoint,
         temperature=temperature,
-        sampling=sampling_options,
+        sampling={name: value for name, value in sampling.items() if value is not None},
         out=out,
         resume=resume or retry_failed,
         retry_failed=retry_failed,

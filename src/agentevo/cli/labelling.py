@@ -64,7 +64,7 @@ def annotate(
     --annotations` turns them into training data."""
     if agreement:
         reason = "is for labelling: leave it out with --agreement"
-        refuse_options(context, reason, besides=("agreement", "passed_from"))
+        refuse_options(context, reason, allowed=("agreement", "passed_from"))
         _print_agreement(run_dir, passed_from)
         return
 

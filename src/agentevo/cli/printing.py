@@ -15,7 +15,7 @@ _SENTENCE_END = re.compile(r"(?<=\.)\s")
 
 
 def print_note(line: str) -> None:
-    """Prints a line for the user on stderr, beside the command's results."""
+    """Prints a line for the user on stderr: stdout has only the results of the command."""
     print(line, file=sys.stderr, flush=True)
 
 

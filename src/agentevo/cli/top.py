@@ -149,9 +149,9 @@ class _Looks:
 
         views = [self._readers[key].view for key in sources]
         views.sort(key=lambda view: (view.state != "running", -(view.changed_at or 0.0), view.name))
-        alone = len(views) == 1  # its samplers may play while its trainer is stopped
+        is_only_run = len(views) == 1  # its samplers may play while its trainer is stopped
         queried_keys = {
-            view.key for view in views[:MOST_STORES] if alone or view.state == "running"
+            view.key for view in views[:MOST_STORES] if is_only_run or view.state == "running"
         }
         return [_line_of(view, ask=view.key in queried_keys) for view in views]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import RunDir, Wait, path_word, refuse_options
+from agentevo.cli.arguments import Overwrite, RunDir, Wait, path_word, refuse_options
 from agentevo.cli.attempt_ids import only_match
 from agentevo.cli.trajectory_export import export
 from agentevo.errors import ConfigError
@@ -82,9 +82,7 @@ def show(
             "folder.",
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="With --html: allow a folder that is not empty.")
-    ] = False,
+    overwrite: Overwrite = False,
     files: Annotated[
         Path | None,
         typer.Option(

@@ -152,7 +152,7 @@ def export(
     reason = f"has no effect with --{use}: leave it out"
     if use == "form":
         reason = "is for another content: add --sft, --pairs or --annotations"
-    refuse_options(context, reason, besides=(use, *OPTIONS[use], "overwrite", "wait"))
+    refuse_options(context, reason, allowed=(use, *OPTIONS[use], "overwrite", "wait"))
 
     if form not in FORMATS:
         raise UnknownNameError(f"--format {form}: there are {', '.join(FORMATS)}")
