@@ -225,6 +225,8 @@ def test_verls_parquet_there_and_back(tmp_path):
         (["prepare", "gsm8k", "FOLDER"], "needs --from SOURCE"),
         (["prepare", "gsm8k", "FOLDER", "trainer.steps=1"], "reads no recipe"),
         (["prepare", "coins", "FOLDER", "--from", "IN"], "leave out --from"),
+        (["prepare", "coins", "FOLDER", "trainer.stps=1"], "did you mean trainer.steps?"),
+        (["prepare", "coins", "IN"], "is a file"),
         (["prepare", "nq", "FOLDER"], "needs --from SOURCE"),
         (["prepare", "reasoning_gym/chain_sum", "FOLDER", "--from", "IN"], "leave out --from"),
         (["prepare", "gsm8k", "FOLDER", "--from", "IN"], "nothing was written: too few tasks"),

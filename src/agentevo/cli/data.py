@@ -18,8 +18,6 @@ from agentevo.errors import ConfigError
 data = typer.Typer(
     no_args_is_help=True, help="Make, convert and prepare tasks and conversations for training."
 )
-
-
 Out = Annotated[
     Path,
     typer.Argument(
@@ -271,18 +269,15 @@ def _prepare_demonstrations(
 ) -> None:
     from agentevo.config import load_config
     from agentevo.console import to_stderr
-    from agentevo.files import must_write
     from agentevo.orchestration.demonstrations import demonstration_rows
+    from agentevo.paths import check_new_folder
     from agentevo.task_making.files import DEMONSTRATIONS
 
     config = load_config(recipe, overrides)
     if config.environment is None:
         raise ConfigError(f"data prepare {recipe}: the recipe has no environment to play")
-    if num_episodes == 0:
-        raise ConfigError(f"data prepare {recipe}: --demonstrations 0 plays nothing: give more")
 
-    with must_write(folder, "give another FOLDER"):
-        folder.mkdir(parents=True, exist_ok=True)
+    check_new_folder(folder, "FOLDER")
     rows = list(demonstration_rows(config, num_episodes, to_stderr))
     if not rows:
         raise ConfigError(
@@ -290,6 +285,7 @@ def _prepare_demonstrations(
             "--demonstrations N"
         )
 
+    folder.mkdir(parents=True, exist_ok=True)
     out = folder / DEMONSTRATIONS
     _write_conversations(rows, out)
     print(f"{len(rows)} conversations written to {out}")

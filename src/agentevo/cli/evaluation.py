@@ -180,16 +180,14 @@ def _grade(
     from agentevo.task_making.files import check_new
     from agentevo.task_making.solvability import graded_folder
 
-    num_attempts = GRADING_ATTEMPTS if attempts is None else attempts
+    attempts = GRADING_ATTEMPTS if attempts is None else attempts
     if out is None:
         raise ConfigError("--grade needs --out FOLDER, a new folder for the graded tasks")
-    if not 2 <= num_attempts <= 1024:
-        raise ConfigError(f"--attempts {num_attempts}: --grade takes 2 to 1024 attempts per task")
+    if not 2 <= attempts <= 1024:
+        raise ConfigError(f"--attempts {attempts}: --grade takes 2 to 1024 attempts per task")
 
     check_new(out)
-    for line in graded_folder(
-        folder, target, out, overrides, attempts=num_attempts, note=print_note
-    ):
+    for line in graded_folder(folder, target, out, overrides, attempts=attempts, note=print_note):
         print(line)
 
 

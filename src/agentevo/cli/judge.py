@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from agentevo.evaluation.judge_data import KnownGroup
     from agentevo.rewards.judging import JudgeOptions
 
-
 Rows = Annotated[
     Path | None,
     typer.Option(

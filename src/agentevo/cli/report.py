@@ -67,17 +67,18 @@ def report(
     RUN_DIR/report.html with plots/; the run may still be under way."""
     from agentevo.runs.folder import is_sweep_folder
 
-    if plot is None:
-        refuse_options(context, "is for curves: add --plot FILE.png", ("metric", "x"))
-
-    is_compared = len(folders) > 1 or is_sweep_folder(folders[0])
-    if table or page is not None or (is_compared and plot is None):
-        _print_table(folders, page, each)
     if plot is not None:
+        refuse_options(context, "is for a table: leave it out with --plot", ("table", "page"))
         _plot(folders, plot, metric or (), x, each)
-    elif not (is_compared or table or page is not None):
-        refuse_options(context, "is for a table or curves: add --table or --plot", ("each",))
-        _write_report(folders[0])
+        return
+
+    refuse_options(context, "is for curves: add --plot FILE.png", ("metric", "x"))
+    if table or page is not None or len(folders) > 1 or is_sweep_folder(folders[0]):
+        _print_table(folders, page, each)
+        return
+
+    refuse_options(context, "is for a table or curves: add --table or --plot", ("each",))
+    _write_report(folders[0])
 
 
 def _print_table(folders: Sequence[Path], page: Path | None, each: bool) -> None:
