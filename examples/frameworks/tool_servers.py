@@ -39,7 +39,7 @@ OWN: dict[str, dict[str, Any]] = {
 @contextmanager
 def served(tool: str, *words: str) -> Iterator[str]:
     """The URL of a server of the tool, which ends with the block."""
-    command = [sys.executable, "-m", "agentevo", "mcp", "serve", tool, *words, "--http"]
+    command = [sys.executable, "-m", "agentevo", "tools", "serve", tool, *words, "--http"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -1,5 +1,5 @@
 """The three steps of RLHF, each as its command does it: supervised training, a reward model from
-comparisons (`agentevo rm`), and PPO against that reward model.
+comparisons (`agentevo sft --reward-model`), and PPO against that reward model.
 
     python examples/free_form/rlhf.py
 

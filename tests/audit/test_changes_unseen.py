@@ -247,9 +247,9 @@ def test_a_run_of_an_older_version_is_told_so_and_not_accused(run: Path, capsys:
 
 def test_an_export_that_was_changed_is_not_imported(run: Path, tmp_path: Path, capsys: Any) -> None:
     exported = tmp_path / "all.jsonl"
-    assert main(["store", "export", str(run), str(exported)]) == 0
+    assert main(["store", str(run), "export", str(exported)]) == 0
     text = exported.read_text()
     exported.write_text(text.replace('"reward":1.0', '"reward":1.5', 1))
     assert exported.read_text() != text
-    assert main(["store", "import", f"sqlite:///{tmp_path / 'copy.sqlite'}", str(exported)]) == 1
+    assert main(["store", f"sqlite:///{tmp_path / 'copy.sqlite'}", "import", str(exported)]) == 1
     assert "is not the one that was exported" in capsys.readouterr().err

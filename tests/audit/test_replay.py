@@ -459,13 +459,13 @@ def test_weights_that_are_gone_are_named_with_those_at_hand(
 
 def test_the_command(run, capsys, mixed, tmp_path):
     name = run.trajectories(split="train")[-1].id
-    assert main(["replay", str(run.dir), name]) == 0
+    assert main(["audit", str(run.dir), "--replay", name]) == 0
     assert capsys.readouterr().out.startswith(f"{name}: same (")
-    assert main(["replay", str(run.dir), "--all", "3", "--json"]) == 0
+    assert main(["audit", str(run.dir), "--replay-random", "3", "--json"]) == 0
 
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 3 and all(line["difference"] is None for line in lines)
-    assert main(["replay", str(run.dir)]) == 2
+    assert main(["audit", str(run.dir), "--rebuild"]) == 2
 
     trajectory, turn, position = victim(mixed)
     logprobs = [
@@ -480,7 +480,7 @@ def test_the_command(run, capsys, mixed, tmp_path):
     (tmp_path / "copy" / "checkpoints").symlink_to(mixed.run_dir / "checkpoints")
     capsys.readouterr()
 
-    assert main(["replay", str(tmp_path / "copy"), trajectory.id]) == 1
+    assert main(["audit", str(tmp_path / "copy"), "--replay", trajectory.id]) == 1
     assert "DIFFERS" in capsys.readouterr().out
 
 

@@ -55,11 +55,11 @@ from agentevo.errors import AgentEvoError, ConfigError
         (["eval", "nothing-like-it"], "is called 'nothing-like-it': give a recipe (coins, "),
         (["eval", "smollm2-135m-instuct"], "did you mean 'smollm2-135m-instruct'?"),
         (["eval", "tiny"], "a model alone has no tasks: give --tasks FILE"),
-        (["score", "nothing-like-it"], "there is no such folder: give a folder that"),
+        (["eval", "nothing-like-it", "--rescore"], "there is no such folder: give a folder that"),
         (["doctor", "small.yaml", "trainer.stps=1"], "override: trainer.stps: unknown key"),
-        (["config", "show", "small.yaml", "trainer.stps=1"], "override: trainer.stps: unknown key"),
+        (["config", "small.yaml", "trainer.stps=1"], "override: trainer.stps: unknown key"),
         (
-            ["config", "explain", "trainer.stps"],
+            ["config", "trainer.stps"],
             "trainer.stps: unknown key; did you mean trainer.steps?",
         ),
         (["report", "runs/nix"], "runs/nix: is not the folder of a run"),
@@ -107,12 +107,53 @@ def test_one_line_exit_code_2_and_nothing_created(agentevo, words, expected):
         (["train", "\udcff.yaml"], "is not UTF-8"),
         (["report", "x" * 300], "a name of 300 bytes"),
         (["serve", "small.yaml", "--port", "99999"], "less than or equal to 65535"),
-        (["store", "stats", "postgresql://127.0.0.1:99999/x"], "a port is 1 to 65535"),
-        (["store", "stats", "postgresql://h:port/x"], "is not the URL of a database"),
+        (["store", "postgresql://127.0.0.1:99999/x", "stats"], "a port is 1 to 65535"),
+        (["store", "postgresql://h:port/x", "stats"], "is not the URL of a database"),
     ],
     ids=lambda value: str(value)[:60].encode("ascii", "replace").decode().replace("\0", "NUL"),
 )
 def test_what_no_machine_could_take_is_refused_alike(agentevo, words, expected):
+    code, out, err = agentevo(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert expected in err
+    assert [path.name for path in Path().iterdir()] == ["small.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["eval", "out", "--rescore", "--limit", "3"], "--limit is for playing"),
+        (["eval", "small.yaml", "--grade", "made", "--limit", "3"], "--limit has no effect"),
+        (["eval", "small.yaml", "--grade", "made"], "--grade needs --out FOLDER"),
+        (["chat", "tiny", "--answer", "4"], "add --task"),
+        (["chat", "tiny", "--task", "2 + 2?", "--system", "Add."], "agent.system_prompt"),
+        (["chat", "tiny", "--task", "2 + 2?", "--step", "3"], "is not the folder of a run"),
+        (["config", "trainer.steps", "--changed"], "--changed is for a recipe"),
+        (["config", "trainer.steps", "trainer.steps=1"], "changes are for a recipe"),
+        (["config", "small.yaml", "--recipe", "small.yaml"], "--recipe is for a key"),
+        (["sft", "small.yaml", "--reward-model", "--resume"], "from the start"),
+        (["audit", "run", "--rebuild"], "--rebuild is for a replay"),
+        (["audit", "run", "--replay", "a", "--dropped"], "--dropped checks records"),
+        (["annotate", "run", "--agreement", "--pairs"], "--pairs is for labelling"),
+        (["annotate", "run", "--passed-from", "1"], "--passed-from is for --agreement"),
+        (["trajectories", "show", "run", "--step", "3"], "--step is for HTML pages"),
+        (["trajectories", "show", "run", "--html", "--best"], "--best chooses one attempt"),
+        (["trajectories", "export", "run", "o.jsonl", "--held-out"], "or --annotations"),
+        (["store", "run", "tidy"], "store tidy: there are stats, migrate"),
+        (["store", "run", "gc", "x.jsonl"], "leave out x.jsonl"),
+        (["store", "run", "export"], "name the file"),
+        (["store", "run", "stats", "--dropped"], "--dropped is for gc"),
+        (["top", "--attempt", "a"], "give one folder of a run"),
+        (["sandbox", "a.py", "--host", "0.0.0.0"], "--host is for a server"),
+        (["data", "make", "--out", "o", "--worlds", "2", "notes.md"], "--worlds is for tool"),
+        (["data", "make", "--out", "o", "--per-passage", "2", "npx"], "--per-passage is for doc"),
+        (["tools", "inspect", "--prompt", "p", "small.yaml"], "--prompt is for a server"),
+        (["tools", "inspect", "--dry-run", "small.yaml"], "add --test"),
+        (["pipeline", ".", "--resume"], ". is a folder, whose progress is shown"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_option_of_another_use_of_the_command_is_refused(agentevo, words, expected):
     code, out, err = agentevo(*words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert expected in err
@@ -179,7 +220,7 @@ def test_main_is_the_boundary(monkeypatch, capsys, error, code, expected):
         raise error
 
     monkeypatch.setattr("agentevo.config.load_config", fail)
-    assert main(["config", "show", "small.yaml"]) == code
+    assert main(["config", "small.yaml"]) == code
     assert capsys.readouterr().err == expected
 
 
@@ -189,7 +230,7 @@ def test_a_defect_is_not_dressed_up(monkeypatch):
 
     monkeypatch.setattr("agentevo.config.load_config", fail)
     with pytest.raises(ZeroDivisionError):
-        main(["config", "show", "small.yaml"])
+        main(["config", "small.yaml"])
 
 
 @package.question_family("test_refused_sums")

@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 import agentevo as package
+from agentevo.cli.main import app
 from agentevo.config import build_config, to_yaml
 from agentevo.listings import LISTS
 from agentevo.store import open_store
@@ -28,9 +30,10 @@ def test_help_names_every_command(agentevo):
         for name in [
             "train",
             "eval",
-            "score",
-            "merge",
             "report",
+            "audit",
+            "store",
+            "sandbox",
             "doctor",
             "list",
             "models",
@@ -38,6 +41,17 @@ def test_help_names_every_command(agentevo):
             "trajectories",
         ]
     )
+
+
+def test_a_newcomer_can_read_the_whole_list(agentevo):
+    def count(command):
+        if command.hidden:
+            return 0
+        return sum(map(count, getattr(command, "commands", {}).values())) or 1
+
+    first = re.search(r"Start here:\n((?:  .*\n)+)", agentevo("--help").out)
+    assert re.findall(r"^  (\w+)", first[1], re.M) == ["train", "eval", "serve", "ui", "list"]
+    assert count(typer.main.get_command(app)) <= 36
 
 
 @pytest.mark.parametrize("command", ["train", "learn"])
@@ -48,7 +62,7 @@ def test_a_dry_run_prints_the_resolved_config_and_creates_nothing(command, agent
     assert tree["trainer"]["steps"] == 3
     assert tree["run"]["name"] == "small"
     assert [path.name for path in Path().iterdir()] == ["small.yaml"]
-    assert agentevo("config", "show", "small.yaml", "trainer.steps=3").out == out
+    assert agentevo("config", "small.yaml", "trainer.steps=3").out == out
 
 
 def test_another_preset_than_the_recipes_is_warned_of_on_stderr(agentevo):
@@ -57,32 +71,29 @@ def test_another_preset_than_the_recipes_is_warned_of_on_stderr(agentevo):
     assert (code, yaml.safe_load(out)["algorithm"]["clip_high"]) == (0, 0.28)
     assert "warning:   algorithm.clip_high=0.28" in err
     assert "add: algorithm.clip_high=0.0004" in err
-    assert agentevo("config", "show", *words).err == err
-    assert agentevo("config", "show", "frozen_lake").err == ""
+    assert agentevo("config", *words).err == err
+    assert agentevo("config", "frozen_lake").err == ""
 
 
 def test_explain_says_meaning_type_default_and_unit(agentevo):
-    out = agentevo("config", "explain", "sampling.max_new_tokens").out
+    out = agentevo("config", "sampling.max_new_tokens").out
     assert re.search(r"^sampling\.max_new_tokens\n  Maximum length", out)
     assert "type     whole number, at least 1\n  default  64\n  unit     tokens" in out
 
 
 def test_show_changed_prints_what_is_set_alone(agentevo):
-    out = agentevo("config", "show", "small.yaml", "trainer.steps=3", "--changed").out
+    out = agentevo("config", "small.yaml", "trainer.steps=3", "--changed").out
     assert yaml.safe_load(out)["trainer"] == {"steps": 3}
     assert "store" not in yaml.safe_load(out)
 
 
 def test_explain_lists_a_section_and_all_sections(agentevo):
-    assert (
-        "\n  trainer.group_size\n      Attempts per task"
-        in agentevo("config", "explain", "trainer").out
-    )
+    assert "\n  trainer.group_size\n      Attempts per task" in agentevo("config", "trainer").out
     assert re.search(
         r"environment\.max_actions \(.*frozen_lake.*\)\n",
-        agentevo("config", "explain", "environment").out,
+        agentevo("config", "environment").out,
     )
-    overview = agentevo("config", "explain").out
+    overview = agentevo("config").out
     assert re.search(r"^trainer +\w", overview, re.MULTILINE)
     assert len(re.findall(r"^  \w+\.[\w.]+  ", overview, re.MULTILINE)) == 15
 
@@ -119,14 +130,14 @@ def test_a_list_has_what_a_recipe_imports(agentevo, tmp_path):
 
 
 def test_the_entries_of_agent_tools_are_explained(agentevo):
-    code, out, _ = agentevo("config", "explain", "agent.tools")
+    code, out, _ = agentevo("config", "agent.tools")
     assert code == 0 and "Section" not in out
     assert "agent.tools.mcp\n      type: mcp. One MCP server" in out
 
-    out = agentevo("config", "explain", "agent.tools.start_timeout_s").out
+    out = agentevo("config", "agent.tools.start_timeout_s").out
     assert out.startswith("agent.tools.start_timeout_s (with type: mcp, mcp_file)\n")
     assert "\n\nagent.tools.start_timeout_s (with type: mcp_manager)\n" in out
-    code, _, err = agentevo("config", "explain", "agent.tools.mcp.comand")
+    code, _, err = agentevo("config", "agent.tools.mcp.comand")
     assert code == 2 and "did you mean agent.tools.mcp.command?" in err
 
 
@@ -144,10 +155,6 @@ def test_list_alone_says_what_can_be_listed(agentevo):
         assert len(meaning) > 20
         assert kind in help_text
         assert agentevo("list", kind).code == 0
-
-
-def test_the_known_models_are_listed_in_two_places_alike(agentevo):
-    assert agentevo("models", "list") == agentevo("list", "models")
 
 
 def trajectory(number: int, reward: float, *, status: str = "completed") -> Trajectory:
@@ -250,14 +257,13 @@ def test_export_writes_one_trajectory_a_line(agentevo, run_dir, name):
 def test_export_replaces_a_file_only_where_that_is_asked_for(agentevo, run_dir):
     Path("mine.jsonl").write_text("precious\n")
     of_run = ["trajectories", "export", str(run_dir)]
-    of_store = ["store", "export", str(run_dir)]
-    of_people = ["annotations", "export", str(run_dir)]
+    of_store = ["store", str(run_dir), "export"]
     for words in (
         of_run,
         [*of_run, "--sft"],
         [*of_run, "--pairs"],
+        [*of_run, "--annotations", "sft"],
         of_store,
-        of_people,
     ):
         code, _, err = agentevo(*words[:3], "mine.jsonl", *words[3:])
         assert (code, err) == (
@@ -329,11 +335,11 @@ def test_the_options_of_ones_own_classes_are_explained(agentevo):
         ("environment.num_lamps", "Lamps in the room.", "environment.type=explained_lamp"),
         ("rewards.loudness", "How loudly it praises.", "rewards.name=explained_praise"),
     ):
-        code, out, err = agentevo("config", "explain", key, "--recipe", "lamp_of_mine.yaml")
+        code, out, err = agentevo("config", key, "--recipe", "lamp_of_mine.yaml")
         assert (code, err) == (0, "")
         assert out.startswith(f"{key} (with {chooser})\n  {meaning}\n")
 
-    code, _, err = agentevo("config", "explain", "environment", "--recipe", "nowhere.yaml")
+    code, _, err = agentevo("config", "environment", "--recipe", "nowhere.yaml")
     assert code == 2 and "recipe nowhere.yaml: no such file" in err
 
 

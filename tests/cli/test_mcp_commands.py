@@ -1,4 +1,4 @@
-"""`agentevo mcp inspect` lists and calls a server's tools."""
+"""`agentevo tools inspect` lists and calls a server's tools."""
 
 import json
 import sys
@@ -41,26 +41,26 @@ def test_urls_and_paths_are_not_split(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_tools_are_listed_with_their_parameters(agentevo):
-    code, out, _ = agentevo("mcp", "inspect", *SERVER)
+    code, out, _ = agentevo("tools", "inspect", *SERVER)
     assert code == 0
     assert out.splitlines()[0].startswith("add(number: integer)  Adds a number to the count.")
-    code, out, _ = agentevo("mcp", "inspect", "--schemas", *SERVER)
+    code, out, _ = agentevo("tools", "inspect", "--schemas", *SERVER)
     assert json.loads(out.splitlines()[0])["function"]["name"] == "add"
 
 
 @pytest.mark.slow
 def test_a_tool_is_called_by_hand(agentevo):
     code, out, _ = agentevo(
-        "mcp", "inspect", "--call", "add", "--arguments", '{"number": 3}', *SERVER
+        "tools", "inspect", "--call", "add", "--arguments", '{"number": 3}', *SERVER
     )
     assert (code, out) == (0, "3\n")
-    code, out, _ = agentevo("mcp", "inspect", "--call", "refuse", *SERVER)
+    code, out, _ = agentevo("tools", "inspect", "--call", "refuse", *SERVER)
     assert code == 1 and out.startswith("Error: ")
 
 
 @pytest.mark.slow
 def test_prompts_and_resources_are_listed_and_read(agentevo):
-    out = agentevo("mcp", "inspect", *SERVER).out.splitlines()
+    out = agentevo("tools", "inspect", *SERVER).out.splitlines()
     assert [line for line in out if line.startswith(("prompt ", "resource "))] == [
         "prompt rules(tone, length?)  How to count.",
         "resource count://now  The count.",
@@ -68,21 +68,21 @@ def test_prompts_and_resources_are_listed_and_read(agentevo):
     ]
 
     shown = agentevo(
-        "mcp", "inspect", "--prompt", "rules", "--arguments", '{"tone": "low"}', *SERVER
+        "tools", "inspect", "--prompt", "rules", "--arguments", '{"tone": "low"}', *SERVER
     ).out
     assert shown == "Count in a low voice, and be short.\n"
-    assert agentevo("mcp", "inspect", "--resource", "count://7/half", *SERVER).out == "3.5\n"
+    assert agentevo("tools", "inspect", "--resource", "count://7/half", *SERVER).out == "3.5\n"
 
-    code, out, _ = agentevo("mcp", "inspect", "--resource", "count://nowhere", *SERVER)
+    code, out, _ = agentevo("tools", "inspect", "--resource", "count://nowhere", *SERVER)
     assert code == 1 and out.startswith("Error: ")
 
-    code, _, err = agentevo("mcp", "inspect", "--prompt", "rule", *SERVER)
+    code, _, err = agentevo("tools", "inspect", "--prompt", "rule", *SERVER)
     assert code == 1 and "it has rules(tone, length?)" in err
     for words in (["--call", "add", "--prompt", "rules"], ["--prompt", "x", "--arguments", "[]"]):
-        assert agentevo("mcp", "inspect", *words, *SERVER).code == 2
+        assert agentevo("tools", "inspect", *words, *SERVER).code == 2
 
     url = "http://127.0.0.1:9/mcpapi"
-    code, _, err = agentevo("mcp", "inspect", "--prompt", "x", url)
+    code, _, err = agentevo("tools", "inspect", "--prompt", "x", url)
     assert code == 2 and "no prompts" in err
 
 
@@ -102,13 +102,13 @@ class Account:
 def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
     (tmp_path / "account.py").write_text(NEEDS_A_TASK)
     source = Path(__file__).parents[2] / "src"
-    words = ["env", f"PYTHONPATH={source}", sys.executable, "-m", "agentevo", "mcp", "serve"]
+    words = ["env", f"PYTHONPATH={source}", sys.executable, "-m", "agentevo", "tools", "serve"]
     server = [*words, "account", "--import", str(tmp_path / "account.py")]
-    code, _, err = agentevo("mcp", "inspect", *server)
+    code, _, err = agentevo("tools", "inspect", *server)
     assert code != 0 and "KeyError" in err and "there is no task" in err and "--task JSON" in err
 
     told = ["--task", '{"metadata": {"goal": 90}}', "--call", "ask"]
-    assert agentevo("mcp", "inspect", *told, *server) == (0, "90.0\n", "")
+    assert agentevo("tools", "inspect", *told, *server) == (0, "90.0\n", "")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
     ],
 )
 def test_what_is_no_server_is_refused(words, problem, agentevo):
-    code, _, err = agentevo("mcp", "inspect", *words)
+    code, _, err = agentevo("tools", "inspect", *words)
     assert code == 2 and problem in err
 
 
@@ -140,16 +140,16 @@ def test_what_is_no_server_is_refused(words, problem, agentevo):
     ],
 )
 def test_tools_that_could_not_be_made_are_not_served(words, problem, agentevo):
-    code, out, err = agentevo("mcp", "serve", *words)
+    code, out, err = agentevo("tools", "serve", *words)
     assert (code, out) == (2, "") and problem in err and "serving" not in err
 
 
 def test_control_characters_are_shown_and_not_sent_to_the_terminal(agentevo):
     odd = [sys.executable, str(Path(__file__).parents[1] / "support" / "odd_mcp_server.py")]
-    words = ["mcp", "inspect", "--call", "give", "--arguments", '{"what": "controls"}', *odd]
+    words = ["tools", "inspect", "--call", "give", "--arguments", '{"what": "controls"}', *odd]
     shown = "\\u001b[2Jred\\u0007\\u000d\\u202e\\u009b1m\ttab\n诗\n"
     assert agentevo(*words) == (0, shown, "")
-    assert "Clears \\u001b[2J it." in agentevo("mcp", "inspect", *odd).out
+    assert "Clears \\u001b[2J it." in agentevo("tools", "inspect", *odd).out
 
 
 def test_tools_test_shows_control_characters(agentevo, tmp_path):
@@ -159,5 +159,5 @@ def test_tools_test_shows_control_characters(agentevo, tmp_path):
         json.dumps({"mcpServers": {"s": {"command": sys.executable, "args": [server]}}})
     )
     call = ["--call", "give", "--arguments", '{"what": "controls"}']
-    out = agentevo("tools", "test", str(path), *call).out
+    out = agentevo("tools", "inspect", "--test", *call, str(path)).out
     assert "\x1b" not in out and "    \\u001b[2Jred\\u0007\\u000d\\u202e" in out

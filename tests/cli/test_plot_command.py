@@ -1,4 +1,5 @@
-"""`agentevo plot`: several runs in one picture, the seeds of a setting as one line with a band."""
+"""`agentevo report --plot`: several runs in one picture, the seeds of a setting as one line with a
+band."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_seeds_are_one_line_with_a_band_and_settings_are_lines(agentevo, drawn):
     run("a1", {1: 0.0, 2: 0.5, 3: None}, seed=1)
     run("a2", {1: 0.5, 2: 1.0, 3: 1.0}, seed=2)
     run("b", {1: 0.25}, seed=1, lr=1e-4)
-    told = agentevo("plot", "a1", "a2", "b", "a1", "--out", "runs.png")
+    told = agentevo("report", "a1", "a2", "b", "a1", "--plot", "runs.png")
     assert told == (0, "3 runs, 2 lines, 2 metrics: runs.png\n", "")
     titles = [chart.title for chart in drawn]
     assert titles == ["Held-out success, greedy: coins", "Success in training"]
@@ -84,7 +85,8 @@ def test_each_run_over_time_and_one_metric(agentevo, drawn):
     run("sweep/y", {1: 0.0, 721: 1.0}, seed=2)
     (sweep / "sweep.yaml").write_text("variants: {}\n")
 
-    words = ["plot", "sweep", "--each", "--x", "time", "--metric", "train/success"]
+    words = ["report", "sweep", "--each", "--x", "time", "--metric", "train/success"]
+    words += ["--plot", "runs.png"]
     assert agentevo(*words).code == 0
     assert [line.name for line in drawn[0].lines] == ["sweep/x", "sweep/y"]
     assert drawn[0].name_of_x == "hours"
@@ -104,17 +106,20 @@ def test_what_can_not_be_drawn_is_refused_and_writes_nothing(agentevo):
     for words, expected in (
         (["a", "--metric", "train/sucess"], "did you mean train/success"),
         (["a", "--x", "hours"], "there are step, tokens, time"),
-        (["a", "--out", "p.jpg"], "must end in .png"),
-        (["a", "--out", "nowhere/p.png"], "its folder does not exist"),
+        (["a", "--plot", "p.jpg"], "must end in .png"),
+        (["a", "--plot", "nowhere/p.png"], "its folder does not exist"),
         (["a", "nix"], "nix: is not the folder of a run"),
         (["a", "empty"], "empty: the run has no numbers yet"),
         (["a", *["--metric", "train/success"] * 13], "a picture has 1 to 12"),
     ):
-        code, out, err = agentevo("plot", *words)
+        code, out, err = agentevo("report", "--plot", "p.png", *words)
         assert (code, out) == (2, ""), words
         assert expected in err
 
     assert not list(Path().glob("*.png"))
+    for words, option in ((["a", "--x", "time"], "--x"), (["a", "--each"], "--each")):
+        code, _, err = agentevo("report", *words)
+        assert code == 2 and f"{option} is for" in err
 
 
 def test_names_are_no_formulas_and_every_line_can_be_told_apart(tmp_path: Path) -> None:

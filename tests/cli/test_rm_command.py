@@ -1,4 +1,4 @@
-"""`agentevo rm`: what it refuses, what it leaves behind, and one small run."""
+"""`agentevo sft --reward-model`: what it refuses, what it leaves behind, and one small run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pairs():
 )
 def test_bad_words_create_nothing(words, message, pairs, agentevo):
     before = sorted(Path().rglob("*"))
-    code, _, err = agentevo("rm", "rewards.yaml", *words)
+    code, _, err = agentevo("sft", "rewards.yaml", "--reward-model", *words)
     assert code == 2 and message in err and "Traceback" not in err
     assert sorted(Path().rglob("*")) == before
 
@@ -57,22 +57,22 @@ def test_adapters_are_refused(pairs, agentevo):
     Path("rewards.yaml").write_text(
         "model: {name: a/b, lora: {rank: 4}}\nrm: {pairs: pairs.jsonl}\n"
     )
-    code, _, err = agentevo("rm", "rewards.yaml")
+    code, _, err = agentevo("sft", "rewards.yaml", "--reward-model")
     assert code == 2 and "model.lora: a reward model does not support adapters" in err
 
 
 def test_a_torn_line_is_named_before_anything_is_created(pairs, agentevo):
     pairs.write_text(pairs.read_text() + '{"prompt": [')
-    code, _, err = agentevo("rm", "rewards.yaml")
+    code, _, err = agentevo("sft", "rewards.yaml", "--reward-model")
     assert code == 2 and "pairs.jsonl:37: is not JSON" in err
     assert not Path("runs").exists()
 
 
 def test_a_run_makes_a_model_and_is_not_written_over(pairs, agentevo):
-    code, out, _ = agentevo("rm", "rewards.yaml", "--dry-run")
+    code, out, _ = agentevo("sft", "rewards.yaml", "--reward-model", "--dry-run")
     assert code == 0 and yaml.safe_load(out)["rm"]["epochs"] == 6 and not Path("runs").exists()
 
-    code, out, err = agentevo("rm", "rewards.yaml")
+    code, out, err = agentevo("sft", "rewards.yaml", "--reward-model")
     assert code == 0, err
     assert "runs/rewards/model: held-out accuracy" in out
 
@@ -94,7 +94,7 @@ def test_a_run_makes_a_model_and_is_not_written_over(pairs, agentevo):
     assert held_out[0][0] == 0
     assert held_out[-1] == (24, result["rm/eval/accuracy"])
 
-    code, _, err = agentevo("rm", "rewards.yaml")
+    code, _, err = agentevo("sft", "rewards.yaml", "--reward-model")
     assert code == 2 and "holds a run already" in err
 
     code, _, err = agentevo("train", "coins", "run.dir=runs/rewards", "--resume")
@@ -109,6 +109,6 @@ def test_a_run_that_fails_leaves_nothing(pairs, agentevo, monkeypatch):
         raise TrainingError("the loss is not finite")
 
     monkeypatch.setattr(RewardTrainer, "step", fails)
-    code, _, err = agentevo("rm", "rewards.yaml")
+    code, _, err = agentevo("sft", "rewards.yaml", "--reward-model")
     assert code == 1 and "the loss is not finite" in err
     assert not Path("runs").exists()

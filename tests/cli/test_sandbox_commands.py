@@ -1,4 +1,4 @@
-"""`agentevo sandbox try` runs a file and says what became of it."""
+"""`agentevo sandbox` runs a file and says what became of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentevo.sandbox import sandbox as contract
 
 def test_a_file_is_run(agentevo: Callable[..., object]) -> None:
     Path("good.py").write_text("print('hi')\n6 * 7")
-    code, out, err = agentevo("sandbox", "try", "good.py", "type=none")  # type: ignore[misc]
+    code, out, err = agentevo("sandbox", "good.py", "type=none")  # type: ignore[misc]
     assert (code, out) == (0, "hi\n")
     assert "value: 42" in err
 
@@ -25,7 +25,7 @@ def test_what_the_terminal_can_not_show_is_escaped(
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2))
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setattr("sys.stderr", err)
-    code, *_ = agentevo("sandbox", "try", "euro.py", "type=none")  # type: ignore[misc]
+    code, *_ = agentevo("sandbox", "euro.py", "type=none")  # type: ignore[misc]
     assert (code, out.buffer.getvalue()) == (0, b"\\u20ac\n")  # type: ignore[attr-defined]
     assert b"value: '\\u20ac'" in err.buffer.getvalue()  # type: ignore[attr-defined]
 
@@ -34,7 +34,7 @@ def test_code_that_fails_is_exit_code_1(
     agentevo: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("open('f', 'w').write('1')\n1 / 0"))
-    code, out, err = agentevo("sandbox", "try", "-", "type=none")  # type: ignore[misc]
+    code, out, err = agentevo("sandbox", "-", "type=none")  # type: ignore[misc]
     assert (code, out) == (1, "")
     assert "ZeroDivisionError: division by zero" in err
     assert "files: f" in err
@@ -60,7 +60,7 @@ def test_code_that_fails_is_exit_code_1(
 def test_what_can_not_be_run_is_exit_code_2(
     agentevo: Callable[..., object], words: list[str], says: str
 ) -> None:
-    code, out, err = agentevo("sandbox", "try", *words)  # type: ignore[misc]
+    code, out, err = agentevo("sandbox", *words)  # type: ignore[misc]
     assert (code, out) == (2, "")
     assert says in err
 

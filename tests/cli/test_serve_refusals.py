@@ -1,4 +1,4 @@
-"""`agentevo mcp serve` refuses what it can't serve before it listens."""
+"""`agentevo tools serve` refuses what it can't serve before it listens."""
 
 import pytest
 
@@ -22,11 +22,11 @@ pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
 )
 def test_what_can_not_be_served_is_refused(words, problem, agentevo, monkeypatch):
     monkeypatch.setenv("KEY", "sesame")
-    code, out, err = agentevo("mcp", "serve", *words)
+    code, out, err = agentevo("tools", "serve", *words)
     assert (code, out) == (2, "") and problem in err
 
 
 def test_a_task_that_is_none_is_refused(agentevo, monkeypatch):
     monkeypatch.setenv("AGENTEVO_TASK", "{")
-    code, _, err = agentevo("mcp", "serve", "calculator")
+    code, _, err = agentevo("tools", "serve", "calculator")
     assert code == 2 and "AGENTEVO_TASK" in err

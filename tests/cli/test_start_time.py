@@ -57,7 +57,7 @@ def test_start_takes_under_half_a_second(words):
     "code",
     [
         "import agentevo.api",
-        "from agentevo.cli.main import main; main(['config', 'explain', 'trainer.steps'])",
+        "from agentevo.cli.main import main; main(['config', 'trainer.steps'])",
         *slow("import agentevo", "import agentevo.cli.main", "import agentevo.config"),
     ],
 )
@@ -78,5 +78,5 @@ def test_a_command_that_is_made_alone_leaves_the_others_as_they_were(capsys):
     assert "explain" in alone and "quickstart" not in alone
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
-    assert all(f"\n  {name} " in listed for name in ("train", "mcp-rl", "config", "eval", "launch"))
+    assert all(f"\n  {name} " in listed for name in ("train", "evolve", "config", "eval", "launch"))
     assert main(["confi"]) == 2

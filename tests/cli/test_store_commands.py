@@ -1,4 +1,4 @@
-"""`agentevo store stats|gc|retry|export|import` on a URL and on the folder of a run."""
+"""`agentevo store` on a URL and on the folder of a run."""
 
 import asyncio
 from pathlib import Path
@@ -31,7 +31,7 @@ def fill(url: str) -> None:
 
 def test_a_store_is_counted_moved_and_tidied_up(agentevo):
     fill("sqlite:///one.sqlite")
-    counted = agentevo("store", "stats", "sqlite:///one.sqlite")
+    counted = agentevo("store", "sqlite:///one.sqlite", "stats")
     assert counted.code == 0
     assert [line.split() for line in counted.out.splitlines()][:-1] == [
         ["tasks/queued", "1"],
@@ -43,19 +43,19 @@ def test_a_store_is_counted_moved_and_tidied_up(agentevo):
     ]
     assert counted.out.splitlines()[-1].startswith("size") and counted.out.endswith(" MB\n")
     assert (
-        agentevo("store", "export", "sqlite:///one.sqlite", "all.jsonl.gz").out
+        agentevo("store", "sqlite:///one.sqlite", "export", "all.jsonl.gz").out
         == "5 rows written to all.jsonl.gz\n"
     )
     assert (
-        agentevo("store", "import", "sqlite:///two.sqlite", "all.jsonl.gz").out
+        agentevo("store", "sqlite:///two.sqlite", "import", "all.jsonl.gz").out
         == "5 new rows in sqlite:///two.sqlite\n"
     )
 
-    agentevo("store", "export", "sqlite:///two.sqlite", "again.jsonl.gz")
+    agentevo("store", "sqlite:///two.sqlite", "export", "again.jsonl.gz")
     assert Path("again.jsonl.gz").read_bytes() == Path("all.jsonl.gz").read_bytes()
-    assert agentevo("store", "retry", "sqlite:///two.sqlite").out == "0 tasks queued again\n"
+    assert agentevo("store", "sqlite:///two.sqlite", "retry").out == "0 tasks queued again\n"
 
-    tidied = agentevo("store", "gc", "sqlite:///two.sqlite", "--dropped")
+    tidied = agentevo("store", "sqlite:///two.sqlite", "gc", "--dropped")
     assert tidied.code == 0 and "dropped trajectories emptied  1\n" in tidied.out
 
 
@@ -63,14 +63,14 @@ def test_the_folder_of_a_run_stands_for_its_store(agentevo):
     Path("run").mkdir()
     Path("run/config.yaml").write_text("environment: {type: coins}\n")
     fill("sqlite:///run/store.sqlite")
-    assert "trajectories/train/ready" in agentevo("store", "stats", "run").out
+    assert "trajectories/train/ready" in agentevo("store", "run", "stats").out
 
 
 def test_wrong_words_are_refused(agentevo):
-    assert "no store at" in agentevo("store", "stats", "sqlite:///missing.sqlite").err
-    assert "did you mean 'postgresql'" in agentevo("store", "stats", "postgres://x/y").err
-    assert "is not the folder of a run" in agentevo("store", "gc", "missing").err
-    missing = agentevo("store", "import", "sqlite:///new.sqlite", "missing.jsonl")
+    assert "no store at" in agentevo("store", "sqlite:///missing.sqlite", "stats").err
+    assert "did you mean 'postgresql'" in agentevo("store", "postgres://x/y", "stats").err
+    assert "is not the folder of a run" in agentevo("store", "missing", "gc").err
+    missing = agentevo("store", "sqlite:///new.sqlite", "import", "missing.jsonl")
     assert (missing.code, Path("new.sqlite").exists()) == (
         2,
         False,
@@ -79,7 +79,7 @@ def test_wrong_words_are_refused(agentevo):
 
 @pytest.mark.parametrize("wait", ["1e35", "nan", "inf", "-1", "soon"])
 def test_nobody_waits_longer_than_a_day(agentevo, wait):
-    code, _, err = agentevo("store", "stats", "http://127.0.0.1:1", f"--wait={wait}")
+    code, _, err = agentevo("store", "http://127.0.0.1:1", "stats", f"--wait={wait}")
     assert code == 2
     assert f"'{wait}': give seconds, from 0 to 86,400" in err
 
@@ -87,6 +87,6 @@ def test_nobody_waits_longer_than_a_day(agentevo, wait):
 @pytest.mark.parametrize("content", ["garbage", '{"id": "a"}', '{"kind": "thing"}', "\x00"])
 def test_importing_what_is_no_export_makes_no_store(agentevo, content):
     Path("in.jsonl").write_text(content + "\n")
-    refused = agentevo("store", "import", "sqlite:///new.sqlite", "in.jsonl")
-    assert refused.code == 2 and "line 1 is not a line of `agentevo store export`" in refused.err
+    refused = agentevo("store", "sqlite:///new.sqlite", "import", "in.jsonl")
+    assert refused.code == 2 and "line 1 is not a line of a store's export" in refused.err
     assert not Path("new.sqlite").exists()

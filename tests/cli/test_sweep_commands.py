@@ -29,11 +29,8 @@ def test_a_dry_run_lists_the_members_and_creates_nothing(agentevo):
 
 
 def test_sweeps_are_explained_and_listed(agentevo):
-    assert (
-        "\n  sweep.seeds\n      Each variant runs once"
-        in agentevo("config", "explain", "sweep").out
-    )
-    assert "\nsweep " in agentevo("config", "explain").out
+    assert "\n  sweep.seeds\n      Each variant runs once" in agentevo("config", "sweep").out
+    assert "\nsweep " in agentevo("config").out
     zoo = next(
         line for line in agentevo("list", "recipes").out.splitlines() if line.startswith("zoo ")
     )
@@ -52,11 +49,11 @@ def test_sweeps_are_explained_and_listed(agentevo):
         (["train", "many.yaml", "--resume"], "there is no sweep to resume"),
         (["eval", "many.yaml"], "add sweep=null to run the recipe without its variants"),
         (["doctor", "many.yaml"], "add sweep=null"),
-        (["config", "show", "many.yaml"], "add sweep=null"),
-        (["config", "explain", "sweep.seed"], "did you mean sweep.seeds?"),
-        (["table", "runs/nix"], "runs/nix: is not the folder of a run"),
+        (["config", "many.yaml"], "add sweep=null"),
+        (["config", "sweep.seed"], "did you mean sweep.seeds?"),
+        (["report", "runs/nix", "--table"], "runs/nix: is not the folder of a run"),
         (
-            ["table", "runs/nix", "--out", "nowhere/README.md"],
+            ["report", "runs/nix", "--page", "nowhere/README.md"],
             "nowhere/README.md: its folder does not exist",
         ),
     ],

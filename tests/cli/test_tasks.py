@@ -1,4 +1,4 @@
-"""`agentevo tasks`: a folder that appears whole, and words that are refused before a call."""
+"""`agentevo data make`: a folder that appears whole, and words that are refused before a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def recipe(tmp_path):
 @pytest.mark.slow
 def test_a_folder_of_tasks_is_made_whole_and_made_again_nowhere(tmp_path, recipe, capsys):
     out = tmp_path / "hotel"
-    words = ["tasks", "make", "--out", str(out), "--train", "12", "--held-out", "4"]
+    words = ["data", "make", "--out", str(out), "--train", "12", "--held-out", "4"]
     more = ["--worlds", "8", "--demonstrations", "5", "--language", "de", recipe]
     assert main([*words, *more]) == 0
 
@@ -44,7 +44,7 @@ def test_a_folder_of_tasks_is_made_whole_and_made_again_nowhere(tmp_path, recipe
 
     harder = tmp_path / "harder"
     more = ["--worlds", "8", "--harder-than", str(out / "train.jsonl"), recipe]
-    words = ["tasks", "make", "--out", str(harder), "--train", "3", "--held-out", "0"]
+    words = ["data", "make", "--out", str(harder), "--train", "3", "--held-out", "0"]
     assert main([*words, *more]) == 0
     assert all(row["variant_of"] for row in made_rows([str(harder / "train.jsonl")]))
 
@@ -58,7 +58,7 @@ def test_a_folder_of_tasks_is_made_whole_and_made_again_nowhere(tmp_path, recipe
         (["--persona", "angry"], "--persona angry: there are"),
         (["--kind", "x"], "--kind x"),
         (["--value", "city={a: 1}"], "--value city"),
-        (["--harder-than", "RECIPE_DIR/other.jsonl"], "no task of `agentevo tasks make`"),
+        (["--harder-than", "RECIPE_DIR/other.jsonl"], "no task of `agentevo data make`"),
         (["--writer", "nowhere"], "--writer"),
     ],
 )
@@ -66,7 +66,7 @@ def test_wrong_words_are_refused_and_nothing_is_written(tmp_path, recipe, capsys
     (tmp_path / "other.jsonl").write_text('{"query": "q"}\n')
     words = [word.replace("RECIPE_DIR", str(tmp_path)) for word in words]
     out = tmp_path / "made"
-    assert main(["tasks", "make", "--out", str(out), *words, recipe]) == 2
+    assert main(["data", "make", "--out", str(out), *words, recipe]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
 
@@ -74,13 +74,13 @@ def test_wrong_words_are_refused_and_nothing_is_written(tmp_path, recipe, capsys
 def test_a_server_that_is_away_is_told_and_nothing_is_written(tmp_path, capsys):
     pytest.importorskip("mcp")
     out = tmp_path / "made"
-    assert main(["tasks", "make", "--out", str(out), "http://127.0.0.1:9/mcp"]) == 1
+    assert main(["data", "make", "--out", str(out), "http://127.0.0.1:9/mcp"]) == 1
     assert "nothing listens there" in capsys.readouterr().err
     assert not out.exists()
-    assert main(["tasks", "make", "--out", str(out), "no-such-program-anywhere"]) == 2
+    assert main(["data", "make", "--out", str(out), "no-such-program-anywhere"]) == 2
     assert not out.exists()
 
 
 def test_only_a_folder_of_made_tasks_is_graded(tmp_path, capsys):
-    assert main(["tasks", "grade", str(tmp_path), "x.yaml", "--out", str(tmp_path / "n")]) == 2
+    assert main(["eval", "x.yaml", "--grade", str(tmp_path), "--out", str(tmp_path / "n")]) == 2
     assert "holds no tasks" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`agentevo tools test`: the calls of a recipe's tools by hand, and their exit code."""
+"""`agentevo tools inspect --test`: the calls of a recipe's tools by hand, and their exit code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def recipe(tmp_path):
 def test_every_tool_is_called_and_one_that_breaks_fails_the_command(recipe, capsys):
     with Manager() as manager:
         entry = {"type": "mcp_manager", "url": manager.node_url, "include": ["count", "web.*"]}
-        assert main(["tools", "test", recipe(entry)]) == 0
+        assert main(["tools", "inspect", "--test", recipe(entry)]) == 0
 
         lines = capsys.readouterr().out.splitlines()
         assert [line.split("(")[0] for line in lines[::2]] == [
@@ -46,11 +46,11 @@ def test_every_tool_is_called_and_one_that_breaks_fails_the_command(recipe, caps
 
         words = ["--call", "give", "--arguments", '{"what": "half"}']
         path = recipe({"type": "mcp_manager", "url": manager.node_url})
-        assert main(["tools", "test", path, *words]) == 1
+        assert main(["tools", "inspect", "--test", *words, path]) == 1
         assert capsys.readouterr().out.startswith('broken   give({"what": "half"})')
 
         made = len(manager.calls)
-        assert main(["tools", "test", path, "--dry-run", "--call", "give"]) == 0
+        assert main(["tools", "inspect", "--test", path, "--dry-run", "--call", "give"]) == 0
         assert capsys.readouterr().out == 'give({"what": "test"})\n'
         assert len(manager.calls) == made
 
@@ -58,33 +58,35 @@ def test_every_tool_is_called_and_one_that_breaks_fails_the_command(recipe, caps
 def test_what_can_not_be_called_is_refused(recipe, capsys, tmp_path):
     with Manager() as manager:
         path = recipe({"type": "mcp_manager", "url": manager.node_url})
-        assert main(["tools", "test", path, "--call", "cont"]) == 2
+        assert main(["tools", "inspect", "--test", path, "--call", "cont"]) == 2
         assert "there is no tool 'cont': did you mean count?" in capsys.readouterr().err
 
-    assert main(["tools", "test", path, "--arguments", "{}"]) == 2
-    assert main(["tools", "test", "coins"]) == 2
+    assert main(["tools", "inspect", "--test", path, "--arguments", "{}"]) == 2
+    assert main(["tools", "inspect", "--test", "coins"]) == 2
     assert "agent.type=environment has no tools" in capsys.readouterr().err
-    assert main(["tools", "test", str(tmp_path / "no.json")]) == 2
+    assert main(["tools", "inspect", "--test", str(tmp_path / "no.json")]) == 2
 
 
 def test_a_server_that_is_away_and_wrong_arguments_are_told_with_what_to_do(recipe, capsys):
     path = recipe({"type": "mcp", "name": "shop", "url": "http://127.0.0.1:9/mcp"})
-    assert main(["tools", "test", path]) == 1
+    assert main(["tools", "inspect", "--test", path]) == 1
     told = capsys.readouterr().err
     assert "http://127.0.0.1:9/mcp" in told and "start the server, or correct the URL" in told
     for given in ("{amount: 5}", "[5]"):
-        assert main(["tools", "test", path, "--call", "pay", "--arguments", given]) == 2
+        assert (
+            main(["tools", "inspect", "--test", path, "--call", "pay", "--arguments", given]) == 2
+        )
         assert "write an object of JSON" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_dry_run_of_a_file_tells_of_what_a_recipe_would_hide(tmp_path, capsys):
     pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
-    served = {"command": sys.executable, "args": ["-m", "agentevo", "mcp", "serve", "booking"]}
+    served = {"command": sys.executable, "args": ["-m", "agentevo", "tools", "serve", "booking"]}
     file = tmp_path / "mcp_config.json"
     environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     file.write_text(json.dumps({"mcpServers": {"hotel": {**served, "env": environment}}}))
-    assert main(["tools", "test", str(file), "--dry-run"]) == 0
+    assert main(["tools", "inspect", "--test", str(file), "--dry-run"]) == 0
 
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("outcome(")]
     assert "by `outcome: outcome`" in line

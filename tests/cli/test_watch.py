@@ -1,4 +1,4 @@
-"""`agentevo trajectories watch`, on a run that plays meanwhile."""
+"""`agentevo top` of the attempts of a run, on a run that plays meanwhile."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> No
     try:
         assert playing.wait(300)
         for _ in range(300):
-            out = agentevo("trajectories", "watch", str(folder), "--once").out
+            out = agentevo("top", str(folder), "--once").out
             if "tool search" in out:
                 break
             end.wait(0.1)
 
         assert "task/train@1#0" in out and "tool search" in out, out
 
-        out = agentevo("trajectories", "watch", str(folder), "task", "--once").out
+        out = agentevo("top", str(folder), "--attempt", "task", "--once").out
         assert "  tool over" in out and "results=2" in out and "running" in out
 
         other.start()
         for _ in range(300):
-            code, out, _ = agentevo("trajectories", "watch", str(folder), "task", "--once")
+            code, out, _ = agentevo("top", str(folder), "--attempt", "task", "--once")
             if "2 attempts begin with 'task'" in out:
                 break
             end.wait(0.1)
@@ -67,16 +67,16 @@ def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> No
         if other.ident is not None:
             other.join()
 
-    code, out, _ = agentevo("trajectories", "watch", str(folder), "task/train@1#0")
+    code, out, _ = agentevo("top", str(folder), "--attempt", "task/train@1#0")
     assert code == 0 and "attempt Player" in out and "running" not in out, "it ends by itself"
-    assert "nothing is running" in agentevo("trajectories", "watch", str(folder), "--once").out
+    assert "tool search" not in agentevo("top", str(folder), "--once").out
 
-    code, _, err = agentevo("trajectories", "watch", str(folder), "nix")
+    code, _, err = agentevo("top", str(folder), "--attempt", "nix")
     assert code == 2 and "no trajectory is called 'nix'" in err
 
 
 @pytest.mark.parametrize("every", ["often", "nan", "inf", "-1", "1e9", "9" * 5000])
 def test_what_no_clock_can_wait_is_refused_in_one_line(agentevo, tmp_path: Path, every) -> None:
-    code, _, err = agentevo("trajectories", "watch", str(tmp_path), f"--every={every}")
+    code, _, err = agentevo("top", str(tmp_path), f"--every={every}")
     assert (code, len(err.splitlines())) == (2, 1)
     assert "give seconds, from 0 to 86,400 (a day)" in err

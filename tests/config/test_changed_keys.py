@@ -1,4 +1,4 @@
-"""`config show --changed`: what differs from the defaults, which is a recipe of the same run."""
+"""`agentevo config --changed`: what differs from the defaults is a recipe of the same run."""
 
 import pytest
 import yaml

@@ -36,14 +36,14 @@ def test_code_that_came_with_a_run_is_not_run(entry, foreign_run, capsys, monkey
     with_code(entry.replace("HERE", str(folder)))
     config = folder / "config.yaml"
     for words in (
-        ["config", "show", config],
+        ["config", config],
         ["list", "environments", "--recipe", config],
-        ["config", "explain", "--recipe", config],
+        ["config", "--recipe", config],
         ["train", config, "--dry-run"],
         ["doctor", folder],
         ["eval", folder],
-        ["replay", folder, "--all", "1"],
-        ["merge", folder, "merged"],
+        ["audit", folder, "--replay-random", "1"],
+        ["models", "merge", folder, "merged"],
         ["serve", config],
     ):
         assert main([str(word) for word in words]) == 2, words
@@ -71,7 +71,7 @@ def test_nor_is_a_module_of_the_folder_whichever_folder_is_the_current_one(
     for entry in ("evil", "foreign.evil", "foreign_neighbour.evil", "~/../foreign/evil.py"):
         monkeypatch.setenv("HOME", str(tmp_path / "foreign"))
         with_code(entry)
-        assert main(["config", "show", "foreign/config.yaml"]) == 2, entry
+        assert main(["config", "foreign/config.yaml"]) == 2, entry
         assert "does not run it unasked" in capsys.readouterr().err, entry
         with pytest.raises(ConfigError, match="does not run it unasked"):
             agentevo.load_run("foreign")

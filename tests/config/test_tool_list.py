@@ -54,8 +54,8 @@ def test_paths_of_tools_are_those_beside_the_recipe(agent, tmp_path, monkeypatch
             r"\[0\].timeout_s: got 'soon'; needs a number, above 0 \(default 60.0\)",
         ),
         (
-            {"type": "mcp", "name": "a", "command": "x", "args": "mcp serve booking"},
-            r"\[0\].args: .*; needs a list of texts, as in \[mcp, serve, booking\]",
+            {"type": "mcp", "name": "a", "command": "x", "args": "tools serve booking"},
+            r"\[0\].args: .*; needs a list of texts, as in \[tools, serve, booking\]",
         ),
         (
             {"type": "mcp", "name": "a", "command": "x", "args": "-c 'import x'"},

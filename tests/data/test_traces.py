@@ -451,7 +451,7 @@ def test_exporters_files_of_single_objects_are_read(tmp_path):
 def test_the_command_writes_rows_and_the_account(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "in.jsonl", [*RECORDS["request and response"], {"a": 1}, spans(span({}))])
-    assert main(["data", "import", "in.jsonl", "out.jsonl.gz"]) == 0
+    assert main(["data", "convert", "in.jsonl", "out.jsonl.gz", "--to", "conversations"]) == 0
 
     shown = capsys.readouterr()
     assert "1 conversations written to out.jsonl.gz" in shown.out
@@ -467,18 +467,18 @@ def test_the_command_writes_rows_and_the_account(tmp_path, monkeypatch, capsys):
     ("words", "said"),
     [
         (["nothing.jsonl", "out.jsonl"], "does not exist"),
-        (["in.jsonl", "out.jsonl", "--form", "xml"], "there are auto, openai"),
+        (["in.jsonl", "out.jsonl", "--from", "xml"], "there are auto, openai"),
         (["in.jsonl", "out.jsonl"], "nothing was written"),
         (["in.jsonl", "out.txt"], "nothing was written"),
         (["in.jsonl", "in.jsonl"], "in.jsonl is also the input"),
         ([".", "./in.jsonl"], "in.jsonl is also the input"),
-        (["in.jsonl", "out.jsonl", "--form=" + "- " * 9000], "--form - -"),
+        (["in.jsonl", "out.jsonl", "--from=" + "- " * 9000], "--from - -"),
     ],
 )
 def test_bad_words_are_refused_and_nothing_is_written(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "in.jsonl", [{"a": 1}])
-    assert main(["data", "import", *words]) == 2
+    assert main(["data", "convert", *words, "--to", "conversations"]) == 2
     err = capsys.readouterr().err
     assert said in err and max(map(len, err.splitlines())) < 1500
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

@@ -246,7 +246,7 @@ def parse(words: list[str]) -> None:
 
 
 READ_A_RECIPE = ("train", "sft", "learn", "sample", "serve", "gateway", "doctor", "optimize")
-WITH_OPTIONS_OF_THEIR_OWN = (["mcp", "serve"], ["sandbox", "try"], ["sandbox", "serve"])
+WITH_OPTIONS_OF_THEIR_OWN = ("tools serve", "sandbox")
 
 
 def check_recipe(words: list[str], place: str, folder: Path) -> None:
@@ -257,8 +257,7 @@ def check_recipe(words: list[str], place: str, folder: Path) -> None:
         return
 
     if words[0] == "launch":
-        if words[1] not in ("node", "own"):
-            assert cli.main([*words, "--out", str(folder / "launch")]) == 0, place
+        assert cli.main([*words, "--out", str(folder / "launch")]) == 0, place
         return
 
     if "agentevo" in words:  # the command of a server, which is read by itself
@@ -274,7 +273,7 @@ def check_recipe(words: list[str], place: str, folder: Path) -> None:
             check_sft(load_config(recipe, overrides, needs_environment=False))
         else:
             assert load_sweep(recipe, overrides) or load_config(recipe, overrides), place
-    elif words[:2] not in WITH_OPTIONS_OF_THEIR_OWN:
+    elif not " ".join(words).startswith(WITH_OPTIONS_OF_THEIR_OWN):
         if words[0] in ("train", "sft", "learn") and recipe != "RECIPE":
             assert recipe.endswith(".yaml"), f"{place}: no recipe {recipe!r}"
         for key in (override.partition("=")[0] for override in overrides):

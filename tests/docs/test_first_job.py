@@ -68,7 +68,7 @@ def test_init_copies_any_packaged_recipe(capsys):
 def test_a_newcomer_runs_the_page_on_a_laptop():
     save_tiny_qwen3(Path("tiny-qwen3"))
     commands = read_commands("1. The files") + read_commands("2. On a laptop")
-    assert [words[0] for words in commands] == ["init", "train", "trajectories", "audit", "agent"]
+    assert [words[0] for words in commands] == ["init", "train", "trajectories", "audit", "chat"]
     for words in commands:
         done = subprocess.run(
             [sys.executable, "-m", "agentevo", *words],

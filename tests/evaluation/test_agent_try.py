@@ -34,7 +34,7 @@ def calls(text: str):
 
 def tried(server, *words, code=0):
     models = f"remote_models.far={{base_url: '{server.base_url}', model: m, max_tries: 1}}"
-    assert main(["agent", "try", "far", models, *words]) == code
+    assert main(["chat", "far", models, *words]) == code
 
 
 def test_calls_and_results_are_shown_in_their_order(shout, capsys, tmp_path, monkeypatch):
@@ -96,10 +96,10 @@ def test_a_recipe_plays_its_own_held_out_task(capsys, tmp_path, monkeypatch):
         "environment: {type: coins}\nsampling: {max_new_tokens: 3}\nevaluation: {tasks: 2}\n"
         "model: {name: tiny, tiny: {hidden_size: 32, num_layers: 1, num_heads: 2}}\n"
     )
-    assert main(["agent", "try", "small.yaml", "--number", "1"]) == 0
+    assert main(["chat", "small.yaml", "--number", "1"]) == 0
 
     out = capsys.readouterr().out
     assert "policy generate, turn 0" in out and "reward " in out
-    assert main(["agent", "try", "small.yaml", "--number", "2"]) == 2
+    assert main(["chat", "small.yaml", "--number", "2"]) == 2
     assert "there are 2 held-out tasks" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]

@@ -1,4 +1,4 @@
-"""`agentevo judge calibrate` against judges that are programs: one that can rank, one that likes
+"""`agentevo judge` against judges that are programs: one that can rank, one that likes
 early places, one that likes long answers, one that obeys injections; and what a recipe makes of
 the reports."""
 
@@ -57,7 +57,7 @@ def calibrated(rows, tmp_path, capsys):
             }
             recipe.write_text(json.dumps(tree))
             given = [*overrides, "--rows", str(rows), "--out", str(out)]
-            code = main(["judge", "calibrate", str(recipe), *given])
+            code = main(["judge", str(recipe), *given])
 
         report = json.loads(out.read_text()) if out.exists() else None
         return code, report, capsys.readouterr(), tree
@@ -91,7 +91,7 @@ def test_a_judge_that_can_rank_passes_and_a_recipe_may_train_by_it(calibrated, t
     fine = config(weight=0.5, seed=3)
     check_calibrated(fine.rewards, fine.remote_models)
     assert "belongs to another judge" in refusal(config(rubric="Be kind."))
-    assert "measure it (`agentevo judge calibrate" in refusal(config(calibration=None))
+    assert "measure it (`agentevo judge" in refusal(config(calibration=None))
 
     taken = config(calibration=None, uncalibrated=True)
     check_calibrated(taken.rewards, taken.remote_models)
@@ -102,7 +102,7 @@ def test_a_judge_that_can_rank_passes_and_a_recipe_may_train_by_it(calibrated, t
     lower = config(min_rank_correlation=0.3)
     check_calibrated(lower.rewards, lower.remote_models)
     (tmp_path / "report.json").write_text("{}")
-    assert "is not a report of `agentevo judge calibrate`" in refusal(config())
+    assert "is not a report of `agentevo judge`" in refusal(config())
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_what_can_not_be_measured_is_refused(words, problem, rows, tmp_path, cap
     tree = {"environment": {"type": "coins"}, "rewards": ["ruler"]}
     recipe.write_text(json.dumps({**tree, "remote_models": {"judge": {"model": "m"}}}))
 
-    assert main(["judge", "calibrate", str(recipe), *words]) == 2
+    assert main(["judge", str(recipe), *words]) == 2
     assert problem in capsys.readouterr().err
 
 

@@ -219,12 +219,12 @@ def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
         evaluated(server.base_url, "--tasks", "tasks.jsonl", "--out", "out", "rewards=[numeric]")
         asked = len(server.received)
         words = ["rewards=[{name: length, max_length: 3, unit: tokens, margin: 1}]"]
-        assert main(["score", "out", *words, "--out", "again"]) == 0
+        assert main(["eval", "out", "--rescore", *words, "--out", "again"]) == 0
         assert len(server.received) == asked
 
     assert [line["reward"] for line in lines_of("again")] == [-1.0] * 3, "4 tokens, by the server"
     assert [line["reward"] for line in lines_of()] == [1.0, 1.0, 0.0], "the first stay"
-    assert main(["score", "again", "rewards=[exact_match]"]) == 0
+    assert main(["eval", "again", "--rescore", "rewards=[exact_match]"]) == 0
     assert "66.7%" in capsys.readouterr().out
 
     for wrong, why in (
@@ -232,7 +232,7 @@ def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
         (["rewards=[returned]"], "which is not stored"),
         (["rewards=[math]", "--out", "again"], "already"),
     ):
-        assert main(["score", "out", *wrong]) == 2
+        assert main(["eval", "out", "--rescore", *wrong]) == 2
         assert why in capsys.readouterr().err
 
 

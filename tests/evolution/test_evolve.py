@@ -117,7 +117,7 @@ def test_a_dry_run_lists_the_stages_and_creates_nothing(tmp_path, recipe, capsys
     words = [recipe, "--dry-run", f"run.dir={tmp_path / 'out'}", *SMALL]
     assert main(["evolve", *words]) == 0
     assert "improve.2.rl@held_out" in capsys.readouterr().out
-    assert main(["mcp-rl", *words]) == 0
+    assert main(["evolve", *words, "--rl-only"]) == 0
 
     told = capsys.readouterr().out
     assert "improve.1.rl" in told and "show" not in told and "improve.2" not in told

@@ -69,7 +69,9 @@ def test_verls_rows_and_tools_train(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
     assert (
-        main(["tools", "test", "recipe.yaml", "--arguments", '{"answer": "1"}', "--call", "check"])
+        main(
+            ["tools", "inspect", "recipe.yaml", "--arguments", '{"answer": "1"}', "--call", "check"]
+        )
         == 0
     )
     assert main(["train", "recipe.yaml"]) == 0

@@ -33,7 +33,7 @@ def written(tmp_path, *overrides, **values):
 
 
 def start(folder, rank, id="1"):
-    words = ["launch", "node", str(folder / "nodes.yaml"), "--rank", str(rank), "--id", id]
+    words = ["launch-node", str(folder / "nodes.yaml"), "--rank", str(rank), "--id", id]
     return subprocess.Popen(
         [sys.executable, "-m", "agentevo", *words], env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

@@ -32,7 +32,7 @@ def test_a_folder_for_ray(tmp_path):
     made = written(tmp_path, engines=1, engine_nodes=1, samplers=1, cpus_per_node=4)
     assert "cpus_per_node: 4\n" in (made.folder / "ray.yaml").read_text()
     assert made.command[:3] == ["ray", "job", "submit"]
-    assert made.command[-4:] == ["agentevo", "launch", "own", f"{made.folder}/nodes.yaml"]
+    assert made.command[-3:] == ["agentevo", "launch-own", f"{made.folder}/nodes.yaml"]
     (made.folder / "ray.yaml").write_text("cpus_per_node: 0")
 
     pytest.importorskip("ray")
@@ -66,7 +66,7 @@ def cluster():
 
 
 class Owned:
-    """`agentevo launch own` in a process of its own."""
+    """`agentevo launch-own` in a process of its own."""
 
     def __init__(self, folder, address, run):
         self.log = folder / "own.log"

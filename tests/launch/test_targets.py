@@ -127,6 +127,7 @@ def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
     ("words", "said"),
     [
         (["slurm", "coins", "--set", "partitoin=a"], "did you mean partition?"),
+        (["slrm", "coins"], "--on slrm: there are slurm, kubernetes"),
         (["slurm", "coins", "--set", "gpus=many"], "slurm.gpus"),
         (["slurm", "coins", "run.overwrite=true"], "run.overwrite"),
         (["slurm", "coins", "--out", "my launch"], "can't contain a blank"),
@@ -154,7 +155,8 @@ def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
     ],
 )  # fmt: skip
 def test_what_can_not_run_is_refused_and_nothing_written(words, said, tmp_path, capsys):
-    assert main(["launch", *words]) == 2
+    kind, *words = words
+    assert main(["launch", *words, "--on", kind]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -162,7 +164,7 @@ def test_what_can_not_run_is_refused_and_nothing_written(words, said, tmp_path, 
 def test_a_folder_with_something_else_is_left_alone(tmp_path, capsys):
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "thesis.tex").write_text("mine")
-    assert main(["launch", "slurm", "coins"]) == 2
+    assert main(["launch", "coins", "--on", "slurm"]) == 2
     assert "has other contents" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "launch").iterdir()] == ["thesis.tex"]
 
@@ -176,7 +178,7 @@ def test_what_else_lies_in_the_folder_stays(tmp_path):
 
 def test_values_come_from_a_file_and_words_win(tmp_path):
     (tmp_path / "values.yaml").write_text("partition: one\nqos: low\n")
-    words = ["slurm", "coins", "--values", "values.yaml", "--set", "partition=two"]
+    words = ["coins", "--on", "slurm", "--values", "values.yaml", "--set", "partition=two"]
     assert main(["launch", *words]) == 0
     script = (tmp_path / "launch" / "job.sbatch").read_text()
     assert "--partition=two" in script
@@ -185,7 +187,7 @@ def test_values_come_from_a_file_and_words_win(tmp_path):
 
 def test_submit_says_what_is_missing(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["launch", "slurm", "coins", "--submit"]) == 1
+    assert main(["launch", "coins", "--on", "slurm", "--submit"]) == 1
     assert "sbatch is not installed here" in capsys.readouterr().err
 
 
@@ -195,13 +197,15 @@ def test_submit_shows_what_the_tool_said(tmp_path, capsys, monkeypatch):
     tool.write_text("#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
-    assert main(["launch", "slurm", "coins", "--submit"]) == 1
+    assert main(["launch", "coins", "--on", "slurm", "--submit"]) == 1
     assert "invalid partition" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["slurm", "coins", "--values"], ["node", "--rank=0"]])
+@pytest.mark.parametrize(
+    "words", [["launch", "coins", "--on", "slurm", "--values"], ["launch-node", "--rank=0"]]
+)
 def test_a_device_without_an_end_is_no_file_of_a_launch(words, capsys):
-    assert main(["launch", *words, "/dev/zero"]) == 2
+    assert main([*words, "/dev/zero"]) == 2
     assert "give a file" in capsys.readouterr().err
 
 
@@ -240,7 +244,17 @@ def test_nodes_that_share_folders_read_places_of_this_machine_by_their_absolute_
     tmp_path, capsys
 ):
     (tmp_path / "ckpt").mkdir()
-    words = ["launch", "slurm", "coins", "model.name=./ckpt", "--set", "gpus=1", "--out", "out"]
+    words = [
+        "launch",
+        "coins",
+        "--on",
+        "slurm",
+        "model.name=./ckpt",
+        "--set",
+        "gpus=1",
+        "--out",
+        "out",
+    ]
     assert main(words) == 0
     said = capsys.readouterr().err
     assert f"every node reads model.name under {tmp_path}/ckpt" in said
@@ -264,7 +278,7 @@ def test_nodes_that_share_folders_read_places_of_this_machine_by_their_absolute_
 )
 def test_devices_that_would_be_idle_are_warned_of(words, warned, capsys):
     settings = [option for word in words for option in ("--set", word)]
-    assert main(["launch", "slurm", "frozen_lake", *APART, *settings]) == 0
+    assert main(["launch", "frozen_lake", "--on", "slurm", *APART, *settings]) == 0
     lines = capsys.readouterr().err
     assert all(text in lines for text in warned), lines
     assert bool(warned) == ("warning: " in lines)
@@ -273,5 +287,5 @@ def test_devices_that_would_be_idle_are_warned_of(words, warned, capsys):
 def test_nobody_samples_where_pairs_are_given(tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_text("")
     words = ["algorithm.name=dpo", "data.pairs=pairs.jsonl", "--set", "gpus=8"]
-    assert main(["launch", "slurm", "frozen_lake", "cold_start.episodes=0", *words]) == 0
+    assert main(["launch", "frozen_lake", "--on", "slurm", "cold_start.episodes=0", *words]) == 0
     assert "warning" not in capsys.readouterr().err

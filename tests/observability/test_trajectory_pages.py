@@ -65,7 +65,7 @@ def test_every_fourth_step_and_the_last_one_have_pages(make: Make, capsys) -> No
     rows = [(attempt(f"s{step}-{n}"), "train", step) for step in range(1, 8) for n in range(3)]
     rows += [(attempt(f"e5-{n}"), "eval", 5) for n in range(3)]
     run = make([*rows, (attempt("d"), "doctor", 5)])
-    assert main(["trajectories", "html", str(run), "--per-step", "4"]) == 0
+    assert main(["trajectories", "show", str(run), "--html", "--per-step", "4"]) == 0
 
     out = run / "trajectories_html"
     assert f"10 pages written: {out / 'index.html'}" in capsys.readouterr().out
@@ -83,7 +83,7 @@ def test_every_fourth_step_and_the_last_one_have_pages(make: Make, capsys) -> No
     for part in ('href="trajectory_s5-0.html"', 'href="trajectory_e5-0.html"', 'class="world"'):
         assert part in page
 
-    assert main(["trajectories", "html", str(run), "--step", "6"]) == 0, "its own folder"
+    assert main(["trajectories", "show", str(run), "--html", "--step", "6"]) == 0, "its own folder"
     assert files(out) == ["index.html", *(f"step_6/trajectory_s6-{n}.html" for n in range(3))]
 
 
@@ -92,7 +92,7 @@ def test_hostile_ids_and_words_are_names_and_text(make: Make, tmp_path: Path) ->
         [(attempt(HOSTILE, HOSTILE), "train", 1), (attempt("A", "x" * 5_000_000), "train", 1)]
     )
     out = tmp_path / "out"
-    assert main(["trajectories", "html", str(run), "--out", str(out)]) == 0
+    assert main(["trajectories", "show", str(run), "--html", "--out", str(out)]) == 0
     assert [path for path in tmp_path.iterdir() if path.name not in ("lake", "out")] == []
 
     names = [name for name in files(out) if name != "index.html"]
@@ -120,13 +120,13 @@ def test_folders_with_other_things_and_wrong_steps_are_refused(
     out = tmp_path / "mine"
     out.mkdir()
     (out / "letter.txt").write_text("dear")
-    command = ["trajectories", "html", str(run), "--out", str(out)]
+    command = ["trajectories", "show", str(run), "--html", "--out", str(out)]
     assert main(command) == 2
     assert "letter.txt: give another folder, or --overwrite" in capsys.readouterr().err
     assert files(out) == ["letter.txt"]
     assert main([*command, "--overwrite"]) == 0
     assert files(out) == ["index.html", "letter.txt", "step_1/trajectory_a.html"]
-    assert main(["trajectories", "html", str(run), "--step", "9"]) == 2
+    assert main(["trajectories", "show", str(run), "--html", "--step", "9"]) == 2
     assert "no trajectory of step 9" in capsys.readouterr().err
     assert not (run / "trajectories_html").exists()
 
@@ -145,5 +145,5 @@ def test_a_row_that_can_not_be_read_leaves_no_pages(make: Make, capsys) -> None:
     with sqlite3.connect(run / "store.sqlite") as rows:
         rows.execute("UPDATE trajectories SET metrics = '{' WHERE id = 's1-2'")
 
-    assert main(["trajectories", "html", str(run)]) != 0
+    assert main(["trajectories", "show", str(run), "--html"]) != 0
     assert not (run / "trajectories_html").exists()

@@ -165,7 +165,7 @@ def test_a_step_that_waits_while_every_task_is_set_aside_ends_the_run(opened):
             await poison(store, ["straw"])
             with pytest.raises(
                 TrainingError,
-                match=rf"{bound} tasks were set aside .* 'straw' with: CUDA error .*store retry",
+                match=rf"{bound} tasks were set aside .* 'straw' with: CUDA .*store RUN retry",
             ):
                 async with asyncio.timeout(300):
                     await stream.round(1, [Task(id="any")] * config.trainer.groups_per_step)

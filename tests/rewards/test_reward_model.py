@@ -57,7 +57,8 @@ def scored(one, *attempts):
 
 @pytest.fixture
 def ours(tiny_policy, tmp_path):
-    """A folder as `agentevo rm` saves it, and what transformers says of a conversation."""
+    """A folder as `agentevo sft --reward-model` saves it, and what transformers says of a
+    conversation."""
     loaded = tiny_policy()
     model = classifier_of(loaded.model, loaded.tokenizer, 3).eval()
     keep_scale(model, {"rm/eval/reward_mean": 0.5, "rm/eval/reward_std": 2.0})

@@ -215,7 +215,7 @@ def test_verls_parquet_there_and_back(tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["convert", "IN", "OUT.jsonl", "--from", "trl"], "--from trl: there are auto, agentevo"),
+        (["convert", "IN", "OUT.jsonl", "--from", "trl"], "there are auto, agentevo"),
         (["convert", "IN", "OUT.jsonl", "--to", "art"], "--to art: there are agentevo, agentrl"),
         (["convert", "IN", "IN"], "is also the input"),
         (["convert", "IN", "OUT.txt"], "give a file named .jsonl, .jsonl.gz or .parquet"),
@@ -223,6 +223,10 @@ def test_verls_parquet_there_and_back(tmp_path):
         (["convert", "GONE.jsonl", "OUT.jsonl"], "does not exist"),
         (["prepare", "gsm9k", "FOLDER"], "there are gsm8k, nq, hotpotqa,"),
         (["prepare", "gsm8k", "FOLDER"], "needs --from SOURCE"),
+        (["prepare", "gsm8k", "FOLDER", "trainer.steps=1"], "reads no recipe"),
+        (["prepare", "coins", "FOLDER", "--from", "IN"], "leave out --from"),
+        (["prepare", "coins", "FOLDER", "trainer.stps=1"], "did you mean trainer.steps?"),
+        (["prepare", "coins", "IN"], "is a file"),
         (["prepare", "nq", "FOLDER"], "needs --from SOURCE"),
         (["prepare", "reasoning_gym/chain_sum", "FOLDER", "--from", "IN"], "leave out --from"),
         (["prepare", "gsm8k", "FOLDER", "--from", "IN"], "nothing was written: too few tasks"),
@@ -407,10 +411,10 @@ def test_a_reasoning_gym_set_is_judged_by_its_own_score(tmp_path):
 
 
 def test_the_solvers_play_is_a_file_of_conversations(tmp_path, capsys):
-    out = tmp_path / "shown.jsonl"
-    assert main(["data", "demonstrate", "coins", "--out", str(out), "--episodes", "5"]) == 0
+    words = ["data", "prepare", "coins", str(tmp_path), "--demonstrations", "5"]
+    assert main(words) == 0
 
-    rows = read(out)
+    rows = read(tmp_path / "demonstrations.jsonl")
     assert len(rows) == 5
     assert {message["role"] for row in rows for message in row["messages"]} >= {
         "user",

@@ -248,7 +248,10 @@ def test_attempts_at_held_out_tasks_are_no_training_data_unless_asked_for(
     assert ({row["trajectory_id"] for row in rows}, left_out) == ({"a", "held"}, {})
 
     out = tmp_path / "all.jsonl"
-    assert main(["annotations", "export", str(run), str(out), "--held-out"]) == 0
+    assert (
+        main(["trajectories", "export", str(run), str(out), "--annotations", "sft", "--held-out"])
+        == 0
+    )
     assert "2 rows written" in capsys.readouterr().out
 
 
@@ -261,16 +264,16 @@ def test_nothing_is_written_where_there_is_no_row(run: Path, tmp_path: Path) -> 
 
 
 def test_the_commands(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["annotations", "calibrate", str(run)]) == 0
+    assert main(["annotate", str(run), "--agreement"]) == 0
     assert "no attempt is labelled yet" in capsys.readouterr().out
 
     annotate(run, Annotation(attempt="a", verdict="right", success=True))
     annotate(run, Annotation(attempt="b", verdict="wrong"))
-    assert main(["annotations", "calibrate", str(run)]) == 0
+    assert main(["annotate", str(run), "--agreement"]) == 0
     assert "success: 100% of 2 agree [34%, 100%], kappa 1.00" in capsys.readouterr().out
 
     out = tmp_path / "rows.jsonl"
-    assert main(["annotations", "export", str(run), str(out), "--format", "sft"]) == 0
+    assert main(["trajectories", "export", str(run), str(out), "--annotations", "sft"]) == 0
     assert f"1 row written to {out}" in capsys.readouterr().out
-    assert main(["annotations", "export", str(run), str(out), "--format", "xml"]) == 2
-    assert main(["annotations", "export", str(tmp_path), str(out)]) == 2
+    assert main(["trajectories", "export", str(run), str(out), "--annotations", "xml"]) == 2
+    assert main(["trajectories", "export", str(tmp_path), str(out), "--annotations", "sft"]) == 2

@@ -192,7 +192,7 @@ def test_the_command_writes_rows_and_the_account_beside_them(tmp_path, monkeypat
         assert said in capsys.readouterr().err
 
     assert main(["trajectories", "export", "run", "o.jsonl", "--min-reward", "1"]) == 2
-    assert "add --sft" in capsys.readouterr().err
+    assert "--min-reward is for another content: add --sft" in capsys.readouterr().err
 
 
 def test_an_evaluation_of_several_models_is_refused_whose_words_are_wanted_is_not_known(

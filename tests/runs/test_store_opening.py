@@ -109,11 +109,10 @@ def run_at(url, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["store", "stats", "URL"],
-        ["store", "gc", "RUN"],
-        ["store", "export", "URL", "OUT"],
+        ["store", "URL", "stats"],
+        ["store", "RUN", "gc"],
+        ["store", "URL", "export", "OUT"],
         ["trajectories", "show", "RUN"],
-        ["trajectories", "watch", "RUN"],
         ["audit", "RUN"],
     ],
     ids=" ".join,
@@ -177,11 +176,11 @@ def test_a_lock_is_waited_for_no_longer_either(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ["trajectories", "watch", "RUN"],
+        ["top", "RUN", "--attempt", "a"],
         ["trajectories", "show", "RUN"],
         ["report", "RUN"],
         ["audit", "RUN"],
-        ["store", "stats", "RUN"],
+        ["store", "RUN", "stats"],
     ],
     ids=" ".join,
 )

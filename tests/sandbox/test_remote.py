@@ -410,7 +410,7 @@ def test_processes_that_are_killed_leave_nothing_behind(tmp_path):
 
         def client(name):
             (tmp_path / f"{name}.py").write_text(code.format(tmp_path / f"{name}.pid"))
-            words_of = ["sandbox", "try", f"{name}.py", *words]
+            words_of = ["sandbox", f"{name}.py", *words]
             process = subprocess.Popen(
                 [sys.executable, "-m", "agentevo", *words_of], cwd=tmp_path, env=env
             )

@@ -52,7 +52,7 @@ def test_a_damaged_store_is_said_to_be_so(
         left.unlink()
 
     damage(path)
-    assert main(["store", "export", url, str(tmp_path / "out.jsonl")]) == 2
+    assert main(["store", url, "export", str(tmp_path / "out.jsonl")]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and f"the store {path} is damaged (" in errors[0]
     assert errors[0].endswith("): restore it from a copy")

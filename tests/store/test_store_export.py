@@ -195,7 +195,7 @@ def test_a_whole_store_travels_to_any_backend_and_back(
                     [msgspec.structs.replace(many[4], turns=[])], split="train", step=1
                 )
 
-            with pytest.raises(StoreError, match="deleted by `store gc --dropped`"):
+            with pytest.raises(StoreError, match="deleted by `agentevo store RUN gc --dropped`"):
                 await other.trajectory("a4")
 
         first, second = (

@@ -100,7 +100,7 @@ def test_an_older_schema_is_left_as_it_was_and_the_command_is_named(tmp_path: Pa
 
         connection.close()
         before = digest(path)
-        with pytest.raises(UnusableStoreError, match="agentevo store migrate"):
+        with pytest.raises(UnusableStoreError, match=r"agentevo store URL\|RUN_DIR migrate"):
             await open_store(f"sqlite:///{path}", read_only=True)
 
         assert digest(path) == before

@@ -374,7 +374,9 @@ class Hostile:
             "source": ["run", "run/checkpoints/step-000002", "rows.jsonl"],
             "out": ["out.jsonl", "out.jsonl.gz", "out"],
             "kind": ["environments", "recipes", "models", "algorithms"],
-            "key": [self.key()],
+            "word": ["small.yaml", "run", self.key()],
+            "action": ["stats", "migrate", "gc", "retry", "export", "import", "pause"],
+            "file": ["out.jsonl", "out.jsonl.gz", "rows.jsonl"],
         }
         if name in usual and not self.chance(0.05 + self.wild / 2):
             return [self.pick(usual[name])]

@@ -246,7 +246,7 @@ def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
     lines = [json.dumps({"id": p.id, "title": p.title, "text": p.text}) for p in PASSAGES]
     corpus.write_text("\n".join(lines) + "\n")
     out = tmp_path / "out"
-    words = ["tasks", "from-documents", str(corpus), "--out", str(out)]
+    words = ["data", "make", str(corpus), "--out", str(out)]
     assert main([*words, "--train", "30", "--held-out", "5"]) == 0
     assert "30 to train on, 5 held out" in capsys.readouterr().out
 
@@ -270,7 +270,7 @@ def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
     graded = tmp_path / "graded"
     few = ["sampling.max_new_tokens=4", "agent.max_turns=1", "model.tiny.tokenizer=byte"]
     few += ["model.tiny.context_length=8192", "model.tiny.hidden_size=16", "model.tiny.num_heads=2"]
-    words_of_grade = ["tasks", "grade", str(out), str(recipe), "--out", str(graded), *few]
+    words_of_grade = ["eval", str(recipe), "--grade", str(out), "--out", str(graded), *few]
     assert main([*words_of_grade, "--attempts", "2"]) == 0
     assert len((graded / "reserve.jsonl").read_text().splitlines()) == 30
     assert (graded / "corpus.jsonl").read_text() == (out / "corpus.jsonl").read_text()
@@ -279,7 +279,7 @@ def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
 
     few = tmp_path / "few.txt"
     few.write_text("Nothing.")
-    assert main(["tasks", "from-documents", str(few), "--out", str(tmp_path / "no")]) == 2
+    assert main(["data", "make", str(few), "--out", str(tmp_path / "no")]) == 2
     assert "no task to train on" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
@@ -296,7 +296,7 @@ def test_a_model_that_is_computed_here_writes_questions_in_the_form(
         (tmp_path / f"{number}.txt").write_text(one.text)
 
     out = tmp_path / "out"
-    words = ["tasks", "from-documents", str(tmp_path), "--out", str(out), "--held-out", "0"]
+    words = ["data", "make", str(tmp_path), "--out", str(out), "--held-out", "0"]
     assert main([*words, "--writer", "smollm2-135m-instruct", "--per-passage", "1"]) == 0
 
     rows = [json.loads(line) for line in (out / "train.jsonl").open()]

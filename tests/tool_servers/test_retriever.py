@@ -176,13 +176,17 @@ def test_the_packaged_encoder(corpus):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["none.jsonl"], "can't be read"),
-        (["/dev/zero"], "is a device, pipe or socket"),
-        ([".", "--kind", "dense"], "is a folder"),
-        (["corpus.jsonl", "--kind", "dense", "--model", "~nobody/x"], "is not an encoder"),
-        (["corpus.jsonl", "--kind", "cosine"], "use bm25, or dense"),
-        (["corpus.jsonl", "--host", "0.0.0.0"], "give a key"),
-        (["corpus.jsonl", "--kind", "dense", "--model", "none"], "none is not an encoder"),
+        (["corpus=none.jsonl"], "can't be read"),
+        (["corpus=/dev/zero"], "is a device, pipe or socket"),
+        (["corpus=.", "kind=dense"], "is a folder"),
+        (["corpus=corpus.jsonl", "kind=dense", "model=~nobody/x"], "is not an encoder"),
+        (["corpus=corpus.jsonl", "kind=cosine"], "use bm25, or dense"),
+        (["corpus=corpus.jsonl", "--host", "0.0.0.0"], "give a key"),
+        (["corpus=corpus.jsonl", "kind=dense", "model=none"], "none is not an encoder"),
+        (["corpus=corpus.jsonl", "top_k=101"], "from 1 to 100"),
+        (["corpus=corpus.jsonl", "api_key=x"], "api_key: the options are corpus"),
+        ([], "write corpus=FILE.jsonl"),
+        (["corpus=corpus.jsonl", "--http"], "--http is for MCP"),
     ],
 )
 def test_the_command_refuses_before_it_listens(words, problem, corpus, capsys, monkeypatch):
@@ -191,5 +195,5 @@ def test_the_command_refuses_before_it_listens(words, problem, corpus, capsys, m
     from agentevo.cli.main import main
 
     monkeypatch.chdir(Path(corpus).parent)
-    assert main(["retriever", *words]) == 2
+    assert main(["tools", "serve", "search", "--search-r1", *words]) == 2
     assert problem in capsys.readouterr().err

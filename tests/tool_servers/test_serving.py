@@ -1,4 +1,4 @@
-"""Tools behind MCP: `agentevo mcp serve` over stdin and stdout and over HTTP, asked by our own
+"""Tools behind MCP: `agentevo tools serve` over stdin and stdout and over HTTP, asked by our own
 client."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentevo.types import Task, ToolCall
 
 pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
 SOURCE = str(Path(__file__).parents[2] / "src")
-SERVE = ("-m", "agentevo", "mcp", "serve")
+SERVE = ("-m", "agentevo", "tools", "serve")
 
 
 def shop(number):

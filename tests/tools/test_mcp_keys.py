@@ -80,12 +80,12 @@ def test_a_key_that_is_missing_or_wrong_is_named(address, transport, monkeypatch
 def test_the_command_line_takes_a_key_from_a_variable(address, monkeypatch, capsys):
     monkeypatch.setenv("THE_KEY", "sesame")
     url = f"{address}/mcp"
-    assert main(["mcp", "inspect", "--api-key", "${env:THE_KEY}", url]) == 0
+    assert main(["tools", "inspect", "--api-key", "${env:THE_KEY}", url]) == 0
     assert "measure(what?: string)" in capsys.readouterr().out
-    assert main(["mcp", "inspect", "--api-key", "sesame", url]) == 2
+    assert main(["tools", "inspect", "--api-key", "sesame", url]) == 2
     said = capsys.readouterr().err
     assert "write ${env:NAME}" in said and "sesame" not in said
-    assert main(["mcp", "inspect", "--api-key", "${env:THE_KEY}", "python3"]) == 2
+    assert main(["tools", "inspect", "--api-key", "${env:THE_KEY}", "python3"]) == 2
     assert "a key is for a URL" in capsys.readouterr().err
 
     words = ["model.name=m", "evolve.api_key=${env:THE_KEY}"]

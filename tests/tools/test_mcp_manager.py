@@ -176,10 +176,10 @@ def test_settings_that_contradict_one_another_are_refused(options, said):
 
 def test_inspect_lists_and_calls_through_a_manager(capsys):
     with Manager() as manager:
-        assert main(["mcp", "inspect", manager.node_url]) == 0
+        assert main(["tools", "inspect", manager.node_url]) == 0
         assert "fetch_url(url: string)  Does fetch_url." in capsys.readouterr().out
         words = ["--call", "web.fetch_url", "--arguments", '{"url": "u"}', manager.node_url]
-        assert main(["mcp", "inspect", *words]) == 0
+        assert main(["tools", "inspect", *words]) == 0
         assert capsys.readouterr().out == 'web.fetch_url of {"url": "u"}\n'
 
 

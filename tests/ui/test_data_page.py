@@ -180,7 +180,7 @@ def test_what_was_set_aside_says_why_and_how_it_is_tried_again(
     assert "poisoned question poison the engine burns" in text
     assert "5 times" in text
     assert "lost question failed ValueError:" in text
-    assert re.search(r"agentevo store retry sqlite:///\S+mine.sqlite<", pages["page"].text)
+    assert re.search(r"agentevo store sqlite:///\S+mine.sqlite retry<", pages["page"].text)
 
 
 def test_what_was_set_aside_is_listed_page_by_page(pages: dict[str, httpx.Response]) -> None:

@@ -75,7 +75,10 @@ def test_a_report_reads_well_without_scripts(browser: Any, report: Path) -> None
 
 @pytest.mark.slow
 def test_pages_of_attempts_lead_to_each_other(browser: Any, report: Path, tmp_path: Path) -> None:
-    assert main(["trajectories", "html", str(report.parent), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(["trajectories", "show", str(report.parent), "--html", "--out", str(tmp_path / "out")])
+        == 0
+    )
 
     page, wrong = opened(
         browser, tmp_path / "out" / "index.html", viewport={"width": 360, "height": 800}

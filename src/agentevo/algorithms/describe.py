@@ -35,12 +35,12 @@ Two commands list all presets and parts, and explain one with formula, defaults 
 
 ```bash
 agentevo list algorithms
-agentevo config explain algorithm.dapo
+agentevo config algorithm.dapo
 ```
 
 A preset is a combination of an advantage, a policy loss, an aggregation and other keys of the
 section `algorithm`. You can add further keys of the section, such as `kl_coef`, `entropy_coef`,
-`importance` and `drop_truncated`; `agentevo config explain algorithm` lists them.
+`importance` and `drop_truncated`; `agentevo config algorithm` lists them.
 
 Each part below has its formula, its source, its hyper-parameters (default, range, meaning) and its
 names in other frameworks. Each function is tested against a slow version of its formula in

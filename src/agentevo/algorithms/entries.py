@@ -10,7 +10,7 @@ function, and names in verl and TRL.
         return -inputs.advantages * inputs.logp, {}
 
 A file has one table, and its functions are the entries. Everything else reads the tables: the keys
-of a recipe and their checks, `agentevo list algorithms`, `agentevo config explain` and
+of a recipe and their checks, `agentevo list algorithms`, `agentevo config` and
 docs/algorithms.md. Only entries hold defaults; the functions get every hyper-parameter from
 `EntryTable.resolve`.
 """

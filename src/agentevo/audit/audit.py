@@ -3,7 +3,7 @@ trajectories its record names, each used once, none of its tokens older than the
 
 The audit recomputes everything that it can: digests and ages from the tokens in the store, the
 chain of steps from their records (runs/chain.py), checksums from the files. It does not prove
-weights whose checkpoint is gone (`agentevo replay` samples tokens again), nor times.
+weights whose checkpoint is gone (`agentevo audit --replay` samples tokens again), nor times.
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ class Audit(msgspec.Struct, kw_only=True):
             )
 
         if self.emptied:
-            rows.append(("tokens deleted", f"{self.emptied} trajectories, by `agentevo store gc`"))
+            rows.append(
+                ("tokens deleted", f"{self.emptied} trajectories, by `agentevo store RUN gc`")
+            )
         if self.without_attempt:
             rows.append(("without an attempt", f"{len(self.without_attempt)} completed tasks"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,26 @@ def path_word(word: str | Path) -> Path:
     return Path(word)
 
 
+def written_options(context: typer.Context) -> dict[str, str]:
+    """The options on the command line: parameter -> the option's name."""
+    return {
+        str(parameter.name): parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.param_type_name == "option"
+        and getattr(context.get_parameter_source(str(parameter.name)), "name", "") == "COMMANDLINE"
+    }
+
+
+def refuse_options(
+    context: typer.Context, reason: str, names: Collection[str] = (), allowed: Collection[str] = ()
+) -> None:
+    """Raises ConfigError if the command line has an option of these parameters, or, without
+    `names`, any option but those of `allowed`."""
+    for name, option in written_options(context).items():
+        if (name in names) if names else (name not in allowed):
+            raise ConfigError(f"{option} {reason}")
+
+
 def check_new_file(path: Path, *, overwrite: bool) -> None:
     """Raises ConfigError for a file that exists, unless `overwrite` is set."""
     if not overwrite and (path.exists() or path.is_symlink()):
@@ -66,7 +87,7 @@ RunDir = Annotated[
         metavar="RUN_DIR", parser=path_word, help="The folder of a run, such as runs/coins."
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 Wait = Annotated[
     float | None,
     typer.Option(
@@ -97,6 +118,15 @@ def warn_of_kept_keys(recipe: str, overrides: list[str]) -> None:
         print(f"warning: {line}", file=sys.stderr)
 
 
+Host = Annotated[
+    str, typer.Option(help="The address to listen on. 0.0.0.0 accepts other machines.")
+]
+Tls = Annotated[
+    bool | None,
+    typer.Option(
+        help="Encrypt with a self-signed certificate. Default: on, unless --host is this machine."
+    ),
+]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port. 0 chooses a free one.")]
 
 

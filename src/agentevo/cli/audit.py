@@ -1,14 +1,15 @@
-"""The commands that check a run afterwards: `audit` and `replay`."""
+"""`agentevo audit`: checks a run afterwards, by its records or by sampling tokens again."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from agentevo.cli.arguments import RunDir, Wait
+from agentevo.cli.arguments import RunDir, Wait, refuse_options
 from agentevo.errors import ConfigError
 
 STORE_TIMEOUT_S = 3600.0
@@ -16,6 +17,7 @@ STORE_TIMEOUT_S = 3600.0
 
 
 def audit(
+    context: typer.Context,
     run_dir: RunDir,
     token: Annotated[
         str,
@@ -32,12 +34,51 @@ def audit(
         ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as one JSON object.")
+        bool,
+        typer.Option("--json", help="Print JSON: one object, or one per replayed trajectory."),
+    ] = False,
+    replay: Annotated[
+        str,
+        typer.Option(
+            "--replay",
+            metavar="TRAJECTORY",
+            help="Instead, generate the trajectory of this whole id again from its seeds and the "
+            "stored weights, and compare all tokens.",
+        ),
+    ] = "",
+    replay_random: Annotated[
+        int,
+        typer.Option(
+            "--replay-random",
+            metavar="N",
+            min=0,
+            help="Instead, do so with N random training trajectories.",
+        ),
+    ] = 0,
+    rebuild: Annotated[
+        bool,
+        typer.Option(
+            "--rebuild",
+            help="For a replay: rebuild weights that no file has any more, by training again from "
+            "the store.",
+        ),
     ] = False,
     wait: Wait = None,
 ) -> None:
     """Verify that every committed step used exactly the recorded data, once, and within the
-    staleness limit. Exit code 1 if not."""
+    staleness limit. With --replay, generate trajectories again. Exit code 1 if something
+    differs."""
+    if replay or replay_random:
+        reason = "checks records, and a replay generates tokens: leave it out"
+        allowed = ("replay", "replay_random", "rebuild", "as_json")
+        refuse_options(context, reason, allowed=allowed)
+        if replay and replay_random:
+            raise ConfigError("--replay and --replay-random both name trajectories: give one")
+        _replay(run_dir, replay, replay_random, rebuild=rebuild, as_json=as_json)
+        return
+
+    refuse_options(context, "is for a replay: add --replay TRAJECTORY", ("rebuild",))
+
     import msgspec
 
     from agentevo.runs.folder import run_store_url, use_store
@@ -87,33 +128,9 @@ def audit(
         raise typer.Exit(1)
 
 
-def replay(
-    run_dir: RunDir,
-    trajectory: Annotated[str, typer.Argument(metavar="[TRAJECTORY]", help="Its whole id.")] = "",
-    sample: Annotated[
-        int,
-        typer.Option(
-            "--all", metavar="N", min=0, help="Replay N random training trajectories instead."
-        ),
-    ] = 0,
-    rebuild: Annotated[
-        bool,
-        typer.Option(
-            "--rebuild",
-            help="Rebuild weights that no file has any more, by training again from the store.",
-        ),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per line.")
-    ] = False,
+def _replay(
+    run_dir: Path, trajectory: str, num_random: int, *, rebuild: bool, as_json: bool
 ) -> None:
-    """Generate a trajectory again from its seeds and the stored weights, and compare all tokens.
-    Exit code 1 if they differ."""
-    if bool(trajectory) == (sample > 0):
-        raise ConfigError(
-            "replay: give the id of a trajectory, or --all N for N of them, drawn at random"
-        )
-
     import msgspec
 
     from agentevo.runs.folder import run_config
@@ -123,8 +140,8 @@ def replay(
 
     run = Run(config)
     replays = (
-        run.replays(sample, rebuild=rebuild)
-        if sample
+        run.replays(num_random, rebuild=rebuild)
+        if num_random
         else [run.replay(trajectory, rebuild=rebuild)]
     )
     for result in replays:

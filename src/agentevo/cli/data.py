@@ -1,81 +1,33 @@
-"""The commands that make data to train on: of what others have recorded, of tasks in other forms,
-of known data sets, and of an environment's solver."""
+"""The commands that make data to train on: of tools and documents, of what others have recorded,
+of tasks in other forms, of known data sets, and of an environment's solver."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Overrides, Recipe, path_word
-from agentevo.cli.row_account import tell_of_rows
+from agentevo.cli.arguments import Overrides, path_word
+from agentevo.cli.printing import tell_of_rows
+from agentevo.cli.tasks import make
 from agentevo.errors import ConfigError
 
 data = typer.Typer(
-    no_args_is_help=True, help="Convert data into conversations and tasks for training."
+    no_args_is_help=True, help="Make, convert and prepare tasks and conversations for training."
 )
-
-
-@data.command("import")
-def import_traces(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="The records: a .jsonl or .json file (also .gz), a .parquet file, or a folder of "
-            "them.",
-        ),
-    ],
-    out: Annotated[
-        Path, typer.Argument(parser=path_word, metavar="OUT.jsonl[.gz]", help="The file to write.")
-    ],
-    form: Annotated[
-        str,
-        typer.Option(
-            metavar="FORM",
-            help="openai (chat completions, responses, batches), anthropic (messages), "
-            "opentelemetry (generative AI spans and events), or auto, which decides for each "
-            "row.",
-        ),
-    ] = "auto",
-) -> None:
-    """Convert API logs (OpenAI, Anthropic) or OpenTelemetry traces into conversations for `agentevo
-    sft`. Reports each skipped record with the reason."""
-    import json
-    import sys
-
-    from agentevo.data.rows import check_not_a_source, check_source
-    from agentevo.data.traces import FORMS
-    from agentevo.data.traces import import_traces as imported_of
-    from agentevo.store.export import whole_file
-
-    if form not in FORMS:
-        raise ConfigError(f"--form {form}: there are {', '.join(FORMS)}")
-
-    check_source(source, "data import")
-    check_not_a_source(out, source, "data import")
-
-    imported = imported_of([source], form)
-    if imported.num_other_spans:
-        print(f"import: {imported.num_other_spans} spans are not model calls", file=sys.stderr)
-    if not imported.rows:
-        raise ConfigError("\n".join(["nothing was written:", *imported.report.lines()]))
-
-    with whole_file(out) as file:
-        for row in imported.rows:
-            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-
-    tell_of_rows(imported.report, out)
-
-
 Out = Annotated[
     Path,
     typer.Argument(
         parser=path_word, metavar="OUT", help="The file to write: .jsonl[.gz] or .parquet."
     ),
 ]
+CONVERSATIONS = "conversations"
+"""What logs and traces are converted into."""
+
+data.command("make", context_settings={"ignore_unknown_options": True})(make)
 
 
 @data.command()
@@ -83,7 +35,8 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SOURCE", help="The tasks: a file, a folder of files, or a Hub dataset."
+            metavar="SOURCE",
+            help="The tasks, or logs and traces: a file, a folder of files, or a Hub dataset.",
         ),
     ],
     out: Out,
@@ -92,29 +45,47 @@ def convert(
         typer.Option(
             "--from",
             metavar="FORM",
-            help="agentrl, verl, art or agentevo; auto decides for each row.",
+            help="Of tasks: agentrl, verl, art or agentevo. Of logs and traces: openai (chat "
+            "completions, responses, batches), anthropic (messages), opentelemetry (generative AI "
+            "spans and events). auto decides for each row.",
         ),
     ] = "auto",
     form: Annotated[
-        str, typer.Option("--to", metavar="FORM", help="agentevo, agentrl or verl.")
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORM",
+            help="Of tasks: agentevo, agentrl or verl. conversations: logs and traces as "
+            "conversations for `agentevo sft` (a .jsonl file).",
+        ),
     ] = "agentevo",
 ) -> None:
-    """Convert tasks into another framework's format. Reports each skipped task with its line and
-    the reason."""
-    from agentevo.data import RowReport
+    """Convert tasks into another framework's format, or API logs and OpenTelemetry traces into
+    conversations. Reports each skipped row with its line and the reason."""
     from agentevo.data.rows import check_not_a_source, check_source
     from agentevo.data.task_forms import FORMS, READ_FORMS
-    from agentevo.rollout.task_files import convert_rows, write_rows
+    from agentevo.data.traces import FORMS as TRACE_FORMS
 
+    read_forms = TRACE_FORMS if form == CONVERSATIONS else ("auto", *READ_FORMS)
     for option, chosen_form, known_forms in (
-        ("--from", read_form, ("auto", *READ_FORMS)),
-        ("--to", form, FORMS),
+        ("--to", form, (*FORMS, CONVERSATIONS)),
+        ("--from", read_form, read_forms),
     ):
         if chosen_form not in known_forms:
-            raise ConfigError(f"{option} {chosen_form}: there are {', '.join(known_forms)}")
+            to = f" with --to {form}" if option == "--from" else ""
+            raise ConfigError(f"{option} {chosen_form}{to}: there are {', '.join(known_forms)}")
 
     check_source(source, "data convert")
     check_not_a_source(out, source, "data convert")
+    if form == CONVERSATIONS:
+        _convert_traces(source, out, read_form)
+    else:
+        _convert_tasks(source, out, read_form, form)
+
+
+def _convert_tasks(source: str, out: Path, read_form: str, form: str) -> None:
+    from agentevo.data import RowReport
+    from agentevo.rollout.task_files import convert_rows, write_rows
 
     report = RowReport("tasks")
     rows = convert_rows(source, read_form, form, report)
@@ -125,19 +96,42 @@ def convert(
     tell_of_rows(report, out, "tasks")
 
 
+def _convert_traces(source: str, out: Path, read_form: str) -> None:
+    from agentevo.console import to_stderr
+    from agentevo.data.traces import import_traces
+
+    imported = import_traces([source], read_form)
+    if imported.num_other_spans:
+        to_stderr(f"{imported.num_other_spans} spans are not model calls")
+    if not imported.rows:
+        raise ConfigError("\n".join(["nothing was written:", *imported.report.lines()]))
+
+    _write_conversations(imported.rows, out)
+    tell_of_rows(imported.report, out)
+
+
+def _write_conversations(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
+    import json
+
+    from agentevo.store.export import whole_file
+
+    with whole_file(out) as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+
+
 Prepared = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
-        help="gsm8k, nq, hotpotqa, reasoning_gym/DATASET such as reasoning_gym/chain_sum, or "
-        "lesson/TOOL for the tool booking, calculator, database, files or search.",
+        help="gsm8k, nq, hotpotqa, reasoning_gym/DATASET such as reasoning_gym/chain_sum, "
+        "lesson/TOOL for the tool booking, calculator, database, files or search, or a recipe "
+        "whose environment has a solver.",
     ),
 ]
 PreparedFolder = Annotated[
     Path,
-    typer.Argument(
-        parser=path_word, metavar="FOLDER", help="The folder for train.jsonl and eval.jsonl."
-    ),
+    typer.Argument(parser=path_word, metavar="FOLDER", help="The folder for the files."),
 ]
 Shown = Annotated[
     int,
@@ -145,7 +139,8 @@ Shown = Annotated[
         "--demonstrations",
         min=0,
         max=100_000,
-        help="For lessons: the number of conversations that solve other tasks, for `agentevo sft`.",
+        help="For lessons: the number of conversations that solve other tasks, for `agentevo sft`. "
+        "For a recipe: the number of episodes to play.",
     ),
 ]
 
@@ -154,6 +149,8 @@ Shown = Annotated[
 def prepare(
     name: Prepared,
     folder: PreparedFolder,
+    overrides: Overrides = None,
+    *,
     source: Annotated[
         str | None,
         typer.Option(
@@ -176,15 +173,26 @@ def prepare(
         float, typer.Option(min=0.0, max=0.9, help="The share of held-out tasks.")
     ] = 0.1,
 ) -> None:
-    """Write the task files of a known dataset: train.jsonl, eval.jsonl, and, where it has them,
-    demonstrations.jsonl and corpus.jsonl."""
+    """Write the files of a known dataset: train.jsonl, eval.jsonl, and, where it has them,
+    demonstrations.jsonl and corpus.jsonl. Of a recipe: the solved episodes of its environment's
+    solver as demonstrations.jsonl, on seeds that training and evaluation do not use."""
     from agentevo.agents.named_by_task import check_known_name
+    from agentevo.config.sources import recipe_names
     from agentevo.console import to_stderr
     from agentevo.data import RowReport
     from agentevo.data.rows import check_not_a_source, check_source
     from agentevo.rollout.question_files import CORPUS, QUESTION_SETS, Passages, question_tasks
     from agentevo.rollout.task_files import HELD_OUT, TRAIN, gsm8k_tasks, reasoning_gym_tasks
     from agentevo.rollout.task_files import write_split as write
+
+    is_recipe = name.endswith((".yaml", ".yml")) or name in recipe_names()
+    if overrides and not is_recipe:
+        raise ConfigError(f"{overrides[0]}: data prepare {name} reads no recipe: leave it out")
+    if is_recipe:
+        if source is not None or agent is not None:
+            raise ConfigError(f"data prepare {name} plays episodes: leave out --from and --agent")
+        _prepare_demonstrations(name, overrides or [], folder, shown)
+        return
 
     kind, _, dataset = name.partition("/")
     if kind == "lesson":
@@ -197,7 +205,7 @@ def prepare(
     if not (is_read or (kind == "reasoning_gym" and dataset)):
         raise ConfigError(
             f"data prepare {name}: there are gsm8k, {', '.join(QUESTION_SETS)}, "
-            "reasoning_gym/DATASET and lesson/TOOL"
+            "reasoning_gym/DATASET, lesson/TOOL, and recipes"
         )
 
     if agent is not None:
@@ -256,38 +264,28 @@ def _prepare_lesson(
     )
 
 
-@data.command("demonstrate")
-def demonstrate_command(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    *,
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out", parser=path_word, metavar="OUT.jsonl[.gz]", help="The file to write."
-        ),
-    ],
-    episodes: Annotated[int, typer.Option(min=1, help="The number of episodes.")] = 500,
+def _prepare_demonstrations(
+    recipe: str, overrides: list[str], folder: Path, num_episodes: int
 ) -> None:
-    """Write the solver's episodes of a recipe's environment as conversations for `agentevo sft`, on
-    seeds that training and evaluation do not use."""
-    import json
-
     from agentevo.config import load_config
     from agentevo.console import to_stderr
     from agentevo.orchestration.demonstrations import demonstration_rows
-    from agentevo.store.export import whole_file
+    from agentevo.paths import check_new_folder
+    from agentevo.task_making.files import DEMONSTRATIONS
 
-    config = load_config(recipe, overrides or [])
+    config = load_config(recipe, overrides)
     if config.environment is None:
-        raise ConfigError("data demonstrate: the recipe has no environment to play")
+        raise ConfigError(f"data prepare {recipe}: the recipe has no environment to play")
 
-    rows = list(demonstration_rows(config, episodes, to_stderr))
+    check_new_folder(folder, "FOLDER")
+    rows = list(demonstration_rows(config, num_episodes, to_stderr))
     if not rows:
-        raise ConfigError(f"data demonstrate: none of {episodes} episodes was solved: play more")
+        raise ConfigError(
+            f"data prepare {recipe}: none of {num_episodes} episodes was solved: play more with "
+            "--demonstrations N"
+        )
 
-    with whole_file(out) as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / DEMONSTRATIONS
+    _write_conversations(rows, out)
     print(f"{len(rows)} conversations written to {out}")

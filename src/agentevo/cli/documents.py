@@ -1,14 +1,12 @@
-"""`agentevo tasks from-documents`, and who writes tasks."""
+"""Tasks that `agentevo data make` makes from documents."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from agentevo.cli.arguments import path_word
+from agentevo.cli.printing import print_note
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,105 +14,33 @@ if TYPE_CHECKING:
     from agentevo.task_making.documents import ReadDocuments
     from agentevo.tools.corpus import Passage
 
-Out = Annotated[
-    Path,
-    typer.Option("--out", parser=path_word, metavar="FOLDER", help="A new folder for the tasks."),
-]
-Train = Annotated[int, typer.Option(min=1, max=100_000, help="The number of training tasks.")]
-HeldOut = Annotated[int, typer.Option(min=0, max=100_000, help="The number of held-out tasks.")]
-Seed = Annotated[int, typer.Option(min=0, help="The random seed.")]
-After = Annotated[
-    Path | None,
-    typer.Option(
-        parser=path_word,
-        metavar="RUN_DIR",
-        help="Continue from a run with tasks.curriculum: keep its unsolved tasks, and add "
-        "harder variants of the solved ones, or, for documents, further questions.",
-    ),
-]
-Writer = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL|MODEL",
-        help="The model that writes the queries: the URL of an OpenAI-compatible API; a "
-        "folder, a run or a known model to run here; or, with --after, a name of that "
-        "run's remote_models.",
-    ),
-]
-WriterModel = Annotated[
-    str, typer.Option(metavar="NAME", help="The writer's model name at the URL.")
-]
-WriterKey = Annotated[
-    str | None,
-    typer.Option(metavar="${env:NAME}", help="The environment variable with the writer's API key."),
-]
 
-
-def open_writer(
-    word: str | None, name: str, key: str | None, after: Path | None
-) -> RemoteModel | None:
-    """Raises ConfigError."""
-    if word is None:
-        return None
-
-    from agentevo.remote_models.model import RemoteModel
-    from agentevo.runs.folder import UNSCORED, check_run_folder, run_config
-    from agentevo.task_making.writer_model import writer_section
-
-    remote_models = (
-        {} if after is None else run_config(check_run_folder(after), UNSCORED).remote_models
-    )
-    try:
-        return RemoteModel(
-            "writer", writer_section(word, name=name, key=key, known_models=remote_models)
-        )
-    except ConfigError as error:
-        raise ConfigError(f"--writer: {error}") from error
-
-
-def from_documents(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            parser=path_word,
-            metavar="FILE|FOLDER...",
-            help="Text files, corpora (.jsonl, one passage per line), or folders of them.",
-        ),
-    ],
-    out: Out,
-    train: Train = 200,
-    held_out: HeldOut = 50,
-    seed: Seed = 0,
-    per_passage: Annotated[
-        int, typer.Option(min=1, max=100, help="The number of tasks per passage.")
-    ] = 2,
-    language: Annotated[str, typer.Option(help="The language of the writer's questions.")] = "en",
-    after: After = None,
-    writer: Writer = None,
-    writer_model: WriterModel = "default",
-    writer_key: WriterKey = None,
+def make_from_documents(
+    files: Sequence[Path],
+    out: Path,
+    task_options: dict[str, Any],
+    *,
+    language: str,
+    after: Path | None,
+    model: RemoteModel | None,
 ) -> None:
-    """Make training and held-out tasks from documents: cloze sentences, or, with --writer, a
-    model's questions. Also writes the passages as a corpus for the tool `search`."""
+    """Makes cloze sentences, or a model's questions. Also writes the passages as a corpus for the
+    tool `search`. `task_options`: train, held_out, per_passage and seed. Raises ConfigError."""
     from agentevo.task_making.afterwards import questions_left
     from agentevo.task_making.document_files import read_documents
     from agentevo.task_making.documents import check_made
-    from agentevo.task_making.files import check_new, write_made
+    from agentevo.task_making.files import write_made
 
-    check_new(out)
+    held_out = task_options["held_out"]
     if after is not None and held_out:
         raise ConfigError("--after makes tasks to train on: give --held-out 0")
 
     remaining = None if after is None else questions_left(after)
-    model = open_writer(writer, writer_model, writer_key, after)
-
     documents = read_documents(files)
     if note := documents.note():
-        _note(note)
+        print_note(note)
 
     passages = documents.passages
-    task_options: dict[str, Any] = {"train": train, "held_out": held_out}
-    task_options |= {"per_passage": per_passage, "seed": seed}
     made_tasks = _make_tasks(
         passages,
         model,
@@ -142,15 +68,15 @@ def from_documents(
         train=made_tasks.train,
         held_out=made_tasks.held_out,
         corpus=corpus if remaining is None else [],  # that of the first tasks stays the agent's
-        account={**account, "writer": made_tasks.reasons, "seed": seed},
+        account={**account, "writer": made_tasks.reasons, "seed": task_options["seed"]},
     )
     print(f"tasks        {account['train']} to train on, {account['held_out']} held out")
     where = f", in {out / 'corpus.jsonl'}" if remaining is None else ""
     print(f"passages     {len(passages)}{where}")
 
-    if missing := train + held_out - num_new:
+    if missing := task_options["train"] + held_out - num_new:
         why = "; ".join(f"{reason}: {count}" for reason, count in made_tasks.reasons.items())
-        _note(f"{missing} fewer than requested ({why or 'the documents have no more'})")
+        print_note(f"{missing} fewer than requested ({why or 'the documents have no more'})")
 
 
 def _make_tasks(
@@ -172,7 +98,3 @@ def _make_tasks(
             return run_coroutine(asked_from(passages, model, language=language, **task_options))
         finally:
             model.close()
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr)

@@ -1,8 +1,7 @@
-"""The commands that measure models on tasks: `eval`, and `score` for what `eval` has kept."""
+"""`agentevo eval`: measures models on tasks, scores kept attempts again, and grades tasks."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Overrides, path_word
+from agentevo.cli.arguments import Overrides, path_word, refuse_options, written_options
+from agentevo.cli.printing import print_note
 from agentevo.errors import ConfigError
 
 Out = Annotated[
@@ -29,7 +29,7 @@ Target = Annotated[
     typer.Argument(
         metavar="RECIPE|RUN|MODEL",
         help="A recipe (its untrained model), a run (RUN, RUN@STEP), or a model: a folder, a "
-        "known name, a name of remote_models, or URL#MODEL.",
+        "known name, a name of remote_models, or URL#MODEL. With --rescore: a folder of --out.",
     ),
 ]
 Checkpoint = Annotated[
@@ -46,7 +46,12 @@ Tasks = Annotated[
 ]
 Attempts = Annotated[
     int | None,
-    typer.Option("--attempts", "-k", metavar="N", help="Attempts per task, for pass@1 to pass@N."),
+    typer.Option(
+        "--attempts",
+        "-k",
+        metavar="N",
+        help="Attempts per task, for pass@1 to pass@N. Default: 1; 4 with --grade.",
+    ),
 ]
 Against = Annotated[
     list[str] | None,
@@ -79,7 +84,30 @@ RetryFailed = Annotated[
 ]
 
 
+Rescore = Annotated[
+    bool,
+    typer.Option(
+        "--rescore",
+        help="Score the attempts in a folder of --out again, by other rewards (such as "
+        "rewards=[math]), without playing.",
+    ),
+]
+Grade = Annotated[
+    Path | None,
+    typer.Option(
+        "--grade",
+        parser=path_word,
+        metavar="FOLDER",
+        help="Play the training tasks in this folder of `agentevo data make`, and write them with "
+        "each one's `success_rate` into the new folder --out. Tasks that all or none of the "
+        "attempts solve go to reserve.jsonl.",
+    ),
+]
+GRADING_ATTEMPTS = 4
+
+
 def evaluate(
+    context: typer.Context,
     target: Target,
     overrides: Overrides = None,
     checkpoint: Checkpoint = "",
@@ -94,21 +122,31 @@ def evaluate(
     out: Out = None,
     resume: Resume = False,
     retry_failed: RetryFailed = False,
+    rescore: Rescore = False,
+    grade: Grade = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate models on held-out tasks: success next to a random and an optimal player, or pass@k
     of several models."""
-    sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
-    sampling_options = {name: value for name, value in sampling.items() if value is not None}
+    if rescore:
+        reason = "is for playing, and --rescore does not play: leave it out"
+        refuse_options(context, reason, allowed=("rescore", "out", "as_json"))
+        _rescore(path_word(target), overrides or [], out, as_json)
+        return
 
-    options = (attempts, temperature, limit, out)
-    is_more = any((tasks, against, by, resume, retry_failed, as_json, sampling_options))
-    if not (is_more or any(option is not None for option in options)) and _is_plain(target):
+    if grade is not None:
+        reason = "has no effect with --grade: leave it out"
+        refuse_options(context, reason, allowed=("grade", "out", "attempts"))
+        _grade(grade, target, overrides or [], out, attempts)
+        return
+
+    if not (written_options(context).keys() - {"checkpoint"}) and _is_plain(target):
         _evaluate_plainly(target, overrides or [], checkpoint)
         return
 
     from agentevo.evaluation.evaluate import EvaluationRun
 
+    sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
     what = EvaluationRun(
         target=target,
         against=against or [],
@@ -119,7 +157,7 @@ def evaluate(
         attempts=1 if attempts is None else attempts,
         checkpoint=checkpoint,
         temperature=temperature,
-        sampling=sampling_options,
+        sampling={name: value for name, value in sampling.items() if value is not None},
         out=out,
         resume=resume or retry_failed,
         retry_failed=retry_failed,
@@ -127,29 +165,30 @@ def evaluate(
     _measure(what, as_json)
 
 
-def score(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER", parser=path_word, help="A folder of `agentevo eval --out`."
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[a.b=c]...", help="The rewards, such as rewards=[math] remote_models.judge=..."
-        ),
-    ] = None,
-    out: Out = None,
-    as_json: AsJson = False,
-) -> None:
-    """Score the attempts of an evaluation again with other rewards, without playing."""
-    from agentevo.evaluation.score import score as scored
+def _rescore(folder: Path, overrides: list[str], out: Path | None, as_json: bool) -> None:
+    from agentevo.evaluation.score import score
 
-    summary = scored(folder, overrides or [], out, _note)
+    summary = score(folder, overrides, out, print_note)
     if not as_json:
         _show_heading(summary)
     _show(summary, as_json)
+
+
+def _grade(
+    folder: Path, target: str, overrides: list[str], out: Path | None, attempts: int | None
+) -> None:
+    from agentevo.task_making.files import check_new
+    from agentevo.task_making.solvability import graded_folder
+
+    attempts = GRADING_ATTEMPTS if attempts is None else attempts
+    if out is None:
+        raise ConfigError("--grade needs --out FOLDER, a new folder for the graded tasks")
+    if not 2 <= attempts <= 1024:
+        raise ConfigError(f"--attempts {attempts}: --grade takes 2 to 1024 attempts per task")
+
+    check_new(out)
+    for line in graded_folder(folder, target, out, overrides, attempts=attempts, note=print_note):
+        print(line)
 
 
 def _measure(what: Any, as_json: bool) -> None:
@@ -158,7 +197,7 @@ def _measure(what: Any, as_json: bool) -> None:
 
     begin = {} if as_json else {"begin": _show_heading}
     with _bars() as progress:
-        summary = measured(what, _note, progress, **begin)
+        summary = measured(what, print_note, progress, **begin)
 
     _show(summary, as_json)
     check_attempts(summary)
@@ -187,10 +226,6 @@ def _show_heading(measured: Mapping[str, Any]) -> None:
         f"{measured['agent']['type']}{judged}",
         flush=True,
     )
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 @contextmanager

@@ -1,5 +1,4 @@
-"""`agentevo evolve` and its shortest form, `agentevo mcp-rl`: from a server of tools, or documents,
-to a better agent."""
+"""`agentevo evolve`: from a server of tools, or documents, to a better agent."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentevo.cli.arguments import Overrides, Resume
-from agentevo.cli.table import print_table
+from agentevo.cli.printing import print_note, print_table
 
 if TYPE_CHECKING:
     from agentevo.evolution.evolve import Evolution
@@ -30,38 +29,41 @@ DryRun = Annotated[
 ]
 
 
+RlOnly = Annotated[
+    bool,
+    typer.Option(
+        "--rl-only",
+        help="One round of reinforcement learning only: no demonstrations and no harder tasks.",
+    ),
+]
+
+
 def evolve(
-    target: Target, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False
+    target: Target,
+    overrides: Overrides = None,
+    rl_only: RlOnly = False,
+    resume: Resume = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train an agent for a tool server or for documents: make tasks, demonstrate, fine-tune, learn
     from reward, and repeat with harder tasks (docs/evolve.md). This calls the server's tools."""
-    _evolve(target, overrides or [], resume, dry_run)
-
-
-def mcp_rl(
-    target: Target, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False
-) -> None:
-    """Train an agent for a tool server with reinforcement learning only: the shortest form of
-    `evolve`."""
-    short: dict[str, Any] = {"rounds": 1, "new_tasks": 0, "demonstrations": {"source": "none"}}
-    _evolve(target, overrides or [], resume, dry_run, **short)
-
-
-def _evolve(target: str, overrides: list[str], resume: bool, dry_run: bool, **options: Any) -> None:
-    import sys
 
     from agentevo.evolution.evolve import evolve as run
     from agentevo.evolution.evolve import last_run, read_evolution
     from agentevo.paths import short
 
-    changes = [word for word in overrides if "=" in word]
-    documents = [word for word in overrides if "=" not in word]
-    evolution = read_evolution(target, changes, documents=documents, **options)
+    changes = [word for word in overrides or () if "=" in word]
+    documents = [word for word in overrides or () if "=" not in word]
+    section_keys: dict[str, Any] = {}
+    if rl_only:
+        section_keys = {"rounds": 1, "new_tasks": 0, "demonstrations": {"source": "none"}}
+
+    evolution = read_evolution(target, changes, documents=documents, **section_keys)
     if dry_run:
         _list(evolution)
         return
 
-    run(evolution, resume=resume, note=lambda line: print(line, file=sys.stderr))
+    run(evolution, resume=resume, note=print_note)
     last = last_run(evolution.folder)
     if last is not None:
         print(f"serve it: agentevo serve --openai {short(last)}")

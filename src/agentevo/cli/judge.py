@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentevo.cli.arguments import Overrides, Recipe, path_word
+from agentevo.cli.printing import print_note
 from agentevo.errors import AgentEvoError, ConfigError
 
 if TYPE_CHECKING:
     from agentevo.config import RunConfig
     from agentevo.evaluation.judge_data import KnownGroup
     from agentevo.rewards.judging import JudgeOptions
-
-commands = typer.Typer(no_args_is_help=True, help="Measure judges.")
-
 
 Rows = Annotated[
     Path | None,
@@ -26,7 +23,7 @@ Rows = Annotated[
         metavar="FILE.jsonl",
         parser=path_word,
         help="Attempts with known results: rows with messages, truth (or label) and task_id, "
-        "such as those of `agentevo annotations export RUN FILE --format judge`.",
+        "such as those of `agentevo trajectories export RUN FILE --annotations judge`.",
     ),
 ]
 Run = Annotated[
@@ -47,13 +44,7 @@ Truth = Annotated[
 ]
 
 
-@commands.callback()
-def _group() -> None:
-    """Keeps `calibrate` a word of its own."""
-
-
-@commands.command("calibrate")
-def calibrate(
+def judge(
     recipe: Recipe,
     overrides: Overrides = None,
     rows: Rows = None,
@@ -62,7 +53,7 @@ def calibrate(
     groups: Annotated[
         int, typer.Option("--groups", min=2, max=10_000, help="With --run: the most groups.")
     ] = 40,
-    judge: Annotated[
+    name: Annotated[
         str, typer.Option("--judge", metavar="NAME", help="The recipe's judge to measure.")
     ] = "",
     out: Annotated[
@@ -81,19 +72,19 @@ def calibrate(
     from agentevo.remote_models.model import check_keys
 
     if (rows is None) == (run is None):
-        raise ConfigError("judge calibrate: give either --rows FILE or --run RUN_DIR")
+        raise ConfigError("judge: give either --rows FILE or --run RUN_DIR")
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}: make it first")
 
     config = load_config(recipe, overrides or [], needs_environment=False)
-    chosen = _judge(config, judge)
+    chosen = _judge_of(config, name)
     check_keys(config.remote_models)
     judged_groups = _groups(rows, run, truth, groups)
     calibration = measured(
         chosen,
         config.remote_models,
         judged_groups,
-        progress=lambda line: print(line, file=sys.stderr),
+        progress=print_note,
     )
     report = calibration.as_json()
     print("\n".join(lines_of(report)))
@@ -107,14 +98,14 @@ def calibrate(
         raise AgentEvoError(f"judge {chosen.title}: {'; '.join(report['below'])}")
 
 
-def _judge(config: RunConfig, name: str) -> JudgeOptions:
+def _judge_of(config: RunConfig, name: str) -> JudgeOptions:
     from agentevo.rewards.judging import JudgeOptions
 
     judges = [reward for reward in config.rewards if isinstance(reward, JudgeOptions)]
     named = [judge for judge in judges if judge.title == name] if name else judges
     if len(named) != 1:
         judge_names = ", ".join(judge.title for judge in judges) or "none"
-        what = f"--judge {name}" if name else "judge calibrate"
+        what = f"--judge {name}" if name else "judge"
         raise ConfigError(
             f"{what}: the recipe's rewards have {judge_names} as judges: "
             + ("name one by --judge" if judges else "add one, such as rewards=[ruler]")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from agentevo.cli.arguments import RunDir, Wait
+from agentevo.cli.arguments import RunDir, Wait, refuse_options
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ LONGEST_SHOWN = 6000
 
 
 def annotate(
+    context: typer.Context,
     run_dir: RunDir,
     pairs: Annotated[
         bool, typer.Option("--pairs", help="Ask which of two attempts at a task is better.")
@@ -41,11 +42,34 @@ def annotate(
     who: Annotated[
         str, typer.Option(metavar="NAME", help="The annotator's name. Default: the user's name.")
     ] = "",
+    agreement: Annotated[
+        bool,
+        typer.Option(
+            "--agreement",
+            help="Instead, print how often people's labels and the rewards agree: the share with "
+            "its 95% interval, and Cohen's kappa.",
+        ),
+    ] = False,
+    passed_from: Annotated[
+        float,
+        typer.Option(
+            metavar="VALUE",
+            help="With --agreement: the lowest value of a reward part that counts as a pass.",
+        ),
+    ] = 0.5,
     wait: Wait = None,
 ) -> None:
     """Label a run's attempts: right or wrong, the better of two, or a corrected reply. Reads
-    answers from stdin (h lists them) and saves each at once. `agentevo annotations export` turns
-    them into training data."""
+    answers from stdin (h lists them) and saves each at once. `agentevo trajectories export
+    --annotations` turns them into training data."""
+    if agreement:
+        reason = "is for labelling: leave it out with --agreement"
+        refuse_options(context, reason, allowed=("agreement", "passed_from"))
+        _print_agreement(run_dir, passed_from)
+        return
+
+    refuse_options(context, "is for --agreement: add it", ("passed_from",))
+
     from agentevo.runs.annotations import read_annotations
     from agentevo.runs.folder import check_run_folder, read_store
     from agentevo.runs.labelling import attempts_to_label, pairs_to_compare
@@ -77,6 +101,21 @@ def annotate(
     num_kept = session.num_kept
     answers = "answer" if num_kept == 1 else "answers"
     print(f"{num_kept} {answers} kept in {folder / 'annotations.jsonl'}")
+
+
+def _print_agreement(run_dir: Path, passed_from: float) -> None:
+    from agentevo.runs.annotations import calibration, read_annotations
+    from agentevo.runs.folder import check_run_folder
+
+    rows = calibration(read_annotations(check_run_folder(run_dir)), passed_from)
+    if not rows:
+        print("no attempt is labelled yet (agentevo annotate)")
+
+    for row in rows:
+        rate = row.rate or 0.0
+        low, high = row.interval or (0.0, 1.0)
+        kappa = "" if row.kappa is None else f", kappa {row.kappa:.2f}"
+        print(f"{row.judge}: {rate:.0%} of {row.num} agree [{low:.0%}, {high:.0%}]{kappa}")
 
 
 class _LabellingSession:

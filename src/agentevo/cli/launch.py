@@ -1,4 +1,4 @@
-"""The commands that hand a run to other people's machines."""
+"""`agentevo launch`, and the hidden commands that its scripts run: `launch-node`, `launch-own`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from agentevo.cli.arguments import Overrides, Recipe, path_word, plain_options
-from agentevo.errors import ConfigError
-
-launch = typer.Typer(
-    help="Run a recipe on Slurm, Kubernetes, SkyPilot, Ray or docker.",
-    no_args_is_help=True,
-)
+from agentevo.errors import ConfigError, UnknownNameError
 
 Set = Annotated[
     list[str] | None,
@@ -39,28 +34,50 @@ Out = Annotated[
 Submit = Annotated[bool, typer.Option("--submit", help="Submit the job immediately.")]
 
 
-def _add(target: str, about: str) -> None:
-    def command(
-        recipe: Recipe,
-        overrides: Overrides = None,
-        set_: Set = None,
-        values: Values = None,
-        out: Out = Path("launch"),
-        submit: Submit = False,
-    ) -> None:
-        _launch(target, recipe, overrides, set_, values, out, submit)
-
-    launch.command(target, help=about)(command)
-
-
-_add("slurm", "Write a batch script for sbatch. Relative paths start at the folder of the call.")
-_add("kubernetes", "Write a manifest for kubectl: a Job with its volume and configuration.")
-_add("skypilot", "Write a task for SkyPilot.")
-_add("ray", "Write a launch for `ray job submit`.")
-_add("compose", "Write a docker compose file for one machine: the run and the dashboard.")
+On = Annotated[
+    str,
+    typer.Option(
+        "--on",
+        metavar="KIND",
+        help="slurm: a batch script for sbatch, whose relative paths start at the folder of the "
+        "call. kubernetes: a manifest for kubectl, a Job with its volume and configuration. "
+        "skypilot: a task for SkyPilot. ray: a launch for `ray job submit`. compose: a docker "
+        "compose file for one machine, with the run and the dashboard.",
+    ),
+]
 
 
-@launch.command()
+def launch(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    *,
+    on: On,
+    set_: Set = None,
+    values: Values = None,
+    out: Out = Path("launch"),
+    submit: Submit = False,
+) -> None:
+    """Run a recipe on Slurm, Kubernetes, SkyPilot, Ray or docker. Writes the files of the job, and
+    submits it with --submit."""
+    from agentevo.console import to_stderr
+    from agentevo.launch.targets import TARGETS, read_cluster
+    from agentevo.launch.writer import submit as submit_launch
+    from agentevo.launch.writer import write_launch
+
+    if on not in TARGETS:
+        raise UnknownNameError(f"--on {on}: there are {', '.join(TARGETS)}")
+
+    keys = _read_values(values) if values is not None else {}
+    keys |= plain_options(set_ or [], "gpus=8")
+    written = write_launch(recipe, overrides or [], read_cluster(on, keys), out)
+    for line in written.notes:
+        to_stderr(line)
+    if submit:
+        print(submit_launch(written))
+    else:
+        print(f"{written.folder}/ is ready; submit it with: {' '.join(written.command)}")
+
+
 def node(
     nodes: Annotated[
         Path,
@@ -87,14 +104,13 @@ def node(
         raise typer.Exit(code)
 
 
-@launch.command()
 def own(
     nodes: Annotated[
         Path,
         typer.Argument(
             metavar="NODES_YAML",
             parser=path_word,
-            help="The nodes.yaml in the folder of `launch ray`.",
+            help="The nodes.yaml in the folder of `launch --on ray`.",
         ),
     ],
     address: Annotated[
@@ -113,31 +129,6 @@ def own(
     code = run_owner(nodes, address=address or None, id=id)
     if code:
         raise typer.Exit(code)
-
-
-def _launch(
-    target: str,
-    recipe: str,
-    overrides: list[str] | None,
-    settings: list[str] | None,
-    values: Path | None,
-    out: Path,
-    submit: bool,
-) -> None:
-    from agentevo.console import to_stderr
-    from agentevo.launch.targets import read_cluster
-    from agentevo.launch.writer import submit as submit_launch
-    from agentevo.launch.writer import write_launch
-
-    keys = _read_values(values) if values is not None else {}
-    keys |= plain_options(settings or [], "gpus=8")
-    written = write_launch(recipe, overrides or [], read_cluster(target, keys), out)
-    for line in written.notes:
-        to_stderr(line)
-    if submit:
-        print(submit_launch(written))
-    else:
-        print(f"{written.folder}/ is ready; submit it with: {' '.join(written.command)}")
 
 
 def _read_values(path: Path) -> dict[str, Any]:

@@ -28,8 +28,6 @@ from typer.core import TyperGroup
 
 from agentevo import __version__, progress
 from agentevo.cli import (
-    agent,
-    annotating,
     audit,
     chat,
     control,
@@ -41,17 +39,14 @@ from agentevo.cli import (
     judge,
     labelling,
     launch,
-    mcp,
     names,
     pipeline,
     processes,
     prompts,
-    results,
-    retriever,
+    report,
     sandbox,
     server,
     store,
-    tasks,
     tools,
     top,
     train,
@@ -60,7 +55,7 @@ from agentevo.cli import (
 )
 from agentevo.cli.ending import end_soon
 from agentevo.cli.memory_limit import memory_problem
-from agentevo.cli.table import first_sentence
+from agentevo.cli.printing import first_sentence
 from agentevo.credentials import without_passwords
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.extras import training_packages
@@ -117,16 +112,13 @@ app.command("list", rich_help_panel=_START)(names.list_names)
 _RECIPES = "Recipes and models"
 app.command(rich_help_panel=_RECIPES)(init.init)
 app.command(rich_help_panel=_RECIPES)(doctor.doctor)
-app.add_typer(names.config_commands, name="config", rich_help_panel=_RECIPES)
+app.command(rich_help_panel=_RECIPES)(names.config)
 app.add_typer(names.models, name="models", rich_help_panel=_RECIPES)
-app.command(rich_help_panel=_RECIPES)(results.merge)
 
 _TRAINING = "More ways to train"
 app.command(rich_help_panel=_TRAINING)(train.sft)
-app.command(rich_help_panel=_TRAINING)(train.rm)
 app.command(rich_help_panel=_TRAINING)(pipeline.pipeline)
 app.command(rich_help_panel=_TRAINING)(evolve.evolve)
-app.command("mcp-rl", rich_help_panel=_TRAINING)(evolve.mcp_rl)
 app.command(rich_help_panel=_TRAINING)(prompts.optimize)
 app.command(rich_help_panel=_TRAINING)(server.server)
 
@@ -135,33 +127,26 @@ app.command(rich_help_panel=_RUNS)(top.top)
 app.command(rich_help_panel=_RUNS)(control.control)
 app.command(rich_help_panel=_RUNS)(chat.chat)
 app.add_typer(trajectories.trajectories, name="trajectories", rich_help_panel=_RUNS)
-app.command(rich_help_panel=_RUNS)(results.report)
-app.command(rich_help_panel=_RUNS)(results.table)
-app.command(rich_help_panel=_RUNS)(results.plot)
+app.command(rich_help_panel=_RUNS)(report.report)
 app.command(rich_help_panel=_RUNS)(audit.audit)
-app.command(rich_help_panel=_RUNS)(audit.replay)
-app.add_typer(store.stores, name="store", rich_help_panel=_RUNS)
+app.command(rich_help_panel=_RUNS)(store.store)
 
-_SCORES = "Scores, judges and labels"
-app.command(rich_help_panel=_SCORES)(evaluation.score)
-app.add_typer(judge.commands, name="judge", rich_help_panel=_SCORES)
-app.command(rich_help_panel=_SCORES)(labelling.annotate)
-app.add_typer(annotating.commands, name="annotations", rich_help_panel=_SCORES)
+_LABELS = "Judges and labels"
+app.command(rich_help_panel=_LABELS)(judge.judge)
+app.command(rich_help_panel=_LABELS)(labelling.annotate)
 
-_TASKS = "Agents, tasks and tools"
-app.add_typer(agent.agent, name="agent", rich_help_panel=_TASKS)
+_TASKS = "Tasks and tools"
 app.add_typer(data.data, name="data", rich_help_panel=_TASKS)
-app.add_typer(tasks.tasks, name="tasks", rich_help_panel=_TASKS)
 app.add_typer(tools.tools, name="tools", rich_help_panel=_TASKS)
-app.add_typer(mcp.mcp, name="mcp", rich_help_panel=_TASKS)
-app.command(rich_help_panel=_TASKS)(retriever.retriever)
-app.add_typer(sandbox.sandbox, name="sandbox", rich_help_panel=_TASKS)
+app.command(rich_help_panel=_TASKS)(sandbox.sandbox)
 
 _MACHINES = "Several processes and machines"
-app.add_typer(launch.launch, name="launch", rich_help_panel=_MACHINES)
+app.command(rich_help_panel=_MACHINES)(launch.launch)
 app.command(rich_help_panel=_MACHINES)(processes.learn)
 app.command(rich_help_panel=_MACHINES)(processes.sample)
 app.command(rich_help_panel=_MACHINES)(processes.gateway)
+app.command("launch-node", hidden=True)(launch.node)
+app.command("launch-own", hidden=True)(launch.own)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,7 +185,7 @@ def _run(words: list[str]) -> int:
     except SystemExit as exit_request:
         code = exit_request.code
 
-    goes_on_itself = words[:1] in (["learn"], ["launch"])
+    goes_on_itself = words[:1] in (["learn"], ["launch-node"], ["launch-own"])
     if code in (130, 143) and (goes_on_itself or _takes_resume(words)):
         resumed = "the same command" + ("" if goes_on_itself else " with --resume")
         print(

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import Overrides, Recipe, warn_of_kept_keys
-from agentevo.cli.table import first_sentence, print_table
-from agentevo.errors import UnknownNameError
+from agentevo.cli.arguments import Overrides, path_word, refuse_options, warn_of_kept_keys
+from agentevo.cli.printing import first_sentence, print_note, print_table
+from agentevo.errors import ConfigError, UnknownNameError
+from agentevo.progress import bar
 
 if TYPE_CHECKING:
     from agentevo.config.keys import ConfigKeys, Explanation
@@ -34,10 +35,7 @@ MAIN_KEYS = {
 }
 """The fifteen keys that a beginner meets, by topic."""
 
-models = typer.Typer(no_args_is_help=True, help="Download models, and publish trained ones.")
-config_commands = typer.Typer(
-    no_args_is_help=True, help="Show the resolved configuration and explain its keys."
-)
+models = typer.Typer(no_args_is_help=True, help="Download, merge and publish models.")
 
 
 def list_names(
@@ -75,14 +73,6 @@ def list_names(
     print_table(LISTS[kind]())
 
 
-@models.command("list")
-def list_models() -> None:
-    """List the known models and whether they are on this machine."""
-    from agentevo.listings import models as known
-
-    print_table(known())
-
-
 @models.command("get")
 def get_model(
     name: Annotated[
@@ -92,7 +82,7 @@ def get_model(
     """Download a model, so that training needs no network."""
     from agentevo.models.resolve import fetch
 
-    print(fetch(name, progress=lambda line: print(line, file=sys.stderr)))
+    print(fetch(name, progress=print_note))
 
 
 @models.command("push")
@@ -114,37 +104,62 @@ def push_model(
     `hf auth login`, and prints the commit's URL."""
     from agentevo.runs.hub_upload import push_to_hub
 
-    print(
-        push_to_hub(
-            source, repo, private=not public, note=lambda line: print(line, file=sys.stderr)
-        )
-    )
+    print(push_to_hub(source, repo, private=not public, note=print_note))
 
 
-@config_commands.command("show")
-def show_config(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    changed: Annotated[
-        bool, typer.Option("--changed", help="Print only what differs from the defaults.")
-    ] = False,
-) -> None:
-    """Print the resolved configuration as YAML."""
-    from agentevo.config import changed_to_yaml, load_config, to_yaml
-
-    config = load_config(recipe, overrides or [])
-    warn_of_kept_keys(recipe, overrides or [])
-    print(changed_to_yaml(config) if changed else to_yaml(config), end="")
-
-
-@config_commands.command("explain")
-def explain(
-    key: Annotated[
-        str,
+@models.command("merge")
+def merge_model(
+    source: Annotated[
+        Path,
         typer.Argument(
-            metavar="[KEY]", help="A dotted key or a section. Without it, list the sections."
+            parser=path_word,
+            metavar="CHECKPOINT|RUN_DIR",
+            help="The folder of an adapter, or of a run (uses its best checkpoint).",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Argument(parser=path_word, metavar="OUT", help="The folder for the merged model."),
+    ],
+    base: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="The base model, a name or a folder, if it has moved since training.",
         ),
     ] = "",
+) -> None:
+    """Merge an adapter (model.lora) into its base model."""
+    from agentevo.runs.folder import UNSCORED, is_run_folder, run_config
+
+    if is_run_folder(source):
+        from agentevo.api.run import Run
+
+        source = Run(run_config(source, UNSCORED)).checkpoint
+
+    from agentevo.models.merge import merge_adapter
+
+    with bar("merge"):
+        merged = merge_adapter(source, out, base or None)
+
+    print(merged)
+
+
+def config(
+    context: typer.Context,
+    word: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RECIPE|KEY]",
+            help="A .yaml file or the name of a packaged recipe to show, or a dotted key or a "
+            "section to explain. Without it, list the main keys and the sections.",
+        ),
+    ] = "",
+    overrides: Overrides = None,
+    changed: Annotated[
+        bool,
+        typer.Option("--changed", help="Of a recipe, print only what differs from the defaults."),
+    ] = False,
     recipe: Annotated[
         str,
         typer.Option(
@@ -153,8 +168,30 @@ def explain(
         ),
     ] = "",
 ) -> None:
-    """Explain a key: type, range, default, unit. `algorithm.NAME` explains a preset, advantage,
-    policy loss, KL estimate or aggregation."""
+    """Show a recipe's resolved configuration, or explain a key: type, range, default, unit.
+    `algorithm.NAME` explains a preset, advantage, policy loss, KL estimate or aggregation."""
+    from agentevo.config.sources import recipe_names
+
+    if word.endswith((".yaml", ".yml")) or "/" in word or word in recipe_names():
+        refuse_options(context, "is for a key: leave it out for a recipe", ("recipe",))
+        _show_config(word, overrides or [], changed)
+        return
+
+    refuse_options(context, "is for a recipe: leave it out for a key", ("changed",))
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: changes are for a recipe, and {word} is none")
+    _explain(word, recipe)
+
+
+def _show_config(recipe: str, overrides: list[str], changed: bool) -> None:
+    from agentevo.config import changed_to_yaml, load_config, to_yaml
+
+    resolved = load_config(recipe, overrides)
+    warn_of_kept_keys(recipe, overrides)
+    print(changed_to_yaml(resolved) if changed else to_yaml(resolved), end="")
+
+
+def _explain(key: str, recipe: str) -> None:
     from agentevo.algorithms.describe import describe
     from agentevo.config.imports import import_for
     from agentevo.config.sweep import recipe_keys
@@ -199,7 +236,7 @@ def _print_overview(keys: ConfigKeys) -> None:
 
     print("\nAll sections:\n")
     print_table((section.key, first_sentence(section.meaning)) for section in keys.sections())
-    print("\n`agentevo config explain SECTION` lists a section's keys.")
+    print("\n`agentevo config SECTION` lists a section's keys.")
 
 
 def _explanation_text(explanation: Explanation) -> str:

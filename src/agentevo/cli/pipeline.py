@@ -1,27 +1,26 @@
-"""`agentevo pipeline`: several runs as one, and `agentevo pipeline show` for where one stands."""
+"""`agentevo pipeline`: several runs as one, and the progress of a pipeline's folder."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentevo.cli.arguments import path_word
-from agentevo.cli.table import print_table
+from agentevo.cli.printing import print_table
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentevo.pipeline import Pipeline, StageState
 
-SHOW = "show"
-
 Word = Annotated[
     str,
     typer.Argument(
-        metavar="FILE|NAME|show",
-        help="A .yaml file, the name of a packaged pipeline (`agentevo list pipelines`), or "
-        "`show` and a pipeline's folder to see its progress.",
+        metavar="FILE|NAME|FOLDER",
+        help="A .yaml file or the name of a packaged pipeline (`agentevo list pipelines`) to run, "
+        "or the folder of a pipeline to see its progress.",
     ),
 ]
 Words = Annotated[
@@ -65,10 +64,15 @@ def pipeline(
 ) -> None:
     """Run a pipeline of training stages, and measure what each stage gains on fixed held-out tasks
     (docs/pipelines.md)."""
-    if word == SHOW:
-        if resume or only or start or skip or dry_run or len(words or []) != 1:
-            raise ConfigError("pipeline show: give the folder of a pipeline, and nothing else")
-        _show(path_word((words or [""])[0]))
+    from agentevo.pipeline import packaged_pipelines
+
+    if os.path.isdir(word) and word not in packaged_pipelines():
+        if resume or only or start or skip or dry_run or words:
+            raise ConfigError(
+                f"{word} is a folder, whose progress is shown without further words: to run its "
+                "pipeline, give the pipeline's file or name"
+            )
+        _show(path_word(word))
         return
 
     from agentevo.pipeline import StageChoice, load_pipeline, run_pipeline

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from agentevo.cli.arguments import Overrides, path_word
 from agentevo.cli.evaluation import AsJson, Checkpoint
+from agentevo.cli.printing import print_note
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def optimize(
 
     contestant = _contestant(target, overrides or [], checkpoint)
     folder = out or Path("runs") / f"{contestant.config.run.name}-prompts"
-    summary = searched(TextOptimization(contestant=contestant, out=folder, resume=resume), _note)
+    summary = searched(
+        TextOptimization(contestant=contestant, out=folder, resume=resume), print_note
+    )
     if as_json:
         print(json.dumps(summary, indent=1, sort_keys=True))
         return
@@ -57,10 +59,6 @@ def optimize(
         print(line)
 
     print(f"agent.texts={folder / 'texts.yaml'} (details: {folder / 'report.md'})")
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _contestant(target: str, overrides: list[str], checkpoint: str) -> Contestant:

@@ -4,40 +4,80 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import Port, path_word, plain_options
+from agentevo.cli.arguments import Host, Port, Tls, path_word, plain_options, refuse_options
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
     from agentevo.sandbox import Execution
 
-sandbox = typer.Typer(no_args_is_help=True, help="Try and serve sandboxes for model-written code.")
+SERVE_OPTIONS = ("host", "port", "tls", "idle_s")
 
 
-@sandbox.command("try")
-def try_file(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE.py|-", help="The code to run; - reads stdin.")
+def sandbox(
+    context: typer.Context,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py|-|FOLDER",
+            help="The code to run; - reads stdin. With --serve: the folder of the server's key.",
+        ),
     ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[key=value]...",
-            help="Settings of the sandbox, such as type=landlock or memory_mib=256.",
+            help="Settings of the sandbox, such as type=landlock or memory_mib=256. With --serve: "
+            "the kind, and the largest limits that clients can choose.",
         ),
     ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option(
+            "--serve",
+            help="Serve this machine's sandboxes to other machines, which use `type: remote` with "
+            "the printed URL and key.",
+        ),
+    ] = False,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    tls: Tls = None,
+    idle_s: Annotated[
+        float,
+        typer.Option(
+            "--idle-s",
+            min=1.0,
+            max=1e6,
+            help="Seconds after which an unused sandbox of a server is closed.",
+        ),
+    ] = 3600.0,
 ) -> None:
-    """Run a file in a sandbox and print the result. Exit code 1 if the code fails."""
+    """Run a file in a sandbox for model-written code, or serve sandboxes to other machines. Exit
+    code 1 if the code fails."""
+    section = _section(settings or [])
+    if not serve:
+        refuse_options(context, "is for a server: add --serve", SERVE_OPTIONS)
+        _run_file(source, section)
+        return
+
+    from agentevo.config.sandbox import HERE
+    from agentevo.processes.sandbox_server import serve_sandboxes
+
+    if section.type not in HERE:
+        raise ConfigError(f"type={section.type}: a server has sandboxes of its own machine")
+    folder = path_word(source)
+    serve_sandboxes(folder, section, host=host, port=port, tls=tls, idle_s=idle_s)
+
+
+def _run_file(file: str, section: SandboxSection) -> None:
     from agentevo.console import print_line
     from agentevo.parsing import read_text
     from agentevo.sandbox.opening import Sandboxes, chosen_kind
 
-    section = _section(settings or [])
     code = sys.stdin.read() if file == "-" else read_text(path_word(file))
 
     async def run() -> tuple[str, Execution]:
@@ -53,50 +93,6 @@ def try_file(
 
     if execution.error is not None:
         raise typer.Exit(1)
-
-
-@sandbox.command("serve")
-def serve(
-    folder: Annotated[
-        Path,
-        typer.Argument(parser=path_word, metavar="FOLDER", help="The folder of the server's key."),
-    ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[key=value]...",
-            help="The kind of sandbox, and the largest limits that clients can choose.",
-        ),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="The address to listen on. 0.0.0.0 accepts other machines.")
-    ] = "127.0.0.1",
-    port: Port = 0,
-    tls: Annotated[
-        bool | None,
-        typer.Option(
-            help=(
-                "Encrypt with a self-signed certificate. Default: on, unless --host is this "
-                "machine."
-            )
-        ),
-    ] = None,
-    idle_s: Annotated[
-        float,
-        typer.Option(
-            "--idle-s", min=1.0, max=1e6, help="Seconds after which an unused sandbox is closed."
-        ),
-    ] = 3600.0,
-) -> None:
-    """Serve this machine's sandboxes to other machines, which use `type: remote` with the printed
-    URL and key."""
-    from agentevo.config.sandbox import HERE
-    from agentevo.processes.sandbox_server import serve_sandboxes
-
-    section = _section(settings or [])
-    if section.type not in HERE:
-        raise ConfigError(f"type={section.type}: a server has sandboxes of its own machine")
-    serve_sandboxes(folder, section, host=host, port=port, tls=tls, idle_s=idle_s)
 
 
 def _lines(kind: str, execution: Execution) -> list[str]:

@@ -1,4 +1,4 @@
-"""The commands `agentevo store ...`, which count, move and tidy up what a store holds."""
+"""`agentevo store`: counts, moves and tidies up what a store holds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from agentevo.cli.arguments import Overwrite, Wait, check_new_file, path_word
-from agentevo.cli.table import print_table
+from agentevo.cli.arguments import Overwrite, Wait, check_new_file, path_word, refuse_options
+from agentevo.cli.printing import print_table
 from agentevo.credentials import refuse_password
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.progress import bar
 
 if TYPE_CHECKING:
@@ -19,18 +19,81 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-stores = typer.Typer(no_args_is_help=True, help="Inspect, move and clean up a store.")
-
-StoreOf = Annotated[
-    str,
-    typer.Argument(
-        metavar="URL|RUN_DIR",
-        help="A store such as sqlite:///PATH or postgresql://..., or the folder of a run.",
-    ),
-]
 STORE_TIMEOUT_S = 3600.0
 """Deadline of one call that reads, moves or tidies up a whole store. No call waits so long for
 a database that is away: see `use_store`."""
+ACTIONS = ("stats", "migrate", "gc", "retry", "export", "import")
+
+
+def store(
+    context: typer.Context,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL|RUN_DIR",
+            help="A store such as sqlite:///PATH or postgresql://..., or the folder of a run.",
+        ),
+    ],
+    action: Annotated[
+        str,
+        typer.Argument(
+            metavar="[stats|migrate|gc|retry|export|import]",
+            help="stats (the default) counts tasks, trajectories, turns and steps by state. "
+            "migrate upgrades the store to this version's schema, atomically; training does so by "
+            "itself, and commands that only read do not. gc queues tasks whose lease expired an "
+            "hour ago, deletes orphaned rows, and frees disk space. retry queues failed and poison "
+            "tasks again, after you fixed their cause. export writes tasks, trajectories, steps "
+            "and their states to a file; import reads such a file into a store of any kind, whose "
+            "existing rows do not change.",
+        ),
+    ] = "stats",
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            parser=path_word,
+            metavar="[FILE.jsonl[.gz]]",
+            help="The file of export or import, one row per line.",
+        ),
+    ] = None,
+    dropped: Annotated[
+        bool,
+        typer.Option(
+            "--dropped",
+            help="With gc: also delete the turns of dropped trajectories that no resume needs; "
+            "their records stay.",
+        ),
+    ] = False,
+    overwrite: Overwrite = False,
+    wait: Wait = None,
+) -> None:
+    """Count what a store holds, upgrade it, clean it up, or copy it to or from a file."""
+    if action not in ACTIONS:
+        order = ", after the store's URL or folder" if target in ACTIONS else ""
+        raise UnknownNameError(f"store {action[:40]}: there are {', '.join(ACTIONS)}{order}")
+    if (action in ("export", "import")) != (file is not None):
+        raise ConfigError(
+            f"store {target} {action}: "
+            + ("name the file: FILE.jsonl[.gz]" if file is None else f"leave out {file}")
+        )
+    if action != "gc":
+        refuse_options(context, "is for gc: leave it out", ("dropped",))
+    if action != "export":
+        refuse_options(context, "is for export: leave it out", ("overwrite",))
+
+    if action == "stats":
+        _print_stats(target, wait)
+    elif action == "migrate":
+        steps = _with_store(target, lambda store: store.counts(), wait)["steps"]
+        print(f"the store has this version's schema: {steps:,} step{'s' * (steps != 1)}")
+    elif action == "gc":
+        _collect_garbage(target, wait, dropped=dropped)
+    elif action == "retry":
+        count = _with_store(target, lambda store: store.queue_again(), wait)
+        print(f"{count:,} task{'s' * (count != 1)} queued again")
+    elif file is not None and action == "export":
+        _export(target, file, wait, overwrite=overwrite)
+    elif file is not None:
+        _import(target, file, wait)
 
 
 def _with_store(
@@ -54,10 +117,7 @@ def _with_store(
     )
 
 
-@stores.command("stats")
-def store_stats(target: StoreOf, wait: Wait = None) -> None:
-    """Count tasks, trajectories, turns and steps by state."""
-
+def _print_stats(target: str, wait: float | None) -> None:
     async def work(store: Store) -> tuple[dict[str, int], int]:
         counts = await store.counts() | {"calls": await store.num_calls()}
         return counts, await store.size_bytes()
@@ -67,32 +127,7 @@ def store_stats(target: StoreOf, wait: Wait = None) -> None:
     print_table([("size", f"{size / 1e6:,.1f} MB")])
 
 
-@stores.command("migrate")
-def store_migrate(target: StoreOf, wait: Wait = None) -> None:
-    """Upgrade a store to this version's schema, atomically. Training upgrades automatically;
-    commands that only read, such as `agentevo ui`, do not."""
-
-    async def work(store: Store) -> int:
-        return (await store.counts())["steps"]
-
-    steps = _with_store(target, work, wait)
-    print(f"the store has this version's schema: {steps:,} step{'s' * (steps != 1)}")
-
-
-@stores.command("gc")
-def store_gc(
-    target: StoreOf,
-    dropped: Annotated[
-        bool,
-        typer.Option(
-            "--dropped",
-            help="Also delete the turns of dropped trajectories that no resume needs; their "
-            "records stay.",
-        ),
-    ] = False,
-    wait: Wait = None,
-) -> None:
-    """Queue tasks whose lease expired an hour ago, delete orphaned rows, and free disk space."""
+def _collect_garbage(target: str, wait: float | None, *, dropped: bool) -> None:
     with bar("store gc"):
         done = _with_store(target, lambda store: store.gc(dropped=dropped), wait)
 
@@ -107,26 +142,7 @@ def store_gc(
     )
 
 
-@stores.command("retry")
-def store_retry(target: StoreOf, wait: Wait = None) -> None:
-    """Queue failed and poison tasks again, after you fixed their cause."""
-    count = _with_store(target, lambda store: store.queue_again(), wait)
-    print(f"{count:,} task{'s' * (count != 1)} queued again")
-
-
-@stores.command("export")
-def store_export(
-    target: StoreOf,
-    out: Annotated[
-        Path,
-        typer.Argument(
-            parser=path_word, metavar="OUT.jsonl[.gz]", help="The file to write, one row per line."
-        ),
-    ],
-    overwrite: Overwrite = False,
-    wait: Wait = None,
-) -> None:
-    """Export a store to a file: tasks, trajectories, steps, and their states."""
+def _export(target: str, out: Path, wait: float | None, *, overwrite: bool) -> None:
     from agentevo.store import export_store
 
     check_new_file(out, overwrite=overwrite)
@@ -134,24 +150,13 @@ def store_export(
     print(f"{count:,} row{'s' * (count != 1)} written to {out}")
 
 
-@stores.command("import")
-def store_import(
-    target: StoreOf,
-    source: Annotated[
-        Path,
-        typer.Argument(
-            parser=path_word,
-            metavar="IN.jsonl[.gz]",
-            help="A file of `agentevo store export`.",
-        ),
-    ],
-    wait: Wait = None,
-) -> None:
-    """Import such a file into a store of any kind. Existing rows do not change."""
+def _import(target: str, source: Path, wait: float | None) -> None:
     from agentevo.store import check_export, import_store
 
     if not source.is_file():
-        raise ConfigError(f"{source}: no such file: give a file that `agentevo store export` wrote")
+        raise ConfigError(
+            f"{source}: no such file: give one that `agentevo store ... export` wrote"
+        )
     check_export(source)  # before a store is made
     count = _with_store(target, lambda store: import_store(store, source), wait, create=True)
     print(f"{count:,} new rows in {target}")

@@ -1,4 +1,4 @@
-"""`agentevo tasks`: tasks made for a server of tools, and how hard they are for an agent."""
+"""`agentevo data make`: tasks made for a server of tools, or from documents."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Overrides, path_word, plain_options
-from agentevo.cli.documents import (
-    After,
-    HeldOut,
-    Out,
-    Seed,
-    Train,
-    Writer,
-    WriterKey,
-    WriterModel,
-    from_documents,
-    open_writer,
-)
+from agentevo.cli.arguments import path_word, plain_options, refuse_options
+from agentevo.cli.documents import make_from_documents
+from agentevo.cli.printing import print_note
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +18,54 @@ if TYPE_CHECKING:
     from agentevo.remote_models.model import RemoteModel
     from agentevo.task_making.making import MadeTasks, WantedTasks
 
-tasks = typer.Typer(no_args_is_help=True, help="Make tasks for tool servers and documents.")
+SERVER_OPTIONS = (
+    "worlds",
+    "max_calls",
+    "difficulty",
+    "kind",
+    "persona",
+    "value",
+    "include",
+    "exclude",
+    "demonstrations",
+    "system",
+    "harder_than",
+)
+"""Parameters that have no effect for documents."""
+
+Out = Annotated[
+    Path,
+    typer.Option("--out", parser=path_word, metavar="FOLDER", help="A new folder for the tasks."),
+]
+Train = Annotated[int, typer.Option(min=1, max=100_000, help="The number of training tasks.")]
+HeldOut = Annotated[int, typer.Option(min=0, max=100_000, help="The number of held-out tasks.")]
+Seed = Annotated[int, typer.Option(min=0, help="The random seed.")]
+After = Annotated[
+    Path | None,
+    typer.Option(
+        parser=path_word,
+        metavar="RUN_DIR",
+        help="Continue from a run with tasks.curriculum: keep its unsolved tasks, and add "
+        "harder variants of the solved ones, or, for documents, further questions.",
+    ),
+]
+Writer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL|MODEL",
+        help="The model that writes the queries: the URL of an OpenAI-compatible API; a "
+        "folder, a run or a known model to run here; or, with --after, a name of that "
+        "run's remote_models.",
+    ),
+]
+WriterModel = Annotated[
+    str, typer.Option(metavar="NAME", help="The writer's model name at the URL.")
+]
+WriterKey = Annotated[
+    str | None,
+    typer.Option(metavar="${env:NAME}", help="The environment variable with the writer's API key."),
+]
+
 
 Value = Annotated[
     list[str] | None,
@@ -47,13 +84,18 @@ Exclude = Annotated[
 ]
 
 
-Server = Annotated[
+Source = Annotated[
     list[str],
     typer.Argument(
-        metavar="SERVER...",
-        help="A URL, a command with its arguments, a file such as mcp_config.json, or a recipe "
-        "with agent.tools.",
+        metavar="SOURCE...",
+        help="A tool server (a URL, a command with its arguments, a file such as "
+        "mcp_config.json), a recipe with agent.tools, or documents: text files, corpora (.jsonl, "
+        "one passage per line), or folders of them.",
     ),
+]
+PerPassage = Annotated[
+    int,
+    typer.Option(min=1, max=100, help="For documents: the number of tasks per passage."),
 ]
 Worlds = Annotated[
     int,
@@ -74,7 +116,12 @@ Kind = Annotated[
         "decides). Repeatable."
     ),
 ]
-Language = Annotated[list[str] | None, typer.Option(help="en, de or zh. Repeatable.")]
+Language = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="en, de or zh. Repeatable. For documents: the language of the writer's questions."
+    ),
+]
 Persona = Annotated[
     list[str] | None,
     typer.Option(help="The user's style: hurried, polite or newcomer. Repeatable."),
@@ -94,16 +141,9 @@ HarderThan = Annotated[
 ]
 
 
-@tasks.callback()
-def _group() -> None: ...
-
-
-tasks.command("from-documents")(from_documents)
-
-
-@tasks.command("make", context_settings={"ignore_unknown_options": True})
 def make(
-    server: Server,
+    context: typer.Context,
+    source: Source,
     out: Out,
     train: Train = 200,
     held_out: HeldOut = 50,
@@ -120,18 +160,41 @@ def make(
     demonstrations: Demonstrations = 0,
     system: System = "",
     harder_than: HarderThan = None,
+    per_passage: PerPassage = 2,
     after: After = None,
     writer: Writer = None,
     writer_model: WriterModel = "default",
     writer_key: WriterKey = None,
 ) -> None:
-    """Make training and held-out tasks for a tool server by calling its tools and recording the
-    results. The calls are real: use --exclude for tools that must not be called."""
-    from agentevo.cli.server_words import tool_sections
+    """Make training and held-out tasks for a tool server or from documents. A server's tools are
+    called, and the results recorded: the calls are real, so use --exclude for tools that must not
+    be called. Documents give cloze sentences, or, with --writer, a model's questions, and a corpus
+    for the tool `search`."""
+    from agentevo.task_making.document_files import is_document
     from agentevo.task_making.files import check_new
-    from agentevo.task_making.making import WantedTasks, check_wanted
 
     check_new(out)
+    if all(map(is_document, source)):
+        refuse_options(context, "is for tool servers: leave it out for documents", SERVER_OPTIONS)
+        if len(language or ()) > 1:
+            raise ConfigError("--language: documents have questions in one language: give one")
+
+        counts = {"train": train, "held_out": held_out, "per_passage": per_passage, "seed": seed}
+        make_from_documents(
+            [path_word(word) for word in source],
+            out,
+            counts,
+            language=(language or ["en"])[0],
+            after=after,
+            model=_open_writer(writer, writer_model, writer_key, after),
+        )
+        return
+
+    refuse_options(context, "is for documents: leave it out for servers", ("per_passage",))
+
+    from agentevo.cli.server_words import tool_sections
+    from agentevo.task_making.making import WantedTasks, check_wanted
+
     least, most = _difficulties(difficulty)
     wanted_tasks = WantedTasks(
         train=train,
@@ -148,10 +211,10 @@ def make(
     )
     check_wanted(wanted_tasks)
 
-    model = open_writer(writer, writer_model, writer_key, after)
+    model = _open_writer(writer, writer_model, writer_key, after)
     chosen = {"include": include or (), "exclude": exclude or ()}
     parents, kept_rows = _earlier_rows(harder_than or [], after)
-    sections = tool_sections(server, choose=chosen, tells_world=worlds > 1)
+    sections = tool_sections(source, choose=chosen, tells_world=worlds > 1)
     made_tasks = _make_tasks(sections, wanted_tasks, parents, kept_rows)
     if after is not None:  # what the variants are of is played no more
         from agentevo.task_making.afterwards import free
@@ -159,6 +222,28 @@ def make(
         made_tasks.train = [*kept_rows, *map(free, made_tasks.train)]
 
     _write(out, made_tasks, wanted_tasks, model, demonstrations, system)
+
+
+def _open_writer(
+    word: str | None, name: str, key: str | None, after: Path | None
+) -> RemoteModel | None:
+    """Raises ConfigError."""
+    if word is None:
+        return None
+
+    from agentevo.remote_models.model import RemoteModel
+    from agentevo.runs.folder import UNSCORED, check_run_folder, run_config
+    from agentevo.task_making.writer_model import writer_section
+
+    remote_models = (
+        {} if after is None else run_config(check_run_folder(after), UNSCORED).remote_models
+    )
+    try:
+        return RemoteModel(
+            "writer", writer_section(word, name=name, key=key, known_models=remote_models)
+        )
+    except ConfigError as error:
+        raise ConfigError(f"--writer: {error}") from error
 
 
 def _earlier_rows(
@@ -191,7 +276,7 @@ def _make_tasks(
             wanted_tasks,
             taken=frozenset(str(row["content"]) for row in [*parents, *kept_rows]),
             harder_than=parents,
-            on_note=_note,
+            on_note=print_note,
             progress=so_far.to,
         )
         return run_coroutine(work)
@@ -251,7 +336,7 @@ def _write(
         why = "; ".join(
             f"{reason}: {count}" for reason, count in list(made_tasks.reasons.items())[:4]
         )
-        _note(f"{missing} fewer than requested: further walks gave nothing new ({why})")
+        print_note(f"{missing} fewer than requested: further walks gave nothing new ({why})")
 
 
 def _lines(account: dict[str, Any]) -> list[str]:
@@ -263,38 +348,6 @@ def _lines(account: dict[str, Any]) -> list[str]:
         f"tools        {', '.join(used)}",
         f"pairs        {', '.join(account['pairs']) or 'none'}",
     ]
-
-
-@tasks.command("grade")
-def grade(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            parser=path_word, metavar="FOLDER", help="The folder of `agentevo tasks make`."
-        ),
-    ],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="The recipe or run that plays.")],
-    out: Out,
-    overrides: Overrides = None,
-    attempts: Annotated[int, typer.Option(min=2, max=1024, help="Attempts at each task.")] = 4,
-) -> None:
-    """Play every training task and write a new folder with each task's `success_rate`. Tasks that
-    all or none of the attempts solve go to reserve.jsonl."""
-    from agentevo.task_making.files import check_new
-    from agentevo.task_making.solvability import graded_folder
-
-    check_new(out)
-    report_lines = graded_folder(
-        folder, target, out, overrides or [], attempts=attempts, note=_note
-    )
-    for line in report_lines:
-        print(line)
-
-
-def _note(line: str) -> None:
-    import sys
-
-    print(line, file=sys.stderr)
 
 
 def _difficulties(word: str) -> tuple[int, int]:

@@ -1,14 +1,16 @@
-"""`agentevo tools`: the tools of a recipe, called by hand."""
+"""`agentevo tools`: the tools of a recipe or of a server, listed, called by hand, and served."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Overrides, check_arguments
+from agentevo.cli.arguments import check_arguments, refuse_options
+from agentevo.cli.server_words import server_section
+from agentevo.cli.tool_serving import serve
 from agentevo.console import without_controls
 from agentevo.errors import ConfigError
 
@@ -16,50 +18,217 @@ if TYPE_CHECKING:
     from agentevo.config.tools import ToolSection
     from agentevo.types import Task, ToolCall
 
-tools = typer.Typer(no_args_is_help=True, help="Test a recipe's tools.")
+tools = typer.Typer(no_args_is_help=True, help="Inspect, test and serve tools.")
 LONGEST = 500
-"""Characters of a result that are printed."""
+"""Characters of a tested call's result that are printed."""
+
+tools.command("serve")(serve)
 
 
-@tools.callback()
-def _group() -> None: ...
-
-
-@tools.command("test")
-def try_tools(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE|FILE", help="A recipe, or an mcp_config.json.")
+@tools.command("inspect", context_settings={"ignore_unknown_options": True})
+def inspect(
+    context: typer.Context,
+    target: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE|SERVER...",
+            help="A recipe with its overrides, or a server: a URL (of a manager's node if it ends "
+            "with /mcpapi), a file such as mcp_config.json, or a command with its arguments.",
+        ),
     ],
-    overrides: Overrides = None,
     call: Annotated[
-        str | None, typer.Option("--call", metavar="TOOL", help="Call only this tool.")
+        str | None, typer.Option("--call", metavar="TOOL", help="Call this tool.")
     ] = None,
     arguments: Annotated[
         str | None,
         typer.Option(
             "--arguments",
             metavar="JSON",
-            help="The arguments of --call. Default: generated from the schema.",
+            help="The arguments of --call or --prompt, a JSON object. Default: none; with --test "
+            "generated from the schema.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the calls without making them.")
+    test: Annotated[
+        bool,
+        typer.Option(
+            "--test",
+            help="Call each tool once, or that of --call, with arguments generated from its "
+            "schema, and print results, times and errors. The calls are real: use the toolset's "
+            "`exclude` or --call for tools with side effects.",
+        ),
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --test: print the calls without making them.")
+    ] = False,
+    schemas: Annotated[
+        bool, typer.Option("--schemas", help="Print the complete JSON schema of each tool.")
+    ] = False,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Print this prompt of a server, filled with --arguments."
+        ),
+    ] = None,
+    resource: Annotated[
+        str | None, typer.Option(metavar="URI", help="Print this resource of a server.")
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='The task to send to a server, such as \'{"metadata": {"goal": 90}}\'.',
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", metavar="${env:NAME}", help="The API key for a server at a URL."),
+    ] = None,
 ) -> None:
-    """Call each tool once, with arguments generated from its schema, and print results, times and
-    errors. The calls are real: use the toolset's `exclude` or --call for tools with side effects.
-    Exit code 1 if a tool fails."""
+    """List the tools of a recipe or server as the policy sees them, with a server's prompts and
+    resources; call a tool, or test all. Options come before SERVER. Exit code 1 if a call fails."""
+    from agentevo.config.sources import recipe_names
     from agentevo.event_loop import run_coroutine
 
-    if arguments is not None and call is None:
+    if test:
+        reason = "is not for a test: leave it out"
+        refuse_options(context, reason, ("schemas", "prompt", "resource"))
+    else:
+        refuse_options(context, "prints the calls of a test: add --test", ("dry_run",))
+    if sum(option is not None for option in (call, prompt, resource)) > 1:
+        raise ConfigError("--call, --prompt and --resource: give one of them")
+    if arguments is not None and call is None and prompt is None:
         raise ConfigError("--arguments are those of one tool: name it by --call")
-    if arguments is not None:
-        check_arguments(arguments)
 
-    sections, task = _of_file(recipe) if recipe.endswith(".json") else _of(recipe, overrides or [])
-    num_broken = run_coroutine(_test_tools(sections, task, call, arguments, dry_run))
-    if num_broken:
+    check_arguments(arguments or "{}")
+    first = target[0]
+    if first.endswith((".yaml", ".yml")) or first in recipe_names():
+        reason = "is for a server: leave it out for a recipe"
+        refuse_options(context, reason, ("prompt", "resource", "task", "api_key"))
+        sections, session_task = _of_recipe(first, target[1:])
+    else:
+        section = server_section(target, api_key)
+        session_task = _task(task)
+        if task is not None:
+            section = _with(section, send_task=True)
+        if prompt is not None:
+            section = _with(section, prompt=prompt, prompt_arguments=_texts(arguments or "{}"))
+        if resource is not None:
+            call = "read_resource"
+            arguments = json.dumps({"uri": resource})
+            section = _with(section, resources=True)
+        sections = [section]
+
+    if test:
+        if run_coroutine(_test_tools(sections, session_task, call, arguments, dry_run)):
+            raise typer.Exit(1)
+        return
+
+    tool_call = None if call is None else (call, arguments or "{}")
+    work = _read_tools(sections, session_task, tool_call, prompt is not None, schemas)
+    lines, is_error = run_coroutine(work)
+    for line in lines:
+        print(without_controls(line))
+
+    if is_error:
         raise typer.Exit(1)
+
+
+def _texts(arguments: str) -> dict[str, str]:
+    """Arguments of a prompt. Raises ConfigError."""
+    fields = check_arguments(arguments)
+    if not all(isinstance(value, str) for value in fields.values()):
+        raise ConfigError("--arguments: those of a prompt are an object of texts")
+    return fields
+
+
+def _task(text: str | None) -> Task:
+    """The task of the session. Raises ConfigError."""
+    import msgspec
+
+    from agentevo.parsing import ParseError, parse_json
+    from agentevo.types import Task
+
+    if text is None:
+        return Task(id="inspect")
+
+    try:
+        fields = parse_json(text)
+        if not isinstance(fields, dict):
+            raise ConfigError('--task: a task is an object, such as {"query": ..., "answer": 90}')
+        if unknown := [key for key in fields if key not in Task.__struct_fields__]:
+            field_names = ", ".join(Task.__struct_fields__)
+            raise ConfigError(f"--task: a task has no {unknown[0]!r}: it has {field_names}")
+        if "answer" in fields:
+            raise ConfigError(
+                "--task: the server does not receive the answer: give the data it needs as "
+                "`metadata`"
+            )
+        return msgspec.convert({"id": "inspect", **fields}, Task)
+    except (ParseError, msgspec.ValidationError) as error:
+        raise ConfigError(f"--task: {error}") from error
+
+
+def _with(section: ToolSection, **changes: Any) -> ToolSection:
+    """Raises ConfigError for a server that has no such things."""
+    if not set(changes) <= set(type(section).model_fields):
+        raise ConfigError("a manager has no prompts, resources and tasks: give one of its servers")
+    return section.model_copy(update=changes)
+
+
+async def _read_tools(
+    sections: Sequence[ToolSection],
+    task: Task,
+    call: tuple[str, str] | None,
+    wants_prompt: bool,
+    schemas: bool,
+) -> tuple[list[str], bool]:
+    """What is printed, and whether the call has failed. `call`: the tool and its arguments."""
+    from agentevo.tools.toolbox import Toolbox
+    from agentevo.types import ToolCall
+
+    toolbox = Toolbox(sections)
+    try:
+        async with toolbox.open(task, seed=0) as tools:
+            if wants_prompt:
+                return [tools.instructions], False
+
+            if call is not None:
+                (result,) = await tools.call([ToolCall(*call)])
+                return [result.text], result.is_error
+
+            if schemas:
+                return [json.dumps(schema, ensure_ascii=False) for schema in tools.schemas], False
+
+            prompts, resources = await tools.offers()
+            lines = [_line(schema["function"]) for schema in tools.schemas]
+            lines += [f"prompt {prompt}" for prompt in prompts]
+            return lines + [f"resource {resource}" for resource in resources], False
+    finally:
+        await toolbox.close()
+
+
+def _line(function: dict[str, Any]) -> str:
+    about = " ".join(function["description"].split())
+    return f"{function['name']}({', '.join(_parameters(function['parameters']))})  {about}"
+
+
+def _parameters(schema: dict[str, Any]) -> list[str]:
+    """Their names and types; optional ones with a question mark."""
+    needed = schema.get("required") or ()
+    return [
+        f"{name}{'' if name in needed else '?'}: {_type(property_schema)}"
+        for name, property_schema in (schema.get("properties") or {}).items()
+    ]
+
+
+def _type(schema: Any) -> str:
+    if not isinstance(schema, dict):
+        return "any"
+    choices = schema.get("enum")
+    if isinstance(choices, list):
+        return " | ".join(json.dumps(choice) for choice in choices)
+    kind = schema.get("type")
+    return "any" if kind is None else kind if isinstance(kind, str) else " | ".join(map(str, kind))
 
 
 async def _test_tools(
@@ -137,7 +306,7 @@ async def _make_calls(
     return list(calls_by_tool.values()) if call is None else [calls_by_tool[call]]
 
 
-def _of(recipe: str, overrides: list[str]) -> tuple[Sequence[ToolSection], Task]:
+def _of_recipe(recipe: str, overrides: list[str]) -> tuple[Sequence[ToolSection], Task]:
     """The tools of a recipe, and its first task. Raises ConfigError."""
     from agentevo.config import load_config
     from agentevo.rollout.given_tasks import read_tasks
@@ -153,10 +322,3 @@ def _of(recipe: str, overrides: list[str]) -> tuple[Sequence[ToolSection], Task]
 
     tasks = read_tasks(config.tasks, config.agent).train if config.tasks.train else []
     return sections, tasks[0] if tasks else Task(id="test")
-
-
-def _of_file(file: str) -> tuple[Sequence[ToolSection], Task]:
-    from agentevo.config.mcp import MCPFileSection
-    from agentevo.types import Task
-
-    return [MCPFileSection(file=Path(file))], Task(id="test")

@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import seconds
-from agentevo.errors import AgentEvoError
+from agentevo.cli.arguments import path_word, seconds
+from agentevo.cli.attempt_ids import matching_names, only_match, shorten_list
+from agentevo.errors import AgentEvoError, ConfigError
 
 if TYPE_CHECKING:
     from agentevo.observability.top_view import RunLine
@@ -47,9 +49,24 @@ def top(
             help="Seconds between updates, at least 0.2.",
         ),
     ] = 2.0,
+    attempt: Annotated[
+        str,
+        typer.Option(
+            "--attempt",
+            metavar="ID",
+            help="Instead, watch the calls of this attempt of one run, until it ends: its id or a "
+            "prefix of it.",
+        ),
+    ] = "",
 ) -> None:
     """Watch runs in the terminal: state, step, reward, success, speed, failures. Press j and k to
     choose a run, Enter for its attempts."""
+    if attempt:
+        if len(runs or []) != 1:
+            raise ConfigError("--attempt is an attempt of one run: give one folder of a run")
+        _watch_attempt(path_word((runs or [""])[0]), attempt, max(every_s, SHORTEST_LOOK_S), once)
+        return
+
     look = _Looks(runs or [])
     every_s = max(every_s, SHORTEST_LOOK_S)
     if once:
@@ -64,6 +81,52 @@ def top(
             _follow_plainly(look, every_s)
         else:
             _follow(look, every_s, console)
+
+
+def _watch_attempt(run_dir: Path, trajectory_id: str, every_s: float, once: bool) -> None:
+    from agentevo.runs.folder import read_store
+
+    async def look(store: Store) -> tuple[list[str], bool]:
+        return await _attempt_picture(store, trajectory_id, run_dir)
+
+    shown: list[str] = []
+    with suppress(KeyboardInterrupt):
+        while True:
+            lines, goes_on = read_store(run_dir, look)
+            if lines != shown:
+                if sys.stdout.isatty():
+                    print("\x1b[2J\x1b[H", end="")
+                print(time.strftime("%H:%M:%S"))
+                print("\n".join(lines), flush=True)
+                shown = lines
+            if once or not goes_on:
+                return
+            time.sleep(every_s)
+
+
+async def _attempt_picture(
+    store: Store, trajectory_id: str, run_dir: Path
+) -> tuple[list[str], bool]:
+    """The tree of calls, and whether it may still grow."""
+    from agentevo.observability.call_view import tree_lines
+
+    calls = [stored async for stored in store.calls(trajectory_id=trajectory_id)]
+    if not calls:
+        running = {stored.call.trajectory_id async for stored in store.calls(state="running")}
+        names = running | {summary.id for summary in await store.summaries()}
+        matches = matching_names(
+            sorted(names, key=lambda name: (name not in running, name)), trajectory_id
+        )
+        if len(matches) > 1:
+            title = f"{len(matches)} attempts begin with {trajectory_id!r}, those that run first:"
+            return [title, *shorten_list(matches)], False
+
+        trajectory_id = only_match(names, trajectory_id, run_dir)
+        calls = [stored async for stored in store.calls(trajectory_id=trajectory_id)]
+
+    lines = tree_lines(calls, time.time()) or ["no calls were recorded of this attempt"]
+    goes_on = any(stored.state == "running" for stored in calls)
+    return [trajectory_id, *lines], goes_on
 
 
 class _Looks:
@@ -86,7 +149,10 @@ class _Looks:
 
         views = [self._readers[key].view for key in sources]
         views.sort(key=lambda view: (view.state != "running", -(view.changed_at or 0.0), view.name))
-        queried_keys = {view.key for view in views[:MOST_STORES] if view.state == "running"}
+        is_only_run = len(views) == 1  # its samplers may play while its trainer is stopped
+        queried_keys = {
+            view.key for view in views[:MOST_STORES] if is_only_run or view.state == "running"
+        }
         return [_line_of(view, ask=view.key in queried_keys) for view in views]
 
 

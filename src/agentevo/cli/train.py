@@ -1,12 +1,14 @@
-"""The commands that train: `train`, `sft` and `rm`."""
+"""The commands that train: `train` and `sft`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
 
 from agentevo.cli.arguments import DryRun, Overrides, Recipe, Resume, warn_of_kept_keys
-from agentevo.cli.table import print_table
+from agentevo.cli.printing import print_table
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,12 +40,6 @@ def train(
 
     config = load_config(recipe, overrides or [])
     warn_of_kept_keys(recipe, overrides or [])
-    if resume and config.run.overwrite:
-        raise ConfigError(
-            "--resume continues the run in the folder and run.overwrite deletes it: give only "
-            "one of the two"
-        )
-
     _check_folder(config, resume)
     if engine_overrides := _engine_override([config], resume):
         config = load_config(recipe, [*(overrides or []), *engine_overrides])
@@ -60,10 +56,15 @@ def train(
 
 
 def _check_folder(config: RunConfig, resume: bool = False) -> None:
-    """Refuses a folder where no new run may begin, before torch is imported."""
+    """Refuses a folder where the run may not begin or resume, before torch is imported."""
     from agentevo.config.parallel import follows
     from agentevo.runs.creation import check_folder
 
+    if resume and config.run.overwrite:
+        raise ConfigError(
+            "--resume continues the run in the folder and run.overwrite deletes it: give only "
+            "one of the two"
+        )
     if not resume and not follows():
         check_folder(config)
 
@@ -113,18 +114,26 @@ def sft(
     overrides: Overrides = None,
     resume: Resume = False,
     dry_run: DryRun = False,
+    reward_model: Annotated[
+        bool,
+        typer.Option(
+            "--reward-model",
+            help="Instead, train a reward model on preference pairs (rm.pairs), for the reward "
+            "`reward_model`.",
+        ),
+    ] = False,
 ) -> None:
     """Fine-tune a model on conversations from files, from the environment's solver, or from a run's
-    best attempts."""
+    best attempts. With --reward-model, train a reward model."""
+    if reward_model:
+        if resume:
+            raise ConfigError("--resume: a reward model is trained from the start: leave it out")
+        _train_reward_model(recipe, overrides or [], dry_run)
+        return
+
     from agentevo.config import check_sft, load_config, to_yaml
 
     config = load_config(recipe, overrides or [], needs_environment=False)
-    if resume and config.run.overwrite:
-        raise ConfigError(
-            "--resume continues the run in the folder and run.overwrite deletes it: give only "
-            "one of the two"
-        )
-
     check_sft(config)
     _check_folder(config, resume)
     if dry_run:
@@ -138,16 +147,11 @@ def sft(
     train_run(config, command="sft", resume=resume, view=LiveView(config.run.name))
 
 
-def rm(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    dry_run: DryRun = False,
-) -> None:
-    """Train a reward model on preference pairs, for the reward `reward_model`."""
+def _train_reward_model(recipe: str, overrides: list[str], dry_run: bool) -> None:
     from agentevo.config import load_config, to_yaml
     from agentevo.config.rm import check_rm
 
-    config = load_config(recipe, overrides or [], needs_environment=False)
+    config = load_config(recipe, overrides, needs_environment=False)
     check_rm(config)
     _check_folder(config)
     if dry_run:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Overwrite, RunDir, Wait, check_new_file, path_word
-from agentevo.cli.row_account import tell_of_rows
+from agentevo.cli.arguments import (
+    Overwrite,
+    RunDir,
+    Wait,
+    check_new_file,
+    path_word,
+    refuse_options,
+)
+from agentevo.cli.printing import tell_of_rows
 from agentevo.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -16,10 +24,12 @@ if TYPE_CHECKING:
     from agentevo.runs.sft_export import Read
     from agentevo.store import Store
 
-_HERE = "trajectories export"
-_NO_CHOICE = ("train", None, None)
-"""The defaults of split, reward and model."""
-
+OPTIONS = {
+    "annotations": ("held_out",),
+    "pairs": ("per_task", "margin"),
+    "sft": ("split", "min_reward", "per_task", "model"),
+}
+"""What is written -> the options that choose its rows."""
 
 Out = Annotated[
     Path,
@@ -41,8 +51,25 @@ Pairs = Annotated[
     bool,
     typer.Option(
         "--pairs",
-        help="Write pairs of a better and a worse attempt for `agentevo rm` and data.pairs: "
-        "the best and the worst of each group.",
+        help="Write pairs of a better and a worse attempt for reward models and data.pairs: the "
+        "best and the worst of each group.",
+    ),
+]
+AnnotationsForm = Annotated[
+    str | None,
+    typer.Option(
+        metavar="sft|pairs|labels|judge",
+        help="Write people's labels (`agentevo annotate`). sft: conversations for `agentevo sft`. "
+        "pairs, labels: for data.pairs of `agentevo train` (labels for kto and rft). judge: "
+        "verdicts with rewards, for `agentevo judge`.",
+    ),
+]
+HeldOut = Annotated[
+    bool,
+    typer.Option(
+        "--held-out",
+        help="With --annotations: include attempts of evaluations in sft, pairs and labels. "
+        "Success on their tasks is then no longer a held-out measure.",
     ),
 ]
 Margin = Annotated[
@@ -81,6 +108,7 @@ Model = Annotated[
 
 
 def export(
+    context: typer.Context,
     run_dir: RunDir,
     out: Out,
     sft: Sft = False,
@@ -90,43 +118,56 @@ def export(
     model: Model = None,
     pairs: Pairs = False,
     margin: Margin = 0.0,
+    annotations: AnnotationsForm = None,
+    held_out: HeldOut = False,
     overwrite: Overwrite = False,
     wait: Wait = None,
 ) -> None:
     """Export a run's trajectories with token ids and log-probs, its successful conversations
-    (--sft), or preference pairs (--pairs)."""
-    if pairs:
-        if sft or (split, min_reward, model) != _NO_CHOICE:
-            raise ConfigError(
-                f"{_HERE}: --pairs compares the attempts of a group: give --per-task and --margin "
-                "with it, and no other option"
-            )
-
-        check_new_file(out, overwrite=overwrite)
-        _export_pairs(run_dir, out, margin, per_task or 1, wait)
-        return
-
-    if margin:
-        raise ConfigError(f"{_HERE}: --margin is for pairs: add --pairs")
-
-    if sft:
-        check_new_file(out, overwrite=overwrite)
-        _export_sft(run_dir, out, split, min_reward, per_task, model, wait)
-        return
-
-    if split != "train" or (min_reward, per_task, model) != (None, None, None):
-        raise ConfigError(
-            f"{_HERE}: --split, --min-reward, --per-task and --model choose "
-            "conversations: add --sft"
-        )
+    (--sft), preference pairs (--pairs), or people's labels (--annotations)."""
+    uses = {"annotations": annotations is not None, "pairs": pairs, "sft": sft}
+    use = next((name for name, is_chosen in uses.items() if is_chosen), "")
+    reason = f"has no effect with --{use}: leave it out"
+    if not use:
+        reason = "is for another content: add --sft, --pairs or --annotations"
+    refuse_options(context, reason, allowed=(use, *OPTIONS.get(use, ()), "overwrite", "wait"))
 
     check_new_file(out, overwrite=overwrite)
+    if annotations is not None:
+        _export_annotations(run_dir, out, annotations, held_out, wait)
+    elif pairs:
+        _export_pairs(run_dir, out, margin, per_task or 1, wait)
+    elif sft:
+        _export_sft(run_dir, out, split, min_reward, per_task, model, wait)
+    else:
+        from agentevo.runs.folder import read_store
+        from agentevo.store import export_jsonl
 
-    from agentevo.runs.folder import read_store
-    from agentevo.store import export_jsonl
+        count = read_store(run_dir, lambda store: export_jsonl(store, out), wait_s=wait)
+        print(f"{count} trajectories written to {out}")
 
-    count = read_store(run_dir, lambda store: export_jsonl(store, out), wait_s=wait)
-    print(f"{count} trajectories written to {out}")
+
+def _export_annotations(
+    run_dir: Path, out: Path, form: str, held_out: bool, wait: float | None
+) -> None:
+    from agentevo.runs.annotation_export import FORMATS as ANNOTATION_FORMATS
+    from agentevo.runs.annotation_export import export_annotations
+    from agentevo.runs.annotations import read_annotations
+    from agentevo.runs.folder import check_run_folder, read_store
+
+    if form not in ANNOTATION_FORMATS:
+        raise ConfigError(f"--annotations {form}: there are {', '.join(ANNOTATION_FORMATS)}")
+
+    labels = read_annotations(check_run_folder(run_dir))
+    read = _reader(run_dir)
+
+    async def work(store: Store) -> tuple[int, Counter[str]]:
+        return await export_annotations(store, labels, out, form, read, held_out=held_out)
+
+    count, left_out = read_store(run_dir, work, wait_s=wait)
+    print(f"{count} {'row' if count == 1 else 'rows'} written to {out}")
+    for why, number in left_out.most_common():
+        print(f"{number} left out: {why}")
 
 
 def _export_sft(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from agentevo.cli.arguments import Port
+from agentevo.cli.arguments import Host, Port, Tls
 
 
 def ui(
@@ -18,19 +18,9 @@ def ui(
             "runs.",
         ),
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="The address to listen on. 0.0.0.0 accepts other machines.")
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Port = 0,
-    tls: Annotated[
-        bool | None,
-        typer.Option(
-            help=(
-                "Encrypt with a self-signed certificate. Default: on, unless --host is this "
-                "machine."
-            )
-        ),
-    ] = None,
+    tls: Tls = None,
     control: Annotated[
         bool,
         typer.Option(

@@ -1,4 +1,4 @@
-"""Checks that a recipe's judges may be used for training: the results of `agentevo judge calibrate`
+"""Checks that a recipe's judges may be used for training: the results of `agentevo judge`
 for each judge, and the bars that they must reach."""
 
 from __future__ import annotations
@@ -65,22 +65,20 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
             return ""
         return (
             "this judge's agreement with the truth is not measured, so it can't be used for "
-            "training: measure it (`agentevo judge calibrate RECIPE --rows FILE --out FILE`) and "
+            "training: measure it (`agentevo judge RECIPE --rows FILE --out FILE`) and "
             "give calibration=FILE, or accept the risk with uncalibrated=true "
             "(docs/rewards.md#judges)"
         )
 
     path = Path(judge.calibration).expanduser()
-    remedy = "measure it again with `agentevo judge calibrate`"
+    remedy = "measure it again with `agentevo judge`"
     try:
         report = read_json_object(path)
         measured = report["measured"]
         measured_digest = str(report["digest"])
         values = {name: measured[name]["value"] for name in BARS}
     except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
-        return (
-            f"calibration: {path} is not a report of `agentevo judge calibrate` ({error}): {remedy}"
-        )
+        return f"calibration: {path} is not a report of `agentevo judge` ({error}): {remedy}"
 
     if measured_digest != digest:
         return (

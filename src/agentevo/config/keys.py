@@ -123,7 +123,7 @@ class ConfigKeys:
         if key not in self._explanations:
             raise UnknownNameError(
                 f"{key}: unknown "
-                f"key{self.suggestion(key) or '; `agentevo config explain` lists the sections'}"
+                f"key{self.suggestion(key) or '; `agentevo config` lists the sections'}"
             )
 
         explanations = self._explanations[key]

@@ -1,7 +1,7 @@
 """`RunConfig`: the whole configuration of a run as one tree.
 
 A YAML recipe fills it, dotted `a.b=c` overrides change it, and the result is frozen. Every default
-is a tested setting. It is documented once, under its field, and `agentevo config explain KEY`
+is a tested setting. It is documented once, under its field, and `agentevo config KEY`
 prints that text. Importing this module imports no torch.
 
 Order of work: YAML -> the user's modules (`imports`) -> overrides -> unknown keys (refused, with

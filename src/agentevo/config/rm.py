@@ -1,5 +1,5 @@
-"""The recipe's keys for reward models (`agentevo rm`): the pairs of answers, and how to train on
-them."""
+"""The recipe's keys for reward models (`agentevo sft --reward-model`): the pairs of answers, and
+how to train on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PairsFile = Annotated[Path | None, expand_home("give a file, or null")]
 
 
 class RMSection(Section):
-    """How `agentevo rm` trains a reward model on pairs of answers; other commands don't read it."""
+    """How `agentevo sft --reward-model` trains on pairs of answers. No other command reads it."""
 
     pairs: PairsFile = None
     """A JSONL file, each line {"prompt": [messages], "chosen": ..., "rejected": ...}. An answer is

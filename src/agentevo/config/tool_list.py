@@ -116,7 +116,7 @@ def explain_tools(key: str) -> list[Explanation]:
 
     key_names = [name.removeprefix(f"{PLACE}.") for name in keys.names()]
     guess = nearest(path, [*KINDS, *key_names])
-    hint = f"did you mean {PLACE}.{guess}?" if guess else f"`config explain {PLACE}` lists them"
+    hint = f"did you mean {PLACE}.{guess}?" if guess else f"`agentevo config {PLACE}` lists them"
     raise UnknownNameError(f"{key}: unknown key; {hint}")
 
 

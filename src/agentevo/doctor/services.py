@@ -98,7 +98,7 @@ async def _open_toolset(section: ToolSection, task: Task) -> tuple[Check, list[s
         return Check(title, "wrong", str(error)), []
     except Exception as error:  # noqa: BLE001 (also what a class of tools raises when it is made)
         finding = str(error) if isinstance(error, AgentEvoError) else repr(error)
-        advice = "start the server, and inspect it with `agentevo mcp inspect`"
+        advice = "start the server, and inspect it with `agentevo tools inspect`"
         is_server = section.type != "function"  # type: ignore[attr-defined]
         return Check(title, "wrong", finding, advice if is_server else ""), []
 

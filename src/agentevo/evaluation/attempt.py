@@ -9,6 +9,7 @@ from typing import Any
 
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
+from agentevo.evaluation.chat import checkpoint_word
 from agentevo.evaluation.contestants import Contestant, find_contestants
 from agentevo.evaluation.play import LABEL, check_play, open_player, playing, scorer_of
 from agentevo.event_loop import run_coroutine
@@ -47,6 +48,7 @@ def try_attempt(
     target: str,
     overrides: Sequence[str],
     *,
+    step: int | None = None,
     text: str | None,
     answer: str | None,
     number: int,
@@ -54,7 +56,9 @@ def try_attempt(
     show: Callable[[str], None],
     note: Callable[[str], None],
 ) -> Trajectory:
-    """Plays one attempt. Raises ConfigError before anything is played."""
+    """Plays one attempt. `target` and `step`: as those of `agentevo chat`. Raises ConfigError
+    before anything is played."""
+    target = checkpoint_word(target, step)
     (contestant,) = find_contestants(target, (), overrides, () if text is None else ("--task",))
     config, task = _task_to_try(contestant.config, text, answer, number)
     if judged := _is_judged(config, task, question=text, answer=answer):

@@ -96,18 +96,24 @@ def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Conte
     if target.startswith(("http://", "https://")):
         raise servers  # without asking it
 
-    if is_run_folder(Path(target)):
-        target = f"{target}@{'last' if step is None else step}"
-    elif step is not None:
-        raise ConfigError(
-            f"--step {step}: {target} is not the folder of a run: give one, or leave --step out"
-        )
-
+    target = checkpoint_word(target, step)
     (contestant,) = find_contestants(target, (), (*UNSCORED, *OWN_ENGINE, *overrides), ("--chat",))
     if contestant.remote is not None:
         raise servers
 
     return contestant
+
+
+def checkpoint_word(target: str, step: int | None) -> str:
+    """The target with the checkpoint of a run's folder: that of the step, or the newest. Raises
+    ConfigError for a step of another target."""
+    if is_run_folder(Path(target)):
+        return f"{target}@{'last' if step is None else step}"
+    if step is not None:
+        raise ConfigError(
+            f"--step {step}: {target} is not the folder of a run: give one, or leave --step out"
+        )
+    return target
 
 
 def _remarks(contestant: Contestant, system: str | None) -> Iterator[str]:
@@ -126,7 +132,7 @@ def _remarks(contestant: Contestant, system: str | None) -> Iterator[str]:
         (contestant.config.environment is not None, "environment is not played"),
     ):
         if has:
-            yield f"its {what} here: `agentevo agent try {run}` plays a task with all of them"
+            yield f"its {what} here: `agentevo chat {run} --number 0` plays a task with all of them"
 
 
 def without_play(config: RunConfig) -> RunConfig:

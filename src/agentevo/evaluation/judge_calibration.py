@@ -1,4 +1,4 @@
-"""`agentevo judge calibrate`: how well a judge agrees with the truth, and what misleads it.
+"""`agentevo judge`: how well a judge agrees with the truth, and what misleads it.
 
 Every question is asked through the scorer that training would use, including its prompts, votes,
 failover and failures. All intervals are 95%, by resampling groups (evaluation/estimates.py), except

@@ -8,8 +8,9 @@ A file of rows (JSON lines), one for each attempt:
     answer      the task's own answer, for judges that are shown one; optional
     tools       schemas in OpenAI's form; optional
 
-`agentevo annotations export RUN OUT --format judge` writes such a file from human annotations. The
-other source is a run's store, whose rewards (or a part of them, by name) are the truth.
+`agentevo trajectories export RUN OUT --annotations judge` writes such a file from human
+annotations. The other source is a run's store, whose rewards (or a part of them, by name) are the
+truth.
 """
 
 from __future__ import annotations

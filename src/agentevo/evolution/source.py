@@ -70,7 +70,7 @@ class TaskOrigin(Protocol):
         ...
 
     def words(self, recipe: Path, tasks: Path) -> list[str]:
-        """The command line of `agentevo tasks` for a later round, without --seed, --after and
+        """The command line of `agentevo data make` for a later round, without --seed, --after and
         --out."""
         ...
 
@@ -136,7 +136,7 @@ class ServerSource:
     def words(self, recipe: Path, tasks: Path) -> list[str]:
         """See Source."""
         section = self._section.tasks
-        words = ["make", "--train", str(self._section.new_tasks), "--held-out", "0"]
+        words = ["--train", str(self._section.new_tasks), "--held-out", "0"]
         words += ["--worlds", str(section.worlds)]
         words += ["--max-calls", str(min(12, section.max_calls + 2))]
         for option, values in (
@@ -280,7 +280,7 @@ class DocumentsSource:
     def words(self, recipe: Path, tasks: Path) -> list[str]:
         """See Source."""
         section = self._section.tasks
-        words = ["from-documents", str(tasks / CORPUS), "--held-out", "0"]
+        words = [str(tasks / CORPUS), "--held-out", "0"]
         words += ["--train", str(self._section.new_tasks)]
         words += ["--per-passage", str(section.per_passage), "--language", section.languages[0]]
         return [*words, *_writer_words(self._section)]

@@ -30,7 +30,7 @@ def stages_of(
     section: EvolveSection, recipe: Mapping[str, Any], folder: Path, words: Sequence[str]
 ) -> dict[str, Any]:
     """The stages. `recipe`: the recipe to train; `folder`: the folder of the first tasks; `words`:
-    the command line of `agentevo tasks` for further tasks, without --seed, --after and --out."""
+    the words of `agentevo data make` for further tasks, without --seed, --after and --out."""
     model = recipe.get("model")
     first = str(model.get("name", "tiny")) if isinstance(model, Mapping) else "tiny"
 
@@ -100,15 +100,15 @@ def _round(
             "options": {
                 "run": [
                     "agentevo",
-                    "tasks",
-                    words[0],
+                    "data",
+                    "make",
                     "--out",
                     "${stage.folder}/made",
                     "--after",
                     "${stages.rl.folder}",
                     "--seed",
                     "${round}",
-                    *words[1:],
+                    *words,
                 ],
                 "file": f"made/{TRAIN}",
             },

@@ -1,4 +1,4 @@
-"""`agentevo launch node`: the processes of one machine of a launch, as nodes.yaml lists them.
+"""`agentevo launch-node`: the processes of one machine of a launch, as nodes.yaml lists them.
 
 The trainer's ranks run to their end; engines and samplers are restarted when they die
 (processes/supervisor.py). Node 0 writes a heartbeat into a file next to the run's folder, and how

@@ -3,7 +3,7 @@ which node.
 
     recipe.yaml  nodes.yaml  *.py (files that the recipe imports)  and what the cluster's tool reads
 
-Each machine runs `agentevo launch node nodes.yaml`. Paths in nodes.yaml are relative to it, so the
+Each machine runs `agentevo launch-node nodes.yaml`. Paths in nodes.yaml are relative to it, so the
 folder can be mounted anywhere.
 """
 

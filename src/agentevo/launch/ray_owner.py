@@ -1,5 +1,5 @@
-"""`agentevo launch own`: a launch's nodes as actors of a Ray cluster, one per bundle of a placement
-group. Each keeps one process, `agentevo launch node`.
+"""`agentevo launch-own`: a launch's nodes as actors of a Ray cluster, one per bundle of a placement
+group. Each keeps one process, `agentevo launch-node`.
 
 A lost node is reported and restarted. A node without the trainer restarts alone on the node that
 Ray chooses for its bundle, while the others continue. If the trainer's node is lost, the whole
@@ -57,7 +57,7 @@ class Keeper:
         """Starts it, with its output added to that file. `head`: the address of node 0, None for
         node 0 itself. Returns the address at which other nodes reach this one, and the process's
         id."""
-        ray: Any = load_extra("ray", "ray", "agentevo launch own")
+        ray: Any = load_extra("ray", "ray", "agentevo launch-own")
         address = str(ray.util.get_node_ip_address())
         node = [*words, "--head", head or address, "--parent", str(os.getpid())]
         Path(log).parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def own(
 ) -> int:
     """Runs the launch to its end; blocks. `address` of the cluster, by default RAY_ADDRESS or the
     one on this machine. Returns the trainer's exit code. Raises RayError, ConfigError."""
-    ray: Any = load_extra("ray", "ray", "agentevo launch own")
+    ray: Any = load_extra("ray", "ray", "agentevo launch-own")
     plan = read_plan(path)
     cluster = _read_cluster(path.parent / RayCluster.file)
 
@@ -121,7 +121,7 @@ def _read_cluster(path: Path) -> RayCluster:
         return RayCluster.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, ParseError, pydantic.ValidationError) as error:
         raise ConfigError(
-            f"{path}: this is not a {RayCluster.file} of `agentevo launch ray` "
+            f"{path}: this is not a {RayCluster.file} of `agentevo launch --on ray` "
             f"({str(error).splitlines()[0]}): write the folder again"
         ) from error
 
@@ -246,7 +246,7 @@ class _Owner:
             max_restarts=0,
             scheduling_strategy=strategy,
         )
-        words = ["launch", "node", str(self._path), "--rank", str(number), "--id", id]
+        words = ["launch-node", str(self._path), "--rank", str(number), "--id", id]
         keeper = self._keepers[number] = options.remote()
         self._starting[number] = keeper.start.remote(words, head, self._log(number))
         self._heard[number] = time.monotonic()

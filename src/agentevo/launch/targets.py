@@ -53,7 +53,7 @@ class Cluster(Fleet):
 
 
 class SlurmCluster(Cluster):
-    """A batch script, whose step runs `agentevo launch node` on each node.
+    """A batch script, whose step runs `agentevo launch-node` on each node.
 
     The script stops the trainer before the time limit, so that it ends after its step, and requeues
     the job if the recipe is not finished. `scancel` and a preemption work the same way. A node that
@@ -111,7 +111,7 @@ Quantity = Annotated[
 
 
 class KubernetesCluster(Cluster):
-    """An Indexed Job whose pods run `agentevo launch node`, with a headless service by which they
+    """An Indexed Job whose pods run `agentevo launch-node`, with a headless service by which they
     find node 0, the launch's folder as a ConfigMap, and one volume for the run.
 
     A pod that dies is replaced and resumes the run. A wrong configuration (exit code 2) fails the
@@ -163,7 +163,7 @@ AtLeast = Annotated[
 
 
 class SkyPilotCluster(Cluster):
-    """One task whose nodes run `agentevo launch node`. The launch's folder is copied to every node;
+    """One task whose nodes run `agentevo launch-node`. The launch's folder is copied to every node;
     with several nodes the run's folder is on a volume that all of them mount."""
 
     file = "task.sky.yaml"
@@ -215,8 +215,8 @@ class SkyPilotCluster(Cluster):
 
 
 class RayCluster(Cluster):
-    """A placement group with one bundle per node. In each bundle, `agentevo launch own` runs
-    `agentevo launch node` (ray_owner.py). Ray only owns processes; data and weights never go
+    """A placement group with one bundle per node. In each bundle, `agentevo launch-own` runs
+    `agentevo launch-node` (ray_owner.py). Ray only owns processes; data and weights never go
     through it."""
 
     file = "ray.yaml"
@@ -235,7 +235,7 @@ class RayCluster(Cluster):
 
     def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
         """Submits a job to the cluster that RAY_ADDRESS names."""
-        owner = ["agentevo", "launch", "own", f"{folder}/{NODES_FILE}"]
+        owner = ["agentevo", "launch-own", f"{folder}/{NODES_FILE}"]
         return ["ray", "job", "submit", "--no-wait", "--", *owner]
 
 

@@ -76,7 +76,7 @@ def locate(name: str) -> Path | str | KnownModel:
         raise ModelError(
             f"model {name!r}: this folder holds an adapter without its base model: set model.name "
             f"to its base and model.lora.adapter={name}, or make one model of the two with "
-            f"`agentevo merge {name} OUT`"
+            f"`agentevo models merge {name} OUT`"
         )
 
     if name and os.path.isdir(folder):
@@ -255,7 +255,7 @@ def _model_of_run(run_folder: Path, which: str) -> Path:
         raise ModelError(
             f"model {str(run_folder)!r}: the checkpoint {path} holds an adapter without its base "
             f"model: set model.name to that of the run's recipe and model.lora.adapter={path}, or "
-            f"make one model of the two with `agentevo merge {path} OUT`"
+            f"make one model of the two with `agentevo models merge {path} OUT`"
         )
     return path
 

@@ -50,10 +50,10 @@ FEW = 3
 def check_picture(path: Path) -> None:
     """Raises ConfigError if `write_comparison` could not write."""
     if path.suffix.lower() != ".png":
-        raise ConfigError(f"--out {path}: the name must end in .png")
+        raise ConfigError(f"--plot {path}: the name must end in .png")
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(
-            f"--out {path}: {'is a folder' if path.is_dir() else 'its folder does not exist'}"
+            f"--plot {path}: {'is a folder' if path.is_dir() else 'its folder does not exist'}"
         )
 
 
@@ -124,7 +124,7 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
     try:
         write_atomic(path, picture.getvalue())
     except OSError as error:
-        raise ConfigError(f"--out {path}: can't be written: {error.strerror or error}") from error
+        raise ConfigError(f"--plot {path}: can't be written: {error.strerror or error}") from error
 
 
 def _in_lines(title: str) -> str:

@@ -26,7 +26,7 @@ IN_VAIN_STEPS = 3
 while one step waits."""
 PAGE = 64
 _AGAIN = (
-    "after you fixed the cause, `agentevo store retry RUN` queues such tasks again, and --resume "
+    "after you fixed the cause, `agentevo store RUN retry` queues such tasks again, and --resume "
     "continues"
 )
 _GOES_ON = (

@@ -1,4 +1,4 @@
-"""`agentevo rm`: a reward model from a file of pairs, in a run's folder of its own.
+"""`agentevo sft --reward-model`: a reward model from a file of pairs, in a run's folder of its own.
 
     RUN/config.yaml   metrics.jsonl   reward_model.json   model/   tensorboard/
 
@@ -67,7 +67,7 @@ def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
 def check_parts(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
     """Refuses what `train` refuses before it loads the model; returns `split_pairs`. Downloads and
     writes nothing. Raises ConfigError and ModelError."""
-    check_alone("the training of a reward model (agentevo rm)")
+    check_alone("the training of a reward model (agentevo sft --reward-model)")
     check_tracking(config)
     lines = split_pairs(config)
     check_folder(config)

@@ -119,7 +119,7 @@ class ScoreOptions(Section):
 
 
 class ScoreStage(StageKind):
-    about: ClassVar[str] = "scores kept attempts by other rewards, as `agentevo score`"
+    about: ClassVar[str] = "scores kept attempts by other rewards, as `agentevo eval --rescore`"
     Options: ClassVar[type[Section]] = ScoreOptions
     reads_recipe: ClassVar[bool] = False
     makes_folder: ClassVar[bool] = True
@@ -128,7 +128,15 @@ class ScoreStage(StageKind):
         import json
 
         rewards = f"rewards={json.dumps(job.options.rewards)}"
-        return [*AGENTEVO, "score", job.options.source, rewards, "--out", str(job.folder)]
+        return [
+            *AGENTEVO,
+            "eval",
+            job.options.source,
+            rewards,
+            "--rescore",
+            "--out",
+            str(job.folder),
+        ]
 
     def is_finished(self, job: Job) -> bool:
         return (job.folder / SUMMARY).is_file()
@@ -205,7 +213,7 @@ class PreferencesOptions(Section):
 
 
 class PreferencesStage(ExportStage):
-    about: ClassVar[str] = "better and worse attempts of a run as pairs for `rm` and `data.pairs`"
+    about: ClassVar[str] = "better and worse attempts of a run as pairs for reward models and `data.pairs`"
     Options: ClassVar[type[Section]] = PreferencesOptions
     name: ClassVar[str] = "pairs.jsonl"
 

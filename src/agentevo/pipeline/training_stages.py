@@ -123,7 +123,7 @@ class SampleStage(RunStage):
 
 
 class RewardModelStage(StageKind):
-    about: ClassVar[str] = "a reward model of pairs, as `agentevo rm`"
+    about: ClassVar[str] = "a reward model of pairs, as `agentevo sft --reward-model`"
     trains_on: ClassVar[TrainsOn] = "pairs"
     makes_folder: ClassVar[bool] = True
     needs_environment: ClassVar[bool] = False
@@ -134,7 +134,7 @@ class RewardModelStage(StageKind):
         check_rm(config)
 
     def words(self, job: Job) -> list[str]:
-        return [*AGENTEVO, "rm", str(job.recipe), "run.overwrite=true"]
+        return [*AGENTEVO, "sft", str(job.recipe), "--reward-model", "run.overwrite=true"]
 
     def is_finished(self, job: Job) -> bool:
         files = ("reward_model.json", "model/config.json", "config.yaml")

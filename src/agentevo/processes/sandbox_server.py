@@ -1,4 +1,4 @@
-"""`agentevo sandbox serve`: sandboxes of this machine for clients on others.
+"""`agentevo sandbox --serve`: sandboxes of this machine for clients on others.
 
 A WebSocket is a sandbox (sandbox/wire.py; sandbox/remote.py is the client): it ends with the
 connection, so that a client which is killed, or cut off from the network, leaves nothing running

@@ -1,4 +1,4 @@
-"""Texts that might make a judge give a high score. `agentevo judge calibrate` appends them to bad
+"""Texts that might make a judge give a high score. `agentevo judge` appends them to bad
 attempts, since a policy that is trained by a judge searches for such texts by itself."""
 
 from __future__ import annotations

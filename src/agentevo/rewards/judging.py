@@ -42,7 +42,7 @@ class JudgeOptions(RewardConfig):
     recorded as failed."""
 
     calibration: str | None = None
-    """The file that `agentevo judge calibrate` wrote for this judge. Training is refused if it is
+    """The file that `agentevo judge` wrote for this judge. Training is refused if it is
     of another judge, or if a value misses its limit."""
     min_rank_correlation: float = Field(default=0.5, ge=-1, le=1)
     """The lowest rank correlation (Spearman's) with the truth."""

@@ -1,8 +1,9 @@
 """The reward `reward_model`: a sequence classifier scores the whole conversation.
 
-It is the reward model of RLHF (arXiv 2203.02155): `agentevo rm` trains one, and any folder or hub
-name that AutoModelForSequenceClassification of transformers loads works too. It reads text, so its
-tokenizer can differ from the policy's. torch is imported when the first attempt is scored.
+It is the reward model of RLHF (arXiv 2203.02155): `agentevo sft --reward-model` trains one, and any
+folder or hub name that AutoModelForSequenceClassification of transformers loads works too. It reads
+text, so its tokenizer can differ from the policy's. torch is imported when the first attempt is
+scored.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ class ModelRewardConfig(RewardConfig):
     """A reward that a sequence classifier gives."""
 
     model: str = Field(min_length=1)
-    """Folder or Hugging Face name of a sequence classifier, such as RUN/model of `agentevo rm`."""
+    """Folder or Hugging Face name of a sequence classifier, such as RUN/model of `agentevo sft
+    --reward-model`."""
     output: int | None = Field(default=None, ge=0)
     """The output that counts, for a model with several: its probability. A single output is used
     directly."""
     normalise: Literal["model", "none", "sigmoid"] = "model"
     """How a single output x is scaled: (x - mean) / std, with the mean and standard deviation in
-    the model's config (`agentevo rm` writes them), else x; x; or the sigmoid of x."""
+    the model's config (`agentevo sft --reward-model` writes them), else x; x; or the sigmoid of
+    x."""
     solved_from: float = 0.0
     """The lowest value that counts as a success."""
     batch: int = Field(default=16, ge=1)
@@ -213,13 +216,14 @@ class Classifier:
             raise ModelError(
                 f"reward_model: {name} can't be read as a sequence classifier "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): give a folder of "
-                "`agentevo rm`, or a hub name of one"
+                "`agentevo sft --reward-model`, or a hub name of one"
             ) from error
 
         if info["missing_keys"]:
             raise ModelError(
                 f"reward_model: {name} lacks {sorted(map(str, info['missing_keys']))[0]}: it is "
-                "not a trained sequence classifier; train one from it with `agentevo rm`"
+                "not a trained sequence classifier; train one from it with `agentevo sft "
+                "--reward-model`"
             )
 
         if model.config.pad_token_id is None and tokenizer.pad_token_id is not None:
@@ -230,7 +234,8 @@ class Classifier:
 
 @reward("reward_model")
 class ModelReward:
-    """What a sequence classifier says of the whole conversation (`agentevo rm` trains one)."""
+    """What a sequence classifier says of the whole conversation (`agentevo sft --reward-model`
+    trains one)."""
 
     Config = ModelRewardConfig
 
@@ -302,7 +307,7 @@ def check_classifier(name: str) -> None:
             return
         raise ConfigError(
             f"reward_model.model: {name} does not exist: give the folder of a sequence classifier, "
-            "such as RUN/model of `agentevo rm`"
+            "such as RUN/model of `agentevo sft --reward-model`"
         )
 
     try:
@@ -310,11 +315,11 @@ def check_classifier(name: str) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"reward_model.model: {name} has no config.json that names a model: give the folder of "
-            "a sequence classifier, such as RUN/model of `agentevo rm`"
+            "a sequence classifier, such as RUN/model of `agentevo sft --reward-model`"
         ) from error
 
     if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds or ()):
         raise ConfigError(
             f"reward_model.model: {name} has {', '.join(map(str, kinds or ('nothing',)))}, not a "
-            "sequence classifier: train one from it with `agentevo rm`"
+            "sequence classifier: train one from it with `agentevo sft --reward-model`"
         )

@@ -1,4 +1,4 @@
-"""Better and worse attempts at one task as pairs for `agentevo rm` and `data.pairs`: of each group
+"""Better and worse attempts at one task as pairs for reward models and `data.pairs`: of each group
 the best against the worst, the second against the second worst, and so on.
 
 A pair consists of messages, from the point where the two conversations differ, without tokens: a

@@ -1,4 +1,4 @@
-"""A sandbox on another machine: the client of `agentevo sandbox serve`.
+"""A sandbox on another machine: the client of `agentevo sandbox --serve`.
 
 The sandbox ends with its connection, and with this process. A server that is gone, hangs or sends
 invalid data is reported as a failure of the call (`SandboxDied`, `Timeout`). The files are then
@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 @sandboxes.register("remote")
 class Remote:
-    """Sandboxes of `agentevo sandbox serve` at `url`."""
+    """Sandboxes of `agentevo sandbox --serve` at `url`."""
 
     async def problem(self, section: SandboxSection) -> str:
         """See SandboxKind: opens one and tries it."""
@@ -379,7 +379,7 @@ async def _connect(section: SandboxSection) -> ClientConnection:
     except (OSError, WebSocketException, ValueError) as error:
         raise SandboxError(
             f"{url} can't be reached ({storable(describe_error(error), 300)}): start `agentevo "
-            "sandbox serve` there, or correct the url"
+            "sandbox FOLDER --serve` there, or correct the url"
         ) from error
 
 

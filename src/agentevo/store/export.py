@@ -163,7 +163,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 except (msgspec.MsgspecError, KeyError, ValueError) as error:
                     what = f"unknown kind {error}" if isinstance(error, KeyError) else error
                     raise UnusableStoreError(
-                        f"{path}: line {number} is not a line of `agentevo store export`: {what}"
+                        f"{path}: line {number} is not a line of a store's export: {what}"
                     ) from error
     except (OSError, EOFError) as error:
         raise UnusableStoreError(

@@ -9,7 +9,7 @@ def older_schema(where: str, version: object) -> UnusableStoreError:
     """The error for a store of an older version that is open for reading only."""
     return UnusableStoreError(
         f"{where} has the schema {version} of an older AgentEvo, but it is open for reading only "
-        f"here: `agentevo store migrate URL|RUN_DIR` updates it to this version"
+        f"here: `agentevo store URL|RUN_DIR migrate` updates it to this version"
     )
 
 

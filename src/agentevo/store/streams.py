@@ -158,7 +158,7 @@ class Streaming(ABC):
         if stored.tokens_deleted:
             raise UnusableStoreError(
                 f"the turns of trajectory {trajectory_id!r} in {self.where} were deleted by "
-                "`store gc --dropped`"
+                "`agentevo store RUN gc --dropped`"
             )
 
         return stored.trajectory

@@ -76,6 +76,6 @@ def made_rows(
     for source in sources:
         for row in read_rows(source):
             if not isinstance(row.value, dict) or {*keys} - row.value.keys():
-                raise ConfigError(f"{row.where}: this is no task of `agentevo tasks make`")
+                raise ConfigError(f"{row.where}: this is no task of `agentevo data make`")
             rows.append(row.value)
     return rows

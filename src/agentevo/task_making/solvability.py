@@ -63,7 +63,7 @@ def graded_folder(
     folder without generated tasks, and AttemptsFailedError if every attempt failed."""
     sources = [str(folder / name) for name in (TRAIN, RESERVE) if (folder / name).is_file()]
     if not sources or not (folder / ACCOUNT).is_file():
-        raise ConfigError(f"{folder}: holds no tasks of `agentevo tasks make`")
+        raise ConfigError(f"{folder}: holds no tasks of `agentevo data make`")
 
     rows = made_rows(sources, [CONTENT])
     held_file = folder / HELD_OUT

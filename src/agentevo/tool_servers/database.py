@@ -10,8 +10,8 @@ The policy's SQL is one statement per call, within limits of time, rows, sizes a
 no other file: no ATTACH, no PRAGMA, no extension, no virtual table. Each call is one transaction. A
 task's SQL, which clients of a server send, may use only the PRAGMAs of SETUP_PRAGMAS: others would
 change limits of the process or of the database. `query` changes nothing. A process that serves a
-database (`agentevo mcp serve`) also bounds the memory of all SQLite in it; in a run's own process,
-only the time limit bounds it.
+database (`agentevo tools serve`) also bounds the memory of all SQLite in it; in a run's own
+process, only the time limit bounds it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`agentevo retriever`: a corpus behind Search-R1's HTTP API.
+"""`agentevo tools serve --search-r1`: a corpus behind Search-R1's HTTP API.
 
     POST /retrieve   {"queries": ["..."], "topk": 3, "return_scores": true}
     200              {"result": [[{"document": {"id", "title", "text", "contents"}, "score": 1.5}]]}

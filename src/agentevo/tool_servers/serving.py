@@ -49,7 +49,7 @@ MAX_RESULT = 2**20
 MAX_BODY = 4 * 2**20
 """The maximum bytes of a request."""
 NO_TASK = (
-    "; there is no task, and these tools may need one: give it with `agentevo mcp inspect --task "
+    "; there is no task, and these tools may need one: give it with `agentevo tools inspect --task "
     "JSON`, in the variable AGENTEVO_TASK of this server, or from a recipe with send_task: true"
 )
 
@@ -60,7 +60,7 @@ class ToolServer:
     def __init__(self, section: FunctionToolSection, task: Task, seed: int) -> None:
         """Raises MissingExtraError if the SDK is not installed, and ConfigError for tools that
         can't be made."""
-        load_extra("mcp", "mcp", "mcp serve")
+        load_extra("mcp", "mcp", "tools serve")
         self._tools = FunctionTools(section)
         self._section = section
         self._task = task
@@ -75,7 +75,7 @@ class ToolServer:
             async with self._tools.session(self._task, self._seed):
                 pass
         except ConfigError as error:
-            raise ConfigError(f"mcp serve {self._section.name}: {error}") from error
+            raise ConfigError(f"tools serve {self._section.name}: {error}") from error
         except Exception:  # noqa: BLE001 (the task can be the cause, or a time limit)
             return
 

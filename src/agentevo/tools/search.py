@@ -2,7 +2,7 @@
 
 The retriever's API is Search-R1's: POST {"queries": [...], "topk": 3, "return_scores": true} gives
 {"result": [[{"document": {"contents": "TITLE\\nTEXT"}, "score": 1.5}, ...], ...]}; `agentevo
-retriever` is one (tool_servers/retriever.py).
+tools serve --search-r1` is one (tool_servers/retriever.py).
 """
 
 from __future__ import annotations

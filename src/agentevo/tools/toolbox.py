@@ -199,8 +199,8 @@ class AttemptTools:
             names = ", ".join(offer.toolset.name for offer, _ in sessions)
             if not any(session.specs for _, session in sessions):
                 raise ConfigError(
-                    f"agent.tools: {names} has no tools: check `agentevo mcp inspect`, and name a "
-                    "server that has some"
+                    f"agent.tools: {names} has no tools: check `agentevo tools inspect`, and name "
+                    "a server that has some"
                 )
             raise ConfigError(f"agent.tools: `exclude` removes every tool of {names}: change it")
 

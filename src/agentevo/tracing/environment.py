@@ -1,4 +1,4 @@
-"""Processes without a recipe, such as `agentevo mcp serve`: only OpenTelemetry's variables decide
+"""Processes without a recipe, such as `agentevo tools serve`: only OpenTelemetry's variables decide
 whether they are traced, and where the spans go."""
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _aside_of(stored: StoredTask) -> Aside:
 
 
 def _command(view: RunView) -> str:
-    return f"agentevo store retry {shlex.quote(_target(view))}"
+    return f"agentevo store {shlex.quote(_target(view))} retry"
 
 
 def _target(view: RunView) -> str:
