@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,15 @@ from agentevo.inference.part_deltas import PublishedParts
 from agentevo.inference.version_manifest import VersionManifest
 from agentevo.inference.weight_delta import num_bytes
 from agentevo.inference.weights import WeightsFolder
-from agentevo.models.in_parts import InParts, lies_in_parts
+from agentevo.models.in_parts import (
+    CompareParts,
+    GiveChanges,
+    GiveParts,
+    InParts,
+    KeepParts,
+    PartsCommand,
+    lies_in_parts,
+)
 from agentevo.models.parameters import trained_weights
 from agentevo.models.parts import give
 from agentevo.models.sharded import note_change, skeleton_of
@@ -69,18 +77,23 @@ class Published:
         self.first = distributed.get_rank() == 0
         own = lambda only_trained: weight_parts(model, only_trained)  # noqa: E731
         self._parts = PublishedParts(lambda: own(True))
-        self._calls: dict[str, Callable[..., object]] = {
-            "give": lambda only_trained: give(own(only_trained)),
-            "compare": self._parts.compare,
-            "give_changes": self._parts.give,
-            "keep": self._parts.keep,
-        }
-
+        self._own = own
         if self.first:
             lies_in_parts(model, InParts(skeleton_of(model), own, self._tell))
 
-    def _tell(self, *call: Any) -> None:
-        distributed.broadcast_object_list([call], 0)
+    def _tell(self, command: PartsCommand) -> None:
+        distributed.broadcast_object_list([command], 0)
+
+    def _carry_out(self, command: PartsCommand) -> None:
+        match command:
+            case GiveParts(only_trained):
+                give(self._own(only_trained))
+            case CompareParts():
+                self._parts.compare()
+            case GiveChanges():
+                self._parts.give()
+            case KeepParts():
+                self._parts.keep()
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
@@ -90,8 +103,7 @@ class Published:
             distributed.broadcast_object_list(told, 0)
             if told[0] is None:
                 break
-            name, *arguments = told[0]
-            self._calls[name](*arguments)
+            self._carry_out(told[0])
 
         try:
             yield self.first
