@@ -121,6 +121,15 @@ def test_the_calls_from_the_command_to_the_loss_are_there():
         assert call in code, f"docs/design.md: {file} has no {call}"
 
 
+def test_a_token_has_at_most_ten_forms_from_the_engine_to_the_loss():
+    """The table lists them; what makes each of them is where it says."""
+    forms = re.findall(r"^\| \d+ \|.*\| `(\w+)` \| `([\w/]+\.py)` \|", read("docs/design.md"), re.M)
+    assert 8 <= len(forms) <= 10
+    for maker, file in forms:
+        code = (ROOT / "src" / "agentevo" / file).read_text(encoding="utf-8")
+        assert re.search(rf"(class|def) {maker}\b", code), f"docs/design.md: {file} has no {maker}"
+
+
 def test_citation_and_changelog_are_of_this_version():
     citation = yaml.safe_load(read("CITATION.cff"))
     assert citation["version"] == agentevo.__version__

@@ -62,7 +62,8 @@ def test_only_the_assistants_tokens_are_trained(loaded, chat):
         loaded.tokenizer.decode(sample.ids)
         == f"{whole}<|user|>You win. Go on.<|end|><|assistant|>Up Down<|end|>"
     )
-    assert len(sample.ids) == len(sample.logprobs) == len(sample.versions) == len(sample.advantages)
+    assert len(sample.ids) == len(sample.logprobs) == len(sample.versions)
+    assert len(sample.advantages) == sample.num_trained
 
 
 def test_a_sample_is_what_the_policy_would_have_seen(chat):

@@ -22,7 +22,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -189,7 +188,7 @@ class WeightVersions(ABC):
         """`write` for a model that no process has whole. The others compare, give and keep with
         this one."""
         if self._parts is None:
-            self._parts = PublishedParts(partial(how.own_parts, True), how.group)
+            self._parts = PublishedParts(how.own_parts, how.group)
 
         specs = how.specs(only_trained=True)
         base = self._parts_base

@@ -35,7 +35,6 @@ from agentevo.config import RunConfig
 from agentevo.config.parallel import world_size
 from agentevo.inference.part_deltas import PublishedParts
 from agentevo.models.in_parts import CompareParts, GiveChanges, GiveParts, KeepParts
-from agentevo.models.parts import give
 from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.learners import AnyTrainer, make_learner, saved_state
 from agentevo.orchestration.rank_commands import (
@@ -241,7 +240,7 @@ class _RankFollower:
         self._model = ranks.share(loaded.model)
         self._tokenizer = loaded.tokenizer
         self._trainers: dict[str, AnyTrainer] = {}
-        self._published = PublishedParts(partial(weight_parts, self._model, True), ranks.weights)
+        self._published = PublishedParts(partial(weight_parts, self._model), ranks.weights)
 
     def carry_out(self, command: FollowerCommand) -> None:
         with self._log.call(title_of(command)):
@@ -252,14 +251,8 @@ class _RankFollower:
                     )
                 case GatherWeights():
                     gather_trained(self._model, None)
-                case GiveParts(only_trained):
-                    give(weight_parts(self._model, only_trained), self._ranks.weights)
-                case CompareParts():
-                    self._published.compare()
-                case GiveChanges():
-                    self._published.give()
-                case KeepParts():
-                    self._published.keep()
+                case GiveParts() | CompareParts() | GiveChanges() | KeepParts():
+                    self._published.carry_out(command)
                 case _:
                     self._train(self._trainers[command.name], command)
 
