@@ -47,7 +47,7 @@ class Row:
             loss_mask=[False] * len(self.prompt) + [True] * len(self.completion),
             logprobs=before + self.old_logprobs,
             versions=[-1] * len(self.prompt) + [0] * len(self.completion),
-            advantages=before + [self.advantage] * len(self.completion),
+            advantages=[self.advantage] * len(self.completion),
         )
 
     def json(self) -> dict[str, Any]:

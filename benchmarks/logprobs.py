@@ -54,7 +54,7 @@ def batch_of(num_tokens: int, vocabulary: int) -> PackedBatch:
                 loss_mask=mask,
                 logprobs=blank,
                 versions=[0] * len(ids),
-                advantages=blank,
+                advantages=blank[1:],
             )
         )
 

@@ -30,9 +30,8 @@ from agentevo.config import ModelSection, ParallelSection, TrainerSection
 from agentevo.inference.part_deltas import PublishedParts
 from agentevo.inference.weight_delta import num_bytes
 from agentevo.inference.weights import WeightsFolder
-from agentevo.models.in_parts import InParts, lies_in_parts
+from agentevo.models.in_parts import InParts, PartsCommand, lies_in_parts
 from agentevo.models.load import load_model
-from agentevo.models.parts import give
 from agentevo.models.sharded import note_change, shard, skeleton_of
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
@@ -53,28 +52,23 @@ def publish(version: int, folders: dict[str, WeightsFolder], model: Any, way: st
     """By the first process; the others do what they are told, until all is done."""
     if distributed.get_rank() == 0:
         folders[way].write(version, model, keep=2)
-        tell("done")
+        tell(None)
         return
 
-    calls = {
-        "give": lambda only_trained: give(weight_parts(model, only_trained)),
-        "compare": KEPT[way].compare,
-        "give_changes": KEPT[way].give,
-        "keep": KEPT[way].keep,
-    }
-    told: list[Any] = [None]
-    while told[0] is None or told[0][0] != "done":
+    told: list[PartsCommand | None] = [None]
+    while True:
         distributed.broadcast_object_list(told, 0)
-        if told[0][0] != "done":
-            calls[told[0][0]](*told[0][1:])
+        if told[0] is None:
+            return
+        KEPT[way].carry_out(told[0])
 
 
 KEPT: dict[str, PublishedParts] = {}
 """Of a process other than the first."""
 
 
-def tell(*call: Any) -> None:
-    distributed.broadcast_object_list([call], 0)
+def tell(command: PartsCommand | None) -> None:
+    distributed.broadcast_object_list([command], 0)
 
 
 def sample(ids: list[int], number: int) -> Sample:
@@ -82,7 +76,7 @@ def sample(ids: list[int], number: int) -> Sample:
     zeros = [0.0] * len(ids)
     return Sample(
         trajectory_id=str(number), group_id=str(number), ids=ids, loss_mask=mask, logprobs=zeros,
-        versions=[0] * len(ids), advantages=zeros,
+        versions=[0] * len(ids), advantages=zeros[1:],
     )  # fmt: skip
 
 
@@ -129,7 +123,7 @@ def process(rank: int, asked: argparse.Namespace, folder: str) -> None:
     model = shard(loaded.model, make_meshes(ParallelSection(shard=asked.processes), "cpu").data)
     own = lambda only_trained: weight_parts(model, only_trained)  # noqa: E731
     lies_in_parts(model, InParts(skeleton_of(model), own, tell))
-    KEPT.update({way: PublishedParts(lambda: own(True)) for way in WAYS})
+    KEPT.update({way: PublishedParts(own) for way in WAYS})
 
     every = {"full": 1, "delta": FULL_EVERY}
     folders = {way: WeightsFolder(Path(folder) / way, full_every=every[way]) for way in WAYS}

@@ -106,7 +106,7 @@ class Attempt:
             loss_mask=mask,
             logprobs=old,
             versions=[0 if m else -1 for m in mask],
-            advantages=[self.advantage if m else 0.0 for m in mask],
+            advantages=[self.advantage for m in mask if m],
         )
 
 

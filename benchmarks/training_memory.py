@@ -135,7 +135,7 @@ def _sample(
         loss_mask=mask,
         logprobs=[-5.0 if m else 0.0 for m in mask],
         versions=[0] * length,
-        advantages=[float(m) for m in mask],
+        advantages=[1.0 for m in mask if m],
     )
 
 

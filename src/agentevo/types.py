@@ -439,8 +439,7 @@ class TokenMasks(NamedTuple):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One root-to-leaf path of a trajectory, ready for training; every array has one entry per
-    token of `ids`.
+    """One root-to-leaf path of a trajectory, ready for training: T tokens, of which M are trained.
 
     Arrays may be given as any sequence, and are kept as numpy arrays of the types named here.
     """
@@ -457,10 +456,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     versions: np.ndarray
     """[T] int32; -1 where `loss_mask` is False."""
     advantages: np.ndarray
-    """[T] float64"""
+    """[M] float64, one entry per *trained* token"""
     columns: dict[str, np.ndarray] = {}
-    """Further inputs of the update, float32 with one entry per *trained* token: `returns`,
-    `values`, `old_logp`, `age`, ..."""
+    """Further inputs of the update, [M] float32 each: `returns`, `values`, `old_logp`, `age`,
+    ..."""
     temperature: float = 1.0
     masks: TokenMasks | None = None
     """The allowed tokens, where a grammar restricted them."""
@@ -489,15 +488,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """A sample of tokens that no policy of this run has sampled, trained where `mask` is True:
         demonstrations, and answers from a file."""
         trained = np.asarray(mask, dtype=np.bool_)
-        zeros = np.zeros(len(trained))
         return cls(
             trajectory_id=name,
             group_id=group_id,
             ids=np.asarray(ids),
             loss_mask=trained,
-            logprobs=zeros,
+            logprobs=np.zeros(len(trained)),
             versions=np.where(trained, 0, -1),
-            advantages=zeros,
+            advantages=np.zeros(np.count_nonzero(trained)),
             temperature=temperature,
         )
 

@@ -115,10 +115,19 @@ def table_rows(name):
 
 def test_the_calls_from_the_command_to_the_loss_are_there():
     rows = re.findall(r"^\| `([\w/]+\.py)` \| `([^`]+)` \|", read("docs/design.md"), re.MULTILINE)
-    assert len(rows) == 7
+    assert len(rows) == 6
     for file, call in rows:
         code = (ROOT / "src" / "agentevo" / file).read_text(encoding="utf-8")
         assert call in code, f"docs/design.md: {file} has no {call}"
+
+
+def test_a_token_has_at_most_ten_forms_from_the_engine_to_the_loss():
+    """The table lists them; what makes each of them is where it says."""
+    forms = re.findall(r"^\| \d+ \|.*\| `(\w+)` \| `([\w/]+\.py)` \|", read("docs/design.md"), re.M)
+    assert 8 <= len(forms) <= 10
+    for maker, file in forms:
+        code = (ROOT / "src" / "agentevo" / file).read_text(encoding="utf-8")
+        assert re.search(rf"(class|def) {maker}\b", code), f"docs/design.md: {file} has no {maker}"
 
 
 def test_citation_and_changelog_are_of_this_version():

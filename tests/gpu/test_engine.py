@@ -95,7 +95,7 @@ def test_training_finds_the_engines_log_probs(dtype, on_gpu, gpu):
             loss_mask=[False] * len(prompt) + [True] * len(one.ids),
             logprobs=[0.0] * len(prompt) + one.logprobs,
             versions=[-1] * len(prompt) + one.versions,
-            advantages=[0.0] * (len(prompt) + len(one.ids)),
+            advantages=[0.0] * len(one.ids),
         )
         for index, (prompt, one) in enumerate(zip(PROMPTS, found, strict=True))
     ]

@@ -42,7 +42,7 @@ def samples(seed=0, groups=3, size=4):
                     loss_mask=mask,
                     logprobs=[rng.uniform(-6, -3) if m else 0.0 for m in mask],
                     versions=[0 if m else -1 for m in mask],
-                    advantages=[advantage if m else 0.0 for m in mask],
+                    advantages=[advantage for m in mask if m],
                 )
             )
 

@@ -51,7 +51,7 @@ def batch_of(seed):
                 loss_mask=trained,
                 logprobs=zeros,
                 versions=[0] * len(ids),
-                advantages=zeros,
+                advantages=zeros[1:],
             )
         )
 

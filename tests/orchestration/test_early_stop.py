@@ -15,7 +15,7 @@ from agentevo.api.run import train
 from agentevo.config.sections import EvaluationSection
 from agentevo.errors import CheckpointError
 from agentevo.orchestration.progress import RunProgress
-from agentevo.orchestration.training_run import TrainingRun
+from agentevo.orchestration.run_evaluation import RunEvaluation
 from agentevo.runs.folder import finished_summary
 from agentevo.training import checkpoint
 from agentevo.training.checkpoint import Checkpoints
@@ -75,7 +75,9 @@ def test_a_run_without_evaluations_can_t_stop_by_them():
 @pytest.fixture
 def scripted(monkeypatch):
     """Evaluations that give VALUES."""
-    monkeypatch.setattr(TrainingRun, "_value_of", lambda self, _: VALUES[self.progress.step])
+    monkeypatch.setattr(
+        RunEvaluation, "value_of", lambda self, _: VALUES[self._record.progress.step]
+    )
 
 
 @pytest.mark.slow

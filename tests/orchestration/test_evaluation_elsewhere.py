@@ -15,9 +15,9 @@ from agentevo.inference import run_engines
 from agentevo.inference.broadcast_sender import BroadcastSender
 from agentevo.inference.broadcast_source import BroadcastSource
 from agentevo.inference.run_engines import RunEngines
-from agentevo.orchestration import training_run
+from agentevo.orchestration import run_evaluation
 from agentevo.orchestration.rollout_sources import StopAskedError
-from agentevo.orchestration.training_run import TrainingRun
+from agentevo.orchestration.run_evaluation import RunEvaluation
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def played(engines, is_stopped=lambda: False):
     parts = SimpleNamespace(
         run_engines=engines, config=SimpleNamespace(evaluation=SimpleNamespace(samples=0))
     )
-    run = SimpleNamespace(parts=parts, players=None, is_stopped=is_stopped)
-    return TrainingRun._play_evaluation(run, 1, full=True, label="")
+    evaluation = SimpleNamespace(_parts=parts, players=None, _is_stopped=is_stopped)
+    return RunEvaluation._play(evaluation, 1, full=True, label="")
 
 
 def test_an_engine_that_lost_the_version_has_it_before_the_evaluation_ends(
@@ -50,7 +50,7 @@ def test_an_engine_that_lost_the_version_has_it_before_the_evaluation_ends(
         await sender.begin(1)
         return await played(engines)
 
-    monkeypatch.setattr(training_run, "evaluate", evaluate)
+    monkeypatch.setattr(run_evaluation, "evaluate", evaluate)
     assert asyncio.run(work())[0] == 1 and notes == []
 
 
@@ -81,5 +81,5 @@ def test_nothing_is_sent_any_more_after_it(is_stopped, engines, monkeypatch):
         await asyncio.sleep(0.1)
         assert len(looks) == before
 
-    monkeypatch.setattr(training_run, "evaluate", evaluate)
+    monkeypatch.setattr(run_evaluation, "evaluate", evaluate)
     asyncio.run(asyncio.wait_for(work(), 300))

@@ -16,7 +16,7 @@ from agentevo.cli.main import main
 from agentevo.errors import ConfigError, DiskError, StoreUnavailableError
 from agentevo.files import write_atomic
 from agentevo.observability import MetricsLog, read_metrics, report, report_from_run
-from agentevo.orchestration import training_run as run_module
+from agentevo.orchestration import run_record
 from agentevo.retry import with_retries
 from agentevo.runs import chain
 from agentevo.runs.chain import SUMMARY, HeadFile
@@ -156,7 +156,7 @@ def test_a_run_whose_disk_fills_up_is_resumed_without_a_loss(
         train(config, view=quiet_view())
 
     monkeypatch.undo()
-    assert run_module.HeadFile is chain.HeadFile
+    assert run_record.HeadFile is chain.HeadFile
 
     run = train(config, resume=True, view=quiet_view())
     assert run.summary["steps"] == 2 and run.audit().violations == []

@@ -23,7 +23,7 @@ from agentevo.api.run import train
 from agentevo.config import build_config, to_yaml
 from agentevo.errors import CheckpointError, ConfigError
 from agentevo.observability import LiveView
-from agentevo.orchestration.training_run import TrainingRun
+from agentevo.orchestration.run_record import RunRecord
 from agentevo.runs.chain import End, HeadFile, link
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, Task
@@ -276,14 +276,14 @@ def test_a_checkpoint_whose_step_was_not_committed_goes(
 ):
     """What a kill between the two leaves; it is no sign of a store that has lost steps."""
     config = small_config(tmp_path / "run")
-    commit = TrainingRun._commit
+    commit = RunRecord.commit
 
     async def killed(self, *arguments):
         if self.progress.step == 2:
             raise RuntimeError("power cut")
         await commit(self, *arguments)
 
-    monkeypatch.setattr(TrainingRun, "_commit", killed)
+    monkeypatch.setattr(RunRecord, "commit", killed)
     with pytest.raises(RuntimeError, match="power cut"):
         train(config, view=quiet_view())
 

@@ -17,7 +17,7 @@ from store_changes import NO_PART, changed
 
 from agentevo.api.run import train
 from agentevo.errors import AgentEvoError, CheckpointError
-from agentevo.orchestration import training_run as run_module
+from agentevo.orchestration import run_record
 from agentevo.orchestration.resume import find_resume_point
 from agentevo.orchestration.resume_checks import ResumeChecks
 from agentevo.store import open_store
@@ -42,9 +42,9 @@ def killed(
             raise RuntimeError("power cut")
         return await commit(store, end, *others)
 
-    commit = run_module.commit
+    commit = run_record.commit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "commit", power_cut)
+        patch.setattr(run_record, "commit", power_cut)
         with pytest.raises(RuntimeError, match="power cut"):
             train(small_config(folder, *OVERRIDES), view=quiet_view())
 

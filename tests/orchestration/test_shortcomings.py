@@ -17,9 +17,10 @@ from agentevo.types import Message, Task
 def progress(num_steps: int = 3, **more: float) -> RunProgress:
     one = RunProgress()
     for step in range(1, num_steps + 1):
-        one.step = step
         metrics = {"group/num": 2.0, "group/zero_std_ratio": 0.5} | more
-        one.count(metrics, {f"{step}": "zero-variance"}, updated=bool(more.get("updated", 1)))
+        one.count_step(
+            step, [], metrics, {f"{step}": "zero-variance"}, updated=bool(more.get("updated", 1))
+        )
     return one
 
 

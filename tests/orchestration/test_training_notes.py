@@ -22,5 +22,6 @@ def test_bfloat16_is_asked_for_on_an_accelerator(device, dtype, name, advised):
     model = {"name": name, "dtype": dtype}
     config = build_config({"environment": {"type": "coins"}, "model": model})
     placed = SimpleNamespace(device=SimpleNamespace(type=device))
-    notes = training_notes(SimpleNamespace(config=config, model=placed))
+    tasks = SimpleNamespace(shortfall=lambda: None)
+    notes = training_notes(SimpleNamespace(config=config, model=placed, tasks=tasks), "train")
     assert any("set model.dtype=bfloat16" in note for note in notes) is advised

@@ -423,4 +423,4 @@ def test_on_policy_means_on_policy(tmp_path):
 def _with_advantage(sample, advantage):
     from msgspec.structs import replace
 
-    return replace(sample, advantages=[advantage if m else 0.0 for m in sample.loss_mask])
+    return replace(sample, advantages=[advantage] * sample.num_trained)

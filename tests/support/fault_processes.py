@@ -43,19 +43,18 @@ PRELOADED = [
     "fault_processes",
     "fault_preload",
 ]
-_LOOP = "agentevo.orchestration.training_run:TrainingRun."
 _SQL = "agentevo.store.sql:SQLStore."
 _MONGODB = "agentevo.store.mongodb:MongoDBStore."
 PHASES = {
     "begin": ["agentevo.orchestration.run:find_resume_point"],
-    "replay": [_LOOP + "_replay_step"],
+    "replay": ["agentevo.orchestration.replaying:StepReplayer._replay_step"],
     "collect": ["agentevo.orchestration.collect:Collector.collect"],
     "prepare": ["agentevo.training.trainer:Trainer.prepare"],
-    "reserve": ["agentevo.orchestration.training_run:reserve"],
+    "reserve": ["agentevo.orchestration.run:reserve"],
     "train": ["agentevo.training.trainer:Trainer.step"],
-    "evaluate": [_LOOP + "evaluate"],
+    "evaluate": ["agentevo.orchestration.run_evaluation:RunEvaluation.evaluate"],
     "checkpoint": ["agentevo.training.checkpoint:Checkpoints.save"],
-    "commit": [_LOOP + "_commit"],
+    "commit": ["agentevo.orchestration.run_record:RunRecord.commit"],
     "prune": ["agentevo.training.checkpoint:Checkpoints.prune"],
     "weights written": ["agentevo.inference.weights:WeightsFolder.write"],
     "weights read": ["agentevo.inference.weights:WeightsFolder.read"],
@@ -248,11 +247,11 @@ def _watch(place: str, index: int, marks: Marks, launch: Launch, started: float)
 def _hold(marks: Marks) -> None:
     """No run is over before all its kills were, however quick the machine: steps wait while as many
     are committed as `hold_at` says."""
-    owner, name, step = _find(_LOOP + "step")
+    owner, name, step = _find("agentevo.orchestration.run:TrainingRun.step")
 
     @wraps(step)
     async def held(self: Any) -> Any:
-        while marks.hold_at and self.progress.step >= marks.hold_at:
+        while marks.hold_at and self.record.progress.step >= marks.hold_at:
             await asyncio.sleep(0.01)
         return await step(self)
 

@@ -38,7 +38,7 @@ def _samples_of(
                 loss_mask=mask,
                 logprobs=[rng.uniform(-7, -2) if m else 0.0 for m in mask],
                 versions=[0 if m else -1 for m in mask],
-                advantages=[advantage if m else 0.0 for m in mask],
+                advantages=[advantage for m in mask if m],
                 temperature=temperature,
             )
         )
@@ -67,10 +67,9 @@ def _slow_loss(
             model(input_ids=ids, use_cache=False).logits[0] / sample.temperature, -1
         )
         losses = []
-        for place in places:
+        for place, advantage in zip(places, sample.advantages, strict=True):
             logp = rows[place - 1, sample.ids[place]]
             ratio = torch.exp(logp - sample.logprobs[place])
-            advantage = sample.advantages[place]
             bounded = torch.clamp(ratio, 1 - bounds["clip_low"], 1 + bounds["clip_high"])
             loss = -torch.minimum(ratio * advantage, bounded * advantage)
             if reference is not None:

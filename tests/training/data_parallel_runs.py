@@ -73,7 +73,7 @@ def samples_of(num_groups: int, size: int = 4) -> list[Sample]:
                     loss_mask=mask,
                     logprobs=[rng.uniform(-5, -3) if m else 0.0 for m in mask],
                     versions=[0 if m else -1 for m in mask],
-                    advantages=[rng.gauss(0, 1) if m else 0.0 for m in mask],
+                    advantages=[rng.gauss(0, 1) for m in mask if m],
                     columns=numbers,
                 )
             )

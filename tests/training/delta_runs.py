@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,9 +24,8 @@ from agentevo.inference.part_deltas import PublishedParts
 from agentevo.inference.version_manifest import VersionManifest
 from agentevo.inference.weight_delta import num_bytes
 from agentevo.inference.weights import WeightsFolder
-from agentevo.models.in_parts import InParts, lies_in_parts
+from agentevo.models.in_parts import InParts, PartsCommand, lies_in_parts
 from agentevo.models.parameters import trained_weights
-from agentevo.models.parts import give
 from agentevo.models.sharded import note_change, skeleton_of
 from agentevo.models.tensor_file import TensorFile
 from agentevo.training.mesh import make_meshes
@@ -68,19 +67,12 @@ class Published:
     def __init__(self, model: PreTrainedModel) -> None:
         self.first = distributed.get_rank() == 0
         own = lambda only_trained: weight_parts(model, only_trained)  # noqa: E731
-        self._parts = PublishedParts(lambda: own(True))
-        self._calls: dict[str, Callable[..., object]] = {
-            "give": lambda only_trained: give(own(only_trained)),
-            "compare": self._parts.compare,
-            "give_changes": self._parts.give,
-            "keep": self._parts.keep,
-        }
-
+        self._parts = PublishedParts(own)
         if self.first:
             lies_in_parts(model, InParts(skeleton_of(model), own, self._tell))
 
-    def _tell(self, *call: Any) -> None:
-        distributed.broadcast_object_list([call], 0)
+    def _tell(self, command: PartsCommand) -> None:
+        distributed.broadcast_object_list([command], 0)
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
@@ -90,8 +82,7 @@ class Published:
             distributed.broadcast_object_list(told, 0)
             if told[0] is None:
                 break
-            name, *arguments = told[0]
-            self._calls[name](*arguments)
+            self._parts.carry_out(told[0])
 
         try:
             yield self.first
@@ -262,7 +253,7 @@ def dies(folder: Path) -> str:
     model = spread(in_bfloat16("llama"), make_meshes(ParallelSection(shard=2), "cpu"))
     published = Published(model)
     if distributed.get_rank() == distributed.get_world_size() - 1:
-        published._calls["give_changes"] = lambda: os._exit(0)
+        published._parts.give = lambda: os._exit(0)
 
     versions = WeightsFolder(folder / "dies", full_every=FULL_EVERY)
     for version in (1, 2):

@@ -97,7 +97,7 @@ def spin_pairs() -> list[Pair]:
             loss_mask=[False] * len(prompt) + [True] * len(said),
             logprobs=[0.0] * len(prompt) + list(turn.logprobs),
             versions=[-1] * len(prompt) + [0] * len(said),
-            advantages=[0.0] * (len(prompt) + len(said)),
+            advantages=[0.0] * len(said),
         )
         return CandidateAnswer(attempt.id, (row,))
 

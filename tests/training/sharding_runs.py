@@ -101,7 +101,7 @@ def samples_of(seed: int, count: int = 6) -> list[Sample]:
                 loss_mask=mask,
                 logprobs=[-3.0 if m else 0.0 for m in mask],
                 versions=[0 if m else -1 for m in mask],
-                advantages=[rng.gauss(0, 1) if m else 0.0 for m in mask],
+                advantages=[rng.gauss(0, 1) for m in mask if m],
             )
         )
 

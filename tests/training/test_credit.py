@@ -56,10 +56,8 @@ def of_turns(credit, **hyper):
     advantage = bind_advantage("credit", {"scale_by_std": False, **hyper})
     of_groups = asker(credit).ask(GROUP).of_turns
     samples = advantages_of(rows, advantage, turn_credits=of_groups)
-    assert all(
-        (s.advantages[s.loss_mask][::2] == s.advantages[s.loss_mask][1::2]).all() for s in samples
-    )
-    return [s.advantages[s.loss_mask][::2].tolist() for s in samples]
+    assert all((s.advantages[::2] == s.advantages[1::2]).all() for s in samples)
+    return [s.advantages[::2].tolist() for s in samples]
 
 
 def by_place(group):

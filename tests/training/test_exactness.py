@@ -262,7 +262,7 @@ def test_values_and_gradients_of_a_critic(name, trunk, random_model, samples_of)
                     0
                 ]
             )[places - 1, 0]
-            (values - torch.tensor(sample.advantages)[places]).square().sum().backward()
+            (values - torch.tensor(sample.advantages)).square().sum().backward()
 
         batches = micro_batches(samples, tokens, CPU, merge=merge)
         for _, batch in batches:

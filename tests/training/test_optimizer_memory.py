@@ -145,16 +145,6 @@ def test_a_checkpoint_goes_on_bit_for_bit(dtype, memory, model, samples_of, tmp_
         msgspec.structs.replace(s, columns={"returns": s.advantages, "values": s.advantages})
         for s in batch_of(samples_of, 2)
     ]
-    samples = [
-        msgspec.structs.replace(
-            s,
-            columns={
-                name: [v for v, m in zip(values, s.loss_mask, strict=True) if m]
-                for name, values in s.columns.items()
-            },
-        )
-        for s in samples
-    ]
 
     def make(policy):
         algorithm = AlgorithmSection(name="ppo")

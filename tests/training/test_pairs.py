@@ -155,7 +155,7 @@ def shown(*says: int) -> list[Sample]:
             loss_mask=mask,
             logprobs=[0.0] * len(ids),
             versions=[0] * len(ids),
-            advantages=[0.0] * 4,
+            advantages=[0.0] * len(says),
         )
     ]
 

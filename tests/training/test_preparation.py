@@ -23,9 +23,11 @@ from agentevo.config import (
 )
 from agentevo.errors import TrainingError
 from agentevo.models.attention import prepare
+from agentevo.training.batching import passes
+from agentevo.training.batching.packing import pack
 from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.training.trainer import Trainer
-from agentevo.types import Trajectory
+from agentevo.types import Trajectory, Turn
 
 STILL = TrainerSection(learning_rate=1e-12, warmup_steps=0)
 
@@ -82,7 +84,7 @@ def logprobs_of(one, trajectory: Trajectory) -> list[float]:
 
 
 def trained(sample) -> list[float]:
-    return [a for a, m in zip(sample.advantages, sample.loss_mask, strict=True) if m]
+    return list(sample.advantages)
 
 
 @pytest.mark.parametrize("estimate", ["k1", "k3"])
@@ -137,7 +139,7 @@ def test_what_was_read_is_trained_at_the_trainers_own_log_probs(random_model):
         read = sum(len(turn.prompt_ids) for turn in trajectory.turns[1:])
         drawn = sum(len(turn.completion_ids) for turn in trajectory.turns)
         assert sample.num_trained == read + drawn and read > 0
-        wide = set(sample.advantages[sample.loss_mask].tolist())
+        wide = set(sample.advantages.tolist())
         assert len(wide) == 1 and wide != {0.0}
         gap = sample.columns["old_logp"] - sample.logprobs[sample.loss_mask]
         assert sum(gap == 0) >= read
@@ -447,3 +449,40 @@ def test_the_gradient_of_the_process_reward_is_exact_in_any_split(random_model, 
     expected = gradient(alone)
     for got in found:
         assert float((got - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.parametrize(("bound", "is_packed_again"), [(None, False), (0, True)])
+def test_a_step_is_packed_once_unless_tokens_are_left_out(
+    bound, is_packed_again, random_model, monkeypatch
+):
+    """The update is that of samples which were packed for it alone."""
+    num_packed = []
+
+    def counted(samples, device, *, merge=True):
+        num_packed.append(len(samples))
+        return pack(samples, device, merge=merge)
+
+    monkeypatch.setattr(passes, "pack", counted)
+    new = [msgspec.structs.replace(t, turns=_turns_of_version_1(t)) for t in attempts()]
+    first = attempts()[0].turns[0]
+    new[0] = msgspec.structs.replace(new[0], turns=[first, *new[0].turns[1:]])
+    section = AlgorithmSection(old_logprobs="recomputed")
+    metrics = []
+    for is_cleared in (False, True):
+        trainer = Trainer(copy.deepcopy(random_model("llama").model), STILL, section)
+        trainer.begin()
+        made = trainer.prepare(new, version=1, bound=bound)
+        if is_cleared:
+            trainer.packed.clear()
+        num_packed.clear()
+        metrics.append(trainer.step(made.samples))
+        assert bool(num_packed) is (is_cleared or is_packed_again)
+
+    assert metrics[0] == metrics[1]
+
+
+def _turns_of_version_1(trajectory: Trajectory) -> list[Turn]:
+    return [
+        msgspec.structs.replace(turn, versions=[1] * len(turn.versions))
+        for turn in trajectory.turns
+    ]

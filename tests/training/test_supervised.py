@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -41,7 +42,8 @@ def train(
     loaded, samples, section: ColdStartSection, trainer: TrainerSection | None = None, **options
 ):
     options = {"seed": 0, "progress": no_progress} | options
-    return train_supervised(loaded.model, samples, section, trainer or TrainerSection(), **options)
+    make = partial(SupervisedTrainer, loaded.model, key="cold_start")
+    return train_supervised(samples, section, trainer or TrainerSection(), make=make, **options)
 
 
 def test_only_the_assistants_tokens_are_trained(loaded, chat):
@@ -60,7 +62,8 @@ def test_only_the_assistants_tokens_are_trained(loaded, chat):
         loaded.tokenizer.decode(sample.ids)
         == f"{whole}<|user|>You win. Go on.<|end|><|assistant|>Up Down<|end|>"
     )
-    assert len(sample.ids) == len(sample.logprobs) == len(sample.versions) == len(sample.advantages)
+    assert len(sample.ids) == len(sample.logprobs) == len(sample.versions)
+    assert len(sample.advantages) == sample.num_trained
 
 
 def test_a_sample_is_what_the_policy_would_have_seen(chat):
@@ -97,10 +100,10 @@ def test_an_update_has_the_gradient_of_the_mean_loss_per_token(loaded, chat, gra
         model = copy.deepcopy(loaded.model)
         section = TrainerSection(max_grad_norm=1e9, micro_batch_tokens=micro_batch_tokens)
         (found,) = train_supervised(
-            model,
             samples,
             ColdStartSection(batch_episodes=3),
             section,
+            make=partial(SupervisedTrainer, model, key="cold_start"),
             seed=0,
             progress=no_progress,
         )

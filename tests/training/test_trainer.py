@@ -113,9 +113,7 @@ def test_the_names_of_groups_and_where_they_stand_do_not_matter(model, samples_o
 def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(model, samples_of):
     samples = batch_of(samples_of, num_groups=1)
     samples = [
-        msgspec.structs.replace(
-            s, advantages=[(1.0 if k % 2 else -1.0) if m else 0.0 for m in s.loss_mask]
-        )
+        msgspec.structs.replace(s, advantages=[1.0 if k % 2 else -1.0] * s.num_trained)
         for k, s in enumerate(samples)
     ]
 
@@ -197,10 +195,8 @@ def test_gradients_are_scaled_down_to_the_limit(model, samples_of, gradient):
 )
 def test_what_is_not_finite_never_reaches_the_weights(field, value, model, samples_of):
     samples = batch_of(samples_of)
-    bad = [
-        value if m else x
-        for x, m in zip(getattr(samples[5], field), samples[5].loss_mask, strict=True)
-    ]
+    bad = getattr(samples[5], field).copy()
+    bad[samples[5].loss_mask if field == "logprobs" else ...] = value
     samples[5] = msgspec.structs.replace(samples[5], **{field: bad})
     before = weights(model).clone()
 

@@ -15,7 +15,7 @@ from agentevo.orchestration.cold_start import cold_start
 from agentevo.orchestration.components import AgentFunction, open_components
 from agentevo.orchestration.resume import replay_step
 from agentevo.orchestration.rollout_sources import SynchronousRollouts
-from agentevo.orchestration.trainers import make_trainer
+from agentevo.orchestration.trainers import make_trainer, make_trainers
 from agentevo.runs.chain import KEY, OLDER
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task
@@ -58,7 +58,8 @@ async def rebuild(
                 f"step {unknown[0]}"
             )
 
-        trainer, source = make_trainer(parts, SynchronousRollouts(parts))
+        trainers = make_trainers(parts)
+        trainer, source = make_trainer(parts, SynchronousRollouts(parts), trainers)
         if path is not None:
             trainer.load_state_dict(checkpoints.load(path)[0])
         else:
@@ -67,6 +68,7 @@ async def rebuild(
                     parts,
                     LiveView(config.run.name, plain=True, stream=io.StringIO()),
                     lambda: False,
+                    trainers,
                 )
             trainer.begin()
 

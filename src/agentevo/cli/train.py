@@ -79,7 +79,7 @@ def _engine_override(configs: Sequence[RunConfig], resume: bool) -> list[str]:
 
 def _check_dry(config: RunConfig, command: Literal["train", "sft"], resume: bool) -> None:
     from agentevo.console import to_stderr
-    from agentevo.orchestration.run import check_dry
+    from agentevo.orchestration.dry_run import check_dry
 
     for line in check_dry(config, command, resume=resume):
         to_stderr(line)

@@ -320,15 +320,16 @@ class Conversation:
         """The turns for the trajectory, with their rewards by index: without those that were not
         delivered, and renumbered where some are missing."""
         numbers = {index: number for number, index in enumerate(self.received)}
-        return [
-            msgspec.structs.replace(
-                self._turns[index],
-                index=number,
-                parent=None if (parent := self._turns[index].parent) is None else numbers[parent],
-                reward=rewards.get(index, 0.0),
-            )
-            for index, number in numbers.items()
-        ]
+        turns = []
+        for index, number in numbers.items():
+            turn = self._turns[index]
+            parent = None if turn.parent is None else numbers[turn.parent]
+            reward = rewards.get(index, 0.0)
+            if (number, parent, reward) != (turn.index, turn.parent, turn.reward):
+                turn = msgspec.structs.replace(turn, index=number, parent=parent, reward=reward)
+            turns.append(turn)
+
+        return turns
 
     def metrics(self) -> dict[str, float]:
         """For the trajectory; empty if nothing drifted, all answers were received, and every tool

@@ -27,6 +27,13 @@ from torch import distributed
 
 from agentevo.errors import ModelError
 from agentevo.inference.weight_delta import box_keys, change_of, checksum, combine_checksums
+from agentevo.models.in_parts import (
+    CompareParts,
+    GiveChanges,
+    GiveParts,
+    KeepParts,
+    PartsCommand,
+)
 from agentevo.models.parts import (
     Box,
     Grid,
@@ -35,6 +42,7 @@ from agentevo.models.parts import (
     as_bytes,
     boxes_of,
     boxes_of_all,
+    give,
     givers_of,
     grid_of,
 )
@@ -55,16 +63,28 @@ class PublishedParts:
 
     def __init__(
         self,
-        own_parts: Callable[[], Mapping[str, WeightPart]],
+        own_parts: Callable[[bool], Mapping[str, WeightPart]],
         group: distributed.ProcessGroup | None = None,
     ) -> None:
-        """`own_parts`: this process's parts of what is published, as they are now; the same names
-        in the same order everywhere. `group`: all processes, for tensors on the CPU."""
-        self._own = own_parts
+        """`own_parts`: see InParts; trained tensors alone are published. `group`: all
+        processes, for tensors on the CPU."""
+        self._own_parts = own_parts
         self._group = group
         self._kept: dict[str, tuple[Box, torch.Tensor]] = {}
         self._changes: dict[str, dict[str, torch.Tensor]] = {}
         """The changes of the boxes that are not given whole."""
+
+    def carry_out(self, command: PartsCommand) -> None:
+        """On the others: does this process's part of what the first one begins."""
+        match command:
+            case GiveParts(only_trained):
+                give(self._own_parts(only_trained), self._group)
+            case CompareParts():
+                self.compare()
+            case GiveChanges():
+                self.give()
+            case KeepParts():
+                self.keep()
 
     def keep(self) -> None:
         """Keeps a copy of what was published: the current weights."""
@@ -83,7 +103,7 @@ class PublishedParts:
     def compare(self) -> PartsDelta | None:
         """On the first process: the changes; None if they are unknown, because nothing was kept or
         other tensors are trained now. None on the others."""
-        own_parts = self._own()
+        own_parts = self._own_parts(True)
         differences = self._compare_boxes()
         of_all: list[dict[str, BoxDifference] | None] = [differences]
         if distributed.is_initialized():
@@ -107,7 +127,7 @@ class PublishedParts:
     def pop(self, name: str) -> dict[str, torch.Tensor]:
         """The changes of this process's box; they are dropped here."""
         changes = self._changes.pop(name)
-        return changes or {"whole": self._own()[name].given}
+        return changes or {"whole": self._own_parts(True)[name].given}
 
     def take(self, process: int, spec: Spec) -> torch.Tensor:
         """On the first process: the next tensor from another one."""
@@ -117,7 +137,7 @@ class PublishedParts:
 
     def _given(self) -> dict[str, WeightPart]:
         """This process's parts without those that another one gives."""
-        own_parts = self._own()
+        own_parts = self._own_parts(True)
         boxes = boxes_of_all(own_parts, self._group)
         me = distributed.get_rank(self._group) if distributed.is_initialized() else 0
         return {

@@ -22,7 +22,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -45,7 +44,7 @@ from agentevo.inference.version_manifest import (
 )
 from agentevo.inference.weight_delta import checksum, delta_of, num_bytes, with_delta
 from agentevo.inference.weight_transport import Latest
-from agentevo.models.in_parts import InParts, in_parts
+from agentevo.models.in_parts import CompareParts, GiveChanges, InParts, KeepParts, in_parts
 from agentevo.models.parameters import trained_weights
 from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import split_files
@@ -189,13 +188,13 @@ class WeightVersions(ABC):
         """`write` for a model that no process has whole. The others compare, give and keep with
         this one."""
         if self._parts is None:
-            self._parts = PublishedParts(partial(how.own_parts, True), how.group)
+            self._parts = PublishedParts(how.own_parts, how.group)
 
         specs = how.specs(only_trained=True)
         base = self._parts_base
         delta = None
         if base is not None and not in_full and self._may_follow(base, version):
-            how.call_others("compare")
+            how.send_to_others(CompareParts())
             delta = self._parts.compare()
             if delta is not None and not self._pays(base, delta.num_bytes, specs):
                 delta = None
@@ -208,13 +207,13 @@ class WeightVersions(ABC):
         else:
             files = split_files("delta", delta.specs, PART_BYTES)
             manifest = delta_manifest(version, base, delta.state, delta.grids)
-            how.call_others("give_changes")
+            how.send_to_others(GiveChanges())
             with delta.taken() as changes:
                 manifest_bytes = self._put_gathered(version, files, changes, manifest)
 
         latest = self._written(version, manifest_bytes, keep)
         if self._full_every > 1:
-            how.call_others("keep")
+            how.send_to_others(KeepParts())
             self._parts.keep()
             self._parts_base = base_of(latest, manifest_bytes)
 

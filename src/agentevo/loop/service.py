@@ -1,5 +1,5 @@
 """A run that trains on submissions of programs' loops: a thread with an event loop of its own, on
-which its engine samples and its trainer's loop (orchestration/training_run.py) waits for
+which its engine samples and its trainer's loop (orchestration/run.py) waits for
 submissions.
 
 Callers use `call` from another event loop: that of a program (local.py) or that of a server's

@@ -3,7 +3,7 @@ written (a checkpoint's folder, a version for engines).
 
 The code that splits a model registers it once, with `lies_in_parts`. On the first process, which
 writes, `InParts.tensors` then makes one whole tensor after the other. The other processes send
-their parts when `call_others` calls them.
+their parts when `send_to_others` sends a command.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +28,33 @@ FILE_BYTES = 5 * 2**30
 """Most bytes of a file of a model's folder, unless a single tensor is larger."""
 
 
+@dataclass(frozen=True)
+class GiveParts:
+    """Send the parts of all tensors, or only of trained ones."""
+
+    only_trained: bool
+
+
+@dataclass(frozen=True)
+class CompareParts:
+    """See PublishedParts.compare."""
+
+
+@dataclass(frozen=True)
+class GiveChanges:
+    """See PublishedParts.give."""
+
+
+@dataclass(frozen=True)
+class KeepParts:
+    """See PublishedParts.keep."""
+
+
+PartsCommand: TypeAlias = GiveParts | CompareParts | GiveChanges | KeepParts
+"""The commands of the first process about the parts of the others. Except for `GiveParts`, it
+concerns what was published of them (inference/part_deltas.py)."""
+
+
 @dataclass(frozen=True, eq=False)
 class InParts:
     """See the module."""
@@ -37,9 +64,8 @@ class InParts:
     own_parts: Callable[[bool], Mapping[str, WeightPart]]
     """This process's parts as they are now, of the dtype that is served, by name in one order
     everywhere; the argument: whether only of trained tensors."""
-    call_others: Callable[..., None] = lambda name, *arguments: None
-    """Makes the other processes do their part of what this one begins: `give` (whether what is
-    trained alone), or a method of inference/part_deltas.py."""
+    send_to_others: Callable[[PartsCommand], None] = lambda command: None
+    """The other processes carry out the command."""
     group: distributed.ProcessGroup | None = None
     """All processes, for tensors on the CPU."""
 
@@ -49,7 +75,7 @@ class InParts:
 
     def tensors(self, *, only_trained: bool) -> Wholes:
         """On the first process: (name, whole tensor on the CPU), one made after the other."""
-        self.call_others("give", only_trained)
+        self.send_to_others(GiveParts(only_trained))
         return Wholes(self.own_parts(only_trained), self.group)
 
 

@@ -4,7 +4,7 @@
     prepare(collected, step)  their samples, as the trainer's `step` takes them
     replay(record)            the samples of a committed step, again
 
-The loop (training_run.py) is the same for all sources.
+The loop (run.py) is the same for all sources.
 """
 
 from __future__ import annotations

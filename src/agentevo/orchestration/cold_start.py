@@ -4,7 +4,6 @@ begins with a policy that knows the format and the basics."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from agentevo.config import RunConfig
 from agentevo.models.adapters import dropping_out
@@ -12,8 +11,10 @@ from agentevo.models.chat import ChatFormat
 from agentevo.observability import LiveView
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.demonstrations import solver_episodes
-from agentevo.orchestration.ranks import Leader
+from agentevo.orchestration.learners import PolicyTrainers
 from agentevo.orchestration.rollout_sources import StopAskedError
+from agentevo.orchestration.run_evaluation import RunEvaluation
+from agentevo.orchestration.run_record import RunRecord
 from agentevo.seeds import derive_seed
 from agentevo.training.supervised import conversation_sample, train_supervised
 from agentevo.types import Sample
@@ -65,27 +66,24 @@ def cold_start(
     parts: Components,
     view: LiveView,
     stop: Callable[[], bool],
-    leader: Leader | None = None,
+    trainers: PolicyTrainers,
 ) -> dict[str, float]:
-    """Trains the model in place and returns the metrics of the supervised phase. `leader`: of the
-    processes that train together. Raises as `solver_samples`. A stop during training ends it before
-    its next step."""
+    """Trains the model in place and returns the metrics of the supervised phase. Raises as
+    `solver_samples`. A stop during training ends it before its next step."""
     config = parts.config
     samples = demonstrations(parts, view, stop)
     seed = derive_seed(config.run.seed, "cold-start")
     with dropping_out(parts.model, seed):
         losses = train_supervised(
-            parts.model,
             samples,
             config.cold_start,
             config.trainer,
-            memory=config.memory,
+            make=trainers.cold_start,
             seed=seed,
             progress=lambda done, total, loss: view.phase(
                 "cold start", f"{done}/{total}, loss {loss:.3f} nats per token"
             ),
             stop=stop,
-            make=None if leader is None else partial(leader.make, "cold_start"),
         )
 
     trained = sum(s.num_trained for s in samples) * config.cold_start.epochs
@@ -98,3 +96,43 @@ def cold_start(
         if losses
         else {}
     )
+
+
+class ColdStart:
+    """The cold start of a run, logged and, where it helps, evaluated before."""
+
+    def __init__(
+        self,
+        parts: Components,
+        trainers: PolicyTrainers,
+        record: RunRecord,
+        evaluation: RunEvaluation,
+        view: LiveView,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        self._parts = parts
+        self._trainers = trainers
+        self._record = record
+        self._evaluation = evaluation
+        self._view = view
+        self._is_stopped = is_stopped
+
+    async def run(self, *, is_logged: bool) -> None:
+        """Teaches the model, or ends early if the run is asked to stop. `is_logged`: a resumed run
+        without a checkpoint, whose log has it already."""
+        progress = self._record.progress
+        # Random weights are not worth an evaluation, and engines of other processes have no weights
+        # yet.
+        shows = self._parts.config.model.name != "tiny" and self._parts.run_engines is None
+        try:
+            if shows and not is_logged:
+                progress.cold_start_before = await self._evaluation.evaluate(
+                    "before the cold start", full=False, label="untaught-"
+                )
+            metrics = cold_start(self._parts, self._view, self._is_stopped, self._trainers)
+        except StopAskedError:
+            return
+
+        if not is_logged:
+            progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
+            self._record.log.log(0, metrics)

@@ -1,19 +1,15 @@
-"""The progress of a run so far, and its summary for people and tables."""
+"""The progress of a run so far."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from agentevo.observability.metrics import not_comparable, read_evaluations
-from agentevo.orchestration.evaluation import failed_share, headline
-
-if TYPE_CHECKING:
-    from agentevo.orchestration.training_run import TrainingRun
+from agentevo.types import Trajectory
 
 
 class Rating(msgspec.Struct, frozen=True):
@@ -90,10 +86,19 @@ class RunProgress(msgspec.Struct):
 
         return f"the last {num} evaluation{'s' * (num != 1)} {finding}"
 
-    def count(
-        self, metrics: Mapping[str, float], reasons: Mapping[str, str], *, updated: bool
+    def count_step(
+        self,
+        step: int,
+        sampled: Sequence[Trajectory],
+        metrics: Mapping[str, float],
+        reasons: Mapping[str, str],
+        *,
+        updated: bool,
     ) -> None:
         """Adds the results of a step. reasons: attempt -> why it is not trained on."""
+        self.step = step
+        self.generated_tokens += sum(t.num_completion_tokens() for t in sampled)
+        self.trained_tokens += int(metrics.get("trainer/trained_tokens", 0))
         self.updates += updated
         groups = metrics.get("group/num", 0.0)
         self.groups += round(groups)
@@ -151,55 +156,3 @@ class RunProgress(msgspec.Struct):
             remarks.append(words)
 
         return remarks
-
-
-def summary_of(run: TrainingRun) -> dict[str, Any]:
-    """The contents of summary.json."""
-    config = run.parts.config
-    progress = run.progress
-    players = run.players
-    plays = run.parts.plays
-
-    def success(metrics: dict[str, float]) -> float | None:
-        return headline(metrics) if plays and metrics else None
-
-    return {
-        "name": config.run.name,
-        "command": run.command,
-        "model": config.model.name,
-        "environment": config.environment.type if config.environment is not None else None,
-        "seed": config.run.seed,
-        "eval": {
-            "before": success(progress.before),
-            "after": success(progress.after),
-            "n": len(run.parts.tasks.held_out()) if plays else None,
-            "cold_start_before": success(progress.cold_start_before),
-            "random": players.random if players is not None else None,
-            "optimal": players.optimal if players is not None else None,
-            "sampled": {
-                "before": _sampled_success(progress.before),
-                "after": _sampled_success(progress.after),
-            },
-            "failed": {
-                "before": failed_share(progress.before),
-                "after": failed_share(progress.after),
-            },
-        },
-        **run.source.summary(progress.before, progress.after),
-        "wall_s": run.wall_s(),
-        "steps": progress.step,
-        "planned_steps": run.source.num_steps,
-        "stopped_early": progress.early_stop(config.evaluation.stop_after)
-        if progress.step < run.source.num_steps
-        else None,
-        "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
-        "best": {"step": run.checkpoints.best_step, "value": run.checkpoints.best_value},
-        "profile": run.profiling.summary,
-        "remote_models": run.parts.sampler.remote_models.summary() if plays else {},
-        "warnings": [*run.source.warnings(), *progress.warnings],
-    }
-
-
-def _sampled_success(metrics: dict[str, float]) -> float | None:
-    """Success of the sampled attempts, from an evaluation's metrics."""
-    return next((value for key, value in metrics.items() if key.endswith("/success/sampled")), None)

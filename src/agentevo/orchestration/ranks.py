@@ -1,17 +1,14 @@
 """Several processes that train together, started by torchrun: the first one runs the run, the
-others take its trainers' calls.
+others carry out its commands.
 
-    first    train -> run_training -> Leader, Led.step(samples) -+-> Trainer.step
+    first    train -> run_training -> RankTrainer.step(samples) -+-> Trainer.step
     others   train -> follow                                     +-> Trainer.step
 
 Only the first process samples, evaluates, uses store and folder, answers control requests and
-decides to stop. It sends each call of its trainers to the others beforehand, with the arguments,
-and all make the call together. If the processes hold the model in parts and the first process's own
-engine serves, the first process also has a whole model, into which the parts are gathered after
-every update, tensor by tensor. If other engines serve, it has no whole model: weights are gathered
-tensor by tensor to publish and save them. A checkpoint's model is the same for any number of
-processes, each process writes its own part of the trainer's state, and a resume may have other
-processes.
+decides to stop. Before each call of one of its trainers (rank_trainers.py) it sends the others the
+command (rank_commands.py), and all make the call together. A checkpoint's model is the same for any
+number of processes, each process writes its own part of the trainer's state, and a resume may have
+other processes.
 
 A process that fails ends, which breaks its connections: the processes that wait for it fail
 immediately with its error (rank_failures.py), and the launcher ends the rest. SIGTERM to any
@@ -23,40 +20,50 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 from torch import distributed
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from agentevo import devices
 from agentevo.config import RunConfig
 from agentevo.config.parallel import world_size
 from agentevo.inference.part_deltas import PublishedParts
-from agentevo.models.in_parts import InParts, lies_in_parts
-from agentevo.models.parts import give
-from agentevo.models.sharded import skeleton_of
+from agentevo.models.in_parts import CompareParts, GiveChanges, GiveParts, KeepParts
 from agentevo.orchestration.components import load_policy
-from agentevo.orchestration.learners import make_learner
+from agentevo.orchestration.learners import AnyTrainer, make_learner, saved_state
+from agentevo.orchestration.rank_commands import (
+    BeginTraining,
+    ContributeState,
+    FollowerCommand,
+    GatherWeights,
+    LoadPolicy,
+    LoadTrainerState,
+    MakeTrainer,
+    MeasureHeldOut,
+    PrepareAttempts,
+    RankCommand,
+    StopFollowing,
+    TakeOptimizer,
+    TrainerCommand,
+    TrainStep,
+    title_of,
+)
 from agentevo.orchestration.rank_failures import Failures, RankLog
 from agentevo.orchestration.rank_stops import Stops, catch_sigterm
-from agentevo.training.batching.credit import TurnCredits
-from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
-from agentevo.training.learner import PreparedBatch
 from agentevo.training.mesh import Meshes, make_meshes
-from agentevo.training.optimization import Optimization
 from agentevo.training.sharding.layouts import gather_trained
 from agentevo.training.sharding.saving import saved_parts, weight_parts
 from agentevo.training.spread import spread
 from agentevo.training.state_parts import split_state
-from agentevo.training.token_numbers import TokenNumbers
-from agentevo.types import Sample, Trajectory
+from agentevo.training.supervised import SupervisedTrainer
+from agentevo.training.trainer import Trainer
 
 COMPUTING = timedelta(minutes=10)
 """The time limit of a process's wait for the others within one call."""
@@ -89,16 +96,15 @@ class RunRanks:
         self.weights = weights
         self.saves = saves
 
-    def broadcast_call(self, learner: str, name: str, *arguments: Any, **options: Any) -> None:
-        """Called on the first process: the other processes make this call too."""
-        message = [(learner, name, arguments, options)]
-        distributed.broadcast_object_list(message, 0, group=self._calls)
+    def send(self, command: RankCommand) -> None:
+        """Called on the first process: the other processes carry out this command."""
+        distributed.broadcast_object_list([command], 0, group=self._calls)
 
-    def next_call(self) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
-        """Called on the other processes: waits for the next call and returns it."""
+    def receive(self) -> RankCommand:
+        """Called on the other processes: waits for the next command and returns it."""
         message: list[Any] = [None]
         distributed.broadcast_object_list(message, 0, group=self._calls)
-        return cast(tuple[str, str, tuple[Any, ...], dict[str, Any]], message[0])
+        return cast(RankCommand, message[0])
 
     def share(self, model: PreTrainedModel) -> PreTrainedModel:
         """This process's part of a model that all have loaded."""
@@ -163,37 +169,27 @@ def join_ranks(config: RunConfig) -> Iterator[RunRanks | None]:
 
 def _send_home(ranks: RunRanks, rank: int) -> None:
     if rank == 0:
-        ranks.broadcast_call("", "end")
+        ranks.send(StopFollowing())
 
 
 def follow(config: RunConfig) -> None:
-    """Makes the first process's calls until it ends; blocks."""
+    """Carries out the first process's commands until it ends; blocks."""
     with catch_sigterm() as when_sigterm, join_ranks(config) as ranks:
         assert ranks is not None, "only a process of a training with several processes can follow"
 
         when_sigterm(ranks.stops.announce)
         follower: _RankFollower | None = None
         while True:
-            learner, name, arguments, options = ranks.next_call()
-            if name == "end":
-                if follower is not None:
-                    follower.saves.end()
-                return
-
-            if name == "start":
-                follower = _RankFollower(ranks, config, *arguments)
-                continue
-            assert follower is not None, f"{name} before start"
-
-            follower.call(learner, name, arguments, options)
-
-
-_OF_DELTAS: dict[str, Callable[[PublishedParts], object]] = {
-    "compare": PublishedParts.compare,
-    "give_changes": PublishedParts.give,
-    "keep": PublishedParts.keep,
-}
-"""The calls that the first process asks of the others while it publishes changed weights."""
+            match ranks.receive():
+                case StopFollowing():
+                    if follower is not None:
+                        follower.saves.end()
+                    return
+                case LoadPolicy(checkpoint):
+                    follower = _RankFollower(ranks, config, checkpoint)
+                case command:
+                    assert follower is not None, f"{title_of(command)} before LoadPolicy"
+                    follower.carry_out(command)
 
 
 class _SharedSaves:
@@ -237,226 +233,64 @@ class _RankFollower:
 
     def __init__(self, ranks: RunRanks, config: RunConfig, checkpoint: Path | None) -> None:
         self._config = config
-        self._share = ranks.share
         self._ranks = ranks
         self.saves = _SharedSaves()
         self._log = ranks.log(config.run_dir)
         loaded = load_policy(config, checkpoint, for_part=True)
         self._model = ranks.share(loaded.model)
         self._tokenizer = loaded.tokenizer
-        self._learners: dict[str, Any] = {}
-        self._published = PublishedParts(partial(weight_parts, self._model, True), ranks.weights)
+        self._trainers: dict[str, AnyTrainer] = {}
+        self._published = PublishedParts(partial(weight_parts, self._model), ranks.weights)
 
-    def call(
-        self, learner: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
-        with self._log.call(f"{learner} {name}"):
-            if name == "make":
-                self._learners[learner] = make_learner(
-                    self._config, learner, self._model, self._tokenizer, self._share, *arguments
+    def carry_out(self, command: FollowerCommand) -> None:
+        with self._log.call(title_of(command)):
+            match command:
+                case MakeTrainer(kind):
+                    self._trainers[kind.name] = make_learner(
+                        self._config, kind, self._model, self._tokenizer, self._ranks.share
+                    )
+                case GatherWeights():
+                    gather_trained(self._model, None)
+                case GiveParts() | CompareParts() | GiveChanges() | KeepParts():
+                    self._published.carry_out(command)
+                case _:
+                    self._train(self._trainers[command.name], command)
+
+    def _train(self, trainer: AnyTrainer, command: TrainerCommand) -> None:
+        match command:
+            case BeginTraining():
+                trainer.begin()
+            case PrepareAttempts():
+                assert isinstance(trainer, Trainer)
+                command.apply(trainer)
+            case TrainStep():
+                trainer.step(command.samples)
+            case MeasureHeldOut():
+                assert isinstance(trainer, SupervisedTrainer)
+                trainer.held_out(command.samples)
+            case LoadTrainerState():
+                trainer.load_state_dict(self._saved_state(command.checkpoint))
+            case TakeOptimizer():
+                state = self._saved_state(command.checkpoint)
+                trainer.optimization.carry_on(state["optimization"])
+            case ContributeState():
+                contribution = contribution_of(
+                    self._model, trainer.state_dict(), self._ranks.saves, command
                 )
-            elif name == "gather":
-                gather_trained(self._model, None)
-            elif name == "give":
-                give(weight_parts(self._model, *arguments), self._ranks.weights)
-            elif name in _OF_DELTAS:
-                _OF_DELTAS[name](self._published)
-            elif name == "contribute":
-                self._contribute(self._learners[learner].state_dict(), **options)
-            elif name == "load_state_dict":
-                self._learners[learner].load_state_dict(saved_state(self._config, *arguments))
-            elif name == "carry_on":
-                saved = saved_state(self._config, *arguments)
-                self._learners[learner].optimization.carry_on(saved["optimization"])
-            else:
-                getattr(self._learners[learner], name)(*arguments, **options)
+                self.saves.give(contribution, copied=command.copied)
 
-    def _contribute(self, state: dict[str, Any], *, with_weights: bool, copied: bool) -> None:
-        contribution = _contribution_of(
-            self._model, state, self._ranks.saves, with_weights=with_weights, copied=copied
-        )
-        self.saves.give(contribution, copied=copied)
+    def _saved_state(self, checkpoint: Path) -> dict[str, Any]:
+        in_parts = self._config.trainer.parallel.is_spread
+        return saved_state(self._config, checkpoint, in_parts=in_parts)
 
 
-def _contribution_of(
+def contribution_of(
     model: PreTrainedModel,
     state: dict[str, Any],
     group: distributed.ProcessGroup | None,
-    *,
-    with_weights: bool,
-    copied: bool,
+    command: ContributeState,
 ) -> Contribution:
-    """This process's contribution, made of its trainer's state. `with_weights`: no process has the
-    whole model. `copied`: of the state as it is now, although training continues before it is
-    written."""
+    """This process's contribution, made of its trainer's state."""
     _, parts = split_state(state)
-    contribution = Contribution(saved_parts(model) if with_weights else {}, parts, group)
-    return contribution.copy() if copied else contribution
-
-
-def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """The trainer's state in a checkpoint, from which this process reads what it needs."""
-    folder = Checkpoints(checkpoint.parent, config.checkpoint.keep_last, is_only_caller=True)
-    return folder.load(checkpoint, mapped=config.trainer.parallel.is_spread)[0]
-
-
-class Leader:
-    """Used on the first process: the policy that all processes train, and its trainers."""
-
-    def __init__(
-        self,
-        ranks: RunRanks,
-        config: RunConfig,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        checkpoint: Path | None,
-        *,
-        serves: bool = True,
-    ) -> None:
-        """`model` serves, unless other engines do (`serves=False`); in that case it becomes this
-        process's part. `checkpoint`: the one from which the model was loaded."""
-        self.ranks = ranks
-        self.serving = model
-        self.checkpoint = checkpoint
-        self._config = config
-        self._tokenizer = tokenizer
-        ranks.broadcast_call("", "start", checkpoint)
-        self.log = ranks.log(config.run_dir)
-        self._is_spread = config.trainer.parallel.is_spread
-        self._has_whole = serves or not self._is_spread
-        """Whether this process also has the whole model."""
-
-        if self._is_spread:
-            part_of = load_policy(config, checkpoint, for_part=True).model if serves else model
-            self._model = ranks.share(part_of)
-        else:
-            self._model = model
-
-        if not self._has_whole:
-            lies_in_parts(
-                model,
-                InParts(
-                    skeleton_of(model),
-                    lambda only_trained: weight_parts(model, only_trained),
-                    partial(ranks.broadcast_call, ""),
-                    ranks.weights,
-                ),
-            )
-
-    def make(self, name: str, *arguments: Any, local: Callable[..., Any] | None = None) -> Led:
-        """A trainer that all processes make (learners.py). `local` makes this process's trainer,
-        where it needs more than those of the others."""
-        self.ranks.broadcast_call(name, "make", *arguments)
-        learner = (
-            make_learner(
-                self._config, name, self._model, self._tokenizer, self.ranks.share, *arguments
-            )
-            if local is None
-            else local(self._model)
-        )
-        return Led(self, name, learner)
-
-    def saved_state(self, checkpoint: Path) -> dict[str, Any]:
-        """See `saved_state`."""
-        return saved_state(self._config, checkpoint)
-
-    def gather(self) -> None:
-        """Copies the trained weights into the model that serves."""
-        if self._is_spread and self._has_whole:
-            self.ranks.broadcast_call("", "gather")
-            gather_trained(self._model, self.serving)
-
-    def contribution(self, learner: Led, *, copied: bool) -> tuple[dict[str, Any], Contribution]:
-        """The trainer's state and what all processes add to its checkpoint. The other processes
-        begin now. `copied`: of the state as it is now, whenever it is written."""
-        options = {"with_weights": not self._has_whole, "copied": copied}
-        self.ranks.broadcast_call(learner.name, "contribute", **options)
-        state = learner.own_state()
-        return state, _contribution_of(self._model, state, self.ranks.saves, **options)
-
-
-class Led:
-    """The first process's trainer, of any kind. All processes make its calls together."""
-
-    def __init__(self, leader: Leader, name: str, learner: Any) -> None:
-        self._leader = leader
-        self.name = name
-        self._learner = learner
-
-    def _all(self, name: str, *arguments: Any, local_arguments: Any = None, **options: Any) -> Any:
-        """Makes the call on all processes. `local_arguments` replaces the arguments on this
-        process."""
-        with self._leader.log.call(f"{self.name} {name}"):
-            self._leader.ranks.broadcast_call(self.name, name, *arguments, **options)
-            return getattr(self._learner, name)(
-                *(arguments if local_arguments is None else local_arguments), **options
-            )
-
-    @property
-    def optimization(self) -> Optimization:
-        return cast(Optimization, self._learner.optimization)
-
-    @property
-    def steps(self) -> int:
-        return cast(int, self._learner.steps)
-
-    @property
-    def numbers(self) -> TokenNumbers | None:
-        """See RolloutTrainer.numbers."""
-        return cast(TokenNumbers | None, getattr(self._learner, "numbers", None))
-
-    def begin(self) -> None:
-        """See Learner.begin."""
-        self._all("begin")
-
-    def prepare(
-        self,
-        trajectories: Sequence[Trajectory],
-        baselines: Mapping[str, float] = MappingProxyType({}),
-        *,
-        version: int | None = None,
-        bound: int | None = None,
-        turn_credits: TurnCredits = MappingProxyType({}),
-    ) -> PreparedBatch:
-        """See RolloutTrainer.prepare. Making pairs of attempts needs no model, so this process does
-        it alone."""
-        attempts = list(trajectories)
-        by_task = dict(baselines)
-        options = {"version": version, "bound": bound, "turn_credits": dict(turn_credits)}
-        if self.name == "preferences":
-            prepared = self._learner.prepare(attempts, by_task, **options)
-        else:
-            prepared = self._all("prepare", attempts, by_task, **options)
-        return cast(PreparedBatch, prepared)
-
-    def step(self, samples: Sequence[Any]) -> dict[str, float]:
-        """See Learner.step."""
-        metrics: dict[str, float] = self._all("step", samples)
-        self._leader.gather()
-        return metrics
-
-    def held_out(
-        self, samples: Sequence[Sample], *, stop: Callable[[], bool] = lambda: False
-    ) -> dict[str, float] | None:
-        """See SupervisedTrainer.held_out. Only this process can stop it."""
-        ranks = self._leader.ranks
-        ranks.broadcast_call(self.name, "held_out", samples)
-        metrics: dict[str, float] | None = self._learner.held_out(samples, stop=stop)
-        return metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        """See Learner.state_dict."""
-        return cast(dict[str, Any], self._all("state_dict"))
-
-    def carry_on(self, checkpoint: Path) -> None:
-        """See Optimization.carry_on: every process reads the other run's checkpoint."""
-        self._leader.ranks.broadcast_call(self.name, "carry_on", checkpoint)
-        self.optimization.carry_on(self._leader.saved_state(checkpoint)["optimization"])
-
-    def own_state(self) -> dict[str, Any]:
-        """This process's part of `state_dict`. The others make theirs at the same time."""
-        return cast(dict[str, Any], self._learner.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Learner.load_state_dict. The others read the checkpoint's file themselves."""
-        self._all("load_state_dict", self._leader.checkpoint, local_arguments=(state,))
+    contribution = Contribution(saved_parts(model) if command.with_weights else {}, parts, group)
+    return contribution.copy() if command.copied else contribution

@@ -1,5 +1,5 @@
 """The sources of a trainer's attempts and the destinations of its weights. The loop
-(training_run.py) is the same for all three sources:
+(run.py) is the same for all three sources:
 
     SynchronousRollouts    staleness 0 in one process: sample, train, publish, one after the other
     ColocatedRollouts      a SamplerService on the same event loop. With `sharing: turns` there is

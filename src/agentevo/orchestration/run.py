@@ -9,59 +9,75 @@ training, synchronous and asynchronous, differ only in the source of the batches
 and the source of the attempts (rollout_sources.py). A step is committed in one transaction with its
 plan (what it trained on, in order), the run's progress and the checkpoint that was saved of it. A
 resumed run therefore loads the newest whole checkpoint, replays the committed steps after it from
-their plans (resume.py), and continues without loss.
+their plans (replaying.py), and continues without loss.
 """
 
 from __future__ import annotations
 
-import json
+import copy
+import math
 import os
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from agentevo.config import RunConfig
-from agentevo.config.parallel import follows, world_size
+from agentevo.config.parallel import follows
 from agentevo.event_loop import run_coroutine
 from agentevo.heap import lasting_heap
 from agentevo.inference.transports import local_transport
+from agentevo.models.device_peak import device_peak
 from agentevo.models.load import LoadedModel
 from agentevo.observability import LiveView, report_at_end
 from agentevo.observability.run_log import RunLog
-from agentevo.orchestration.checks import (
-    check_recipe,
-    check_unloaded,
-    check_weights,
-    load_checked,
-    remarks_before,
-    serves_elsewhere,
-)
-from agentevo.orchestration.components import (
-    AgentFunction,
-    open_components,
-)
+from agentevo.orchestration.checks import check_recipe, load_checked, serves_elsewhere
+from agentevo.orchestration.cold_start import ColdStart
+from agentevo.orchestration.components import AgentFunction, Components, open_components
 from agentevo.orchestration.conversations import SFTData, read_sft_data
-from agentevo.orchestration.progress import summary_of
+from agentevo.orchestration.first_attempts import check_first_step
+from agentevo.orchestration.ledger import drop_reasons, plan_of, reserve
+from agentevo.orchestration.profiling import Profiling
 from agentevo.orchestration.ranks import RunRanks, follow, join_ranks
-from agentevo.orchestration.refusals import Refusals
+from agentevo.orchestration.replaying import StepReplayer
+from agentevo.orchestration.requests import RequestHandler
 from agentevo.orchestration.resume import ResumePoint, find_resume_point
-from agentevo.orchestration.rollout_sources import SamplerSupervisor
+from agentevo.orchestration.rollout_sources import (
+    SamplerSupervisor,
+    StopAskedError,
+    SynchronousRollouts,
+)
+from agentevo.orchestration.run_checkpoints import RunCheckpoints
+from agentevo.orchestration.run_evaluation import RunEvaluation
+from agentevo.orchestration.run_record import RunRecord
+from agentevo.orchestration.step_meter import StepMeter
 from agentevo.orchestration.submissions import Submissions
 from agentevo.orchestration.tracking import only_trainer_here, track
-from agentevo.orchestration.training_run import Command, TrainingRun
+from agentevo.orchestration.trainers import (
+    make_rollouts,
+    make_trainer,
+    make_trainers,
+    opening_notes,
+    training_notes,
+)
 from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
-from agentevo.runs.chain import SUMMARY, is_given_up
+from agentevo.runs.chain import is_given_up
 from agentevo.runs.control import RunControl
-from agentevo.runs.creation import check_place, kind_of, new_folder, write_config
+from agentevo.runs.creation import RunCommand, check_place, kind_of, new_folder, write_config
 from agentevo.runs.identity import confirm_run
 from agentevo.runs.resume_rules import note_changes
 from agentevo.signals import STOPPING, end_stopped, stop_on_interrupt
 from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.phases import phase
 from agentevo.types import Task
+
+Supervise = Callable[[RunConfig, Callable[[str], None]], SamplerSupervisor]
+"""Configuration, function for notes -> the run's own samplers and engines."""
+Confirm = Callable[[], Awaitable[Callable[[], None]]]
+"""Accepts or refuses the configuration of a resume. Returns a function that makes it the run's."""
 
 
 def train(
@@ -72,7 +88,7 @@ def train(
     tasks: Sequence[Task] | None = None,
     resume: bool = False,
     view: LiveView | None = None,
-    supervisor: Callable[[RunConfig, Callable[[str], None]], SamplerSupervisor] | None = None,
+    supervisor: Supervise | None = None,
 ) -> None:
     """Trains to the end, or to a clean stop: at Ctrl-C, which then raises KeyboardInterrupt, or at
     SIGTERM, which raises SystemExit; blocks.
@@ -113,51 +129,21 @@ def train(
     )
 
 
-def check_dry(
-    config: RunConfig, command: Literal["train", "sft"] = "train", *, resume: bool = False
-) -> list[str]:
-    """Does the checks of `train` before it samples, and raises all problems in one ConfigError,
-    without reading the weights of a saved model. Downloads and writes nothing. Returns the lines of
-    `remarks_before`, and a line for each model whose weights were too large to compare with their
-    digests. Raises ModelError and TornError too."""
-    refusals = Refusals()
-    given_tasks = refusals.collect(check_recipe, config, command, resume=resume, may_fetch=False)
-    if follows():
-        refusals.raise_all()
-        return []
-
-    goes_on = resume and not is_given_up(config.run_dir)
-    lines: list[str] = []
-    refusals.collect(check_place, config, command, resume=goes_on, may_create=False)
-    if not goes_on:
-        lines = refusals.collect(check_weights, config) or []
-        loaded = refusals.collect(check_unloaded, config)
-        if command == "sft" and loaded is not None:
-            view = LiveView(config.run.name)
-            refusals.collect(read_sft_data, config, loaded, view, lambda: False)
-
-    refusals.raise_all()
-    return remarks_before(config, given_tasks) + lines
-
-
-Confirm = Callable[[], Awaitable[Callable[[], None]]]
-
-
 async def run_training(
     config: RunConfig,
     view: LiveView,
     *,
-    command: Command,
+    command: RunCommand,
     agent: AgentFunction | None = None,
     tasks: Sequence[Task] | None = None,
     resume: bool = False,
-    supervisor: Callable[[RunConfig, Callable[[str], None]], SamplerSupervisor] | None = None,
+    supervisor: Supervise | None = None,
     loaded: LoadedModel | None = None,
     submissions: Submissions | None = None,
     confirm: Confirm | None = None,
 ) -> None:
-    """The part of `train` after its checks. `submissions`: of a program's own loop. `confirm`: see
-    `_resume_point`."""
+    """The part of `train` after its checks. `submissions`: of a program's own loop. `confirm` is
+    called when no other process can change the folder any more."""
     folder = config.run_dir
     checkpoints = Checkpoints(
         folder / "checkpoints",
@@ -165,23 +151,27 @@ async def run_training(
         keep_best=config.checkpoint.keep_best,
         is_only_caller=True,
     )
-    with (
-        RunLog() as log,
-        view,
-        stop_on_interrupt(view.note) as stop_signals,
-        ExitStack() as stack,
-    ):
+    with RunLog() as log, view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
         view.record = log.write
-        ranks = _join(config, stack, stop_signals, view)
+        ranks = stack.enter_context(join_ranks(config))
+        if ranks is not None:  # a stop of another process also stops this one
+            stack.enter_context(ranks.stops.watch(stop_signals, view.note))
 
         def is_stopped() -> bool:
             return bool(stop_signals)
 
+        def stop() -> None:
+            stop_signals.append(signal.SIGTERM)
+            view.note(f"asked to stop: {STOPPING}")
+
         start = ResumePoint()
-        _begin_view(config, command, view)
+        for line in opening_notes(config, command):
+            view.note(line)
+        view.phase("loading", config.model.name)
         if resume:
             stack.enter_context(only_trainer_here(folder, view, is_stopped))
-            start, make_final = await _resume_point(config, checkpoints, confirm, view.note)
+            make_final = (lambda: None) if confirm is None else await confirm()
+            start = await find_resume_point(config, checkpoints, note=view.note)
 
         is_disaggregated = bool(supervisor) or command == "learn"  # others sample for training
         uses_run_engines = ranks is not None and serves_elsewhere(
@@ -214,28 +204,36 @@ async def run_training(
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)
 
+            control = RunControl(folder, stop, note=view.note)
             run = TrainingRun(
                 parts,
                 conversations,
-                checkpoints=checkpoints,
+                folder=checkpoints,
                 view=view,
                 is_stopped=is_stopped,
                 command=command,
+                control=control,
                 processes=processes,
                 submissions=submissions,
                 ranks=ranks,
             )
-            _begin_folder(config, command, make_final, conversations)
-            log.begin(folder, f"agentevo {command}, process {os.getpid()}")
-            run.control = stack.enter_context(_open_control(folder, stop_signals, view))
-            run.log.tracking = stack.enter_context(track(config, command, view, is_stopped))
-            stack.enter_context(lasting_heap())
+            write_config(config, kind_of(command))
+            make_final()
+            if conversations is not None:
+                conversations.write_reports(folder)
 
-            with run.log, run.background, processes if processes is not None else nullcontext():
-                await run.take_up(start, resumed=resume)
+            log.begin(folder, f"agentevo {command}, process {os.getpid()}")
+            stack.enter_context(control)
+            run.record.log.tracking = stack.enter_context(track(config, command, view, is_stopped))
+            stack.enter_context(lasting_heap())
+            with run.record.log, run.checkpoints, nullcontext() if processes is None else processes:
+                await run.restore(start, resumed=resume)
                 await run.run()
 
-            _conclude(run, resume)
+            if run.record.is_at_end and (run.record.progress.begun or not resume):
+                run.record.write_summary(
+                    run.evaluation.players, run.checkpoints.best, run.profiling.summary
+                )
 
         if config.tracking.report:
             await report_at_end(folder, lambda token: str(loaded.tokenizer.decode([token])), view)
@@ -243,67 +241,208 @@ async def run_training(
     end_stopped(stop_signals)
 
 
-def _join(
-    config: RunConfig, stack: ExitStack, stop_signals: list[int], view: LiveView
-) -> RunRanks | None:
-    """Joins the processes that train together. A stop of another process also stops this one."""
-    ranks = stack.enter_context(join_ranks(config))
-    if ranks is not None:
-        stack.enter_context(ranks.stops.watch(stop_signals, view.note))
-    return ranks
+class TrainingRun:
+    """The steps of one run, from its current step to the last one."""
 
+    def __init__(
+        self,
+        parts: Components,
+        conversations: SFTData | None,
+        *,
+        folder: Checkpoints,
+        view: LiveView,
+        is_stopped: Callable[[], bool],
+        command: RunCommand,
+        control: RunControl,
+        processes: SamplerSupervisor | None,
+        submissions: Submissions | None,
+        ranks: RunRanks | None,
+    ) -> None:
+        """`is_stopped`: whether the user has asked the run to stop; it ends after the current step.
+        `processes`: the run's own samplers and engines, if it has any. `submissions`: those of a
+        program's own loop. `ranks`: the processes that train together."""
+        self.parts = parts
+        self.view = view
+        self.is_stopped = is_stopped
+        self.command: RunCommand = command
+        self.rollouts = make_rollouts(
+            parts,
+            is_stopped,
+            view.warn,
+            sampled=conversations is None,
+            is_disaggregated=processes is not None or command == "learn",
+            supervisor=processes,
+            submissions=submissions,
+        )
+        self.trainers = make_trainers(parts, ranks)
+        self.trainer, self.source = make_trainer(parts, self.rollouts, self.trainers, conversations)
+        self.num_steps = self.source.num_steps if submissions is None else math.inf
 
-async def _resume_point(
-    config: RunConfig,
-    checkpoints: Checkpoints,
-    confirm: Confirm | None,
-    note: Callable[[str], None],
-) -> tuple[ResumePoint, Callable[[], None]]:
-    """Where a resume starts, and the function to call once the folder has this configuration.
-    `confirm` accepts or refuses the configuration, now that no other process can change the
-    folder."""
-    make_final = (lambda: None) if confirm is None else await confirm()
-    return await find_resume_point(config, checkpoints, note=note), make_final
+        self.record = record = RunRecord(parts, self.source, view, command)
+        self.evaluation = RunEvaluation(parts, self.source, record, view, is_stopped, command)
+        self.checkpoints = RunCheckpoints(parts, folder, record, self.trainers, self.trainer, view)
+        self.cold_start = ColdStart(parts, self.trainers, record, self.evaluation, view, is_stopped)
+        self.replayer = StepReplayer(
+            parts,
+            self.source,
+            self.trainer,
+            record,
+            self.checkpoints,
+            view,
+            is_stopped,
+            is_synchronous=isinstance(self.rollouts, SynchronousRollouts),
+        )
+        self.requests = RequestHandler(
+            parts.config, control, record, self.checkpoints, view, is_stopped
+        )
+        if submissions is not None:
+            submissions.save = self.checkpoints.keep
 
+        self.profiling = Profiling(
+            parts.config.profile,
+            parts.config.run_dir,
+            parts.model,
+            warn=record.warn,
+            note=view.note,
+        )
+        peak = device_peak(self.profiling.device, self.profiling.dtype)
+        self.meter = StepMeter(parts, self.source, self.rollouts, peak)
 
-def _open_control(
-    folder: Path, stop_signals: list[int], view: LiveView
-) -> AbstractContextManager[RunControl | None]:
-    """A context around a run's steps. A stop request acts as SIGTERM does."""
+    async def restore(self, start: ResumePoint, *, resumed: bool) -> None:
+        """Brings the run to its current step: its beginning, after a cold start if there is one, or
+        the newest committed step."""
+        config = self.parts.config
+        self.record.begin(start.end)
+        for line in training_notes(self.parts, self.command):
+            self.view.note(line)
 
-    def stop() -> None:
-        stop_signals.append(signal.SIGTERM)
-        view.note(f"asked to stop: {STOPPING}")
+        if resumed:
+            has_state = start.checkpoint is not None or start.steps
+            self.record.log.resume(start.end.step if has_state else -1)
 
-    return RunControl(folder, stop, note=view.note)
+        if start.checkpoint is not None:
+            self.checkpoints.restore(start.checkpoint)
+        else:
+            if config.cold_start.episodes and self.command != "sft":
+                await self.cold_start.run(is_logged=bool(start.steps))
+            if config.trainer.optimizer_from is not None:
+                self.trainers.take_optimizer(self.trainer, config.trainer.optimizer_from)
 
+        await self.replayer.replay(start)
+        for warning in start.warnings:
+            self.record.warn(warning)
 
-def _conclude(run: TrainingRun, resume: bool) -> None:
-    if run.progress.step >= run.end.step and (run.progress.begun or not resume):
-        run.head.write_file(SUMMARY, json.dumps(summary_of(run), indent=2))
+    async def run(self) -> None:
+        """Runs from the current step to the last one, or until the run is asked to stop."""
+        record = self.record
+        progress = record.progress
+        self.view.stands_at(progress.step, self.num_steps)
+        if self.is_stopped() and (not progress.begun or progress.step < record.end.step):
+            return  # the signal came during loading, cold start or repeated steps
+        stop_after = self.parts.config.evaluation.stop_after
+        if nothing_left := progress.nothing_left(
+            self.num_steps, self.command, stop_after=stop_after
+        ):
+            self.view.note(nothing_left)
 
+        await self.rollouts.begin(progress.step)
+        if not progress.begun:
+            try:
+                await self._open()
+            except StopAskedError:
+                return
 
-def _begin_view(config: RunConfig, command: Command, view: LiveView) -> None:
-    world = world_size()
-    if world > 1:
-        view.note(f"{world} processes train together: {config.trainer.parallel.shared_by(world)}")
-        if command == "train" and not config.rollout.samplers and not config.data.given:
-            view.note(
-                f"the first of them samples, and {world - 1} wait for it: `agentevo launch "
-                "... --set engines=N --set samplers=1` gives engines devices of their own"
-            )
+        record.log.hand_over(progress.step)
+        async with self.rollouts.running():
+            with self.profiling:
+                while record.progress.step < self.num_steps and not record.early_stop:
+                    self.checkpoints.settle(wait=False)
+                    await self.requests.handle()
+                    if self.is_stopped():
+                        break
 
-    view.phase("loading", config.model.name)
+                    with self.profiling.step(record.progress.step + 1):
+                        committed = copy.deepcopy(record.progress)
+                        try:
+                            await self.step()
+                        except StopAskedError:
+                            break
 
+        if not record.is_at_end:
+            record.give_up_step(committed)
+            self.checkpoints.settle(wait=True)
+            return
 
-def _begin_folder(
-    config: RunConfig,
-    command: Command,
-    make_final: Callable[[], None],
-    conversations: SFTData | None,
-) -> None:
-    """The run's folder exists from this point on."""
-    write_config(config, kind_of(command))
-    make_final()
-    if conversations is not None:
-        conversations.write_reports(config.run_dir)
+        record.warn_of_shortcomings()
+        self.checkpoints.keep()
+
+    async def _open(self) -> None:
+        """Evaluates the policy before the first step. Raises StopAskedError."""
+        if metrics := self.source.opening_metrics():
+            self.record.log.log(0, metrics)
+
+        self.trainer.begin()
+        await self.evaluation.rate("before", full=True)
+        self.record.progress.before = self.record.progress.after
+        self.record.progress.begun = True
+
+    async def step(self) -> None:
+        """One step, committed at its end."""
+        step = self.record.progress.step + 1
+        self.meter.begin()
+        self.view.phase(self.source.activity, f"step {step}")
+        with phase(self.source.activity):
+            collected = await self.source.collect(step)
+
+        if step == 1:
+            check_first_step(self.parts, collected.trajectories, self.command, self.record.head)
+
+        self.meter.lap("gen")
+        async with self.rollouts.training():
+            with phase("prepare"):
+                batch = await self.rollouts.compute(lambda: self.source.prepare(collected, step))
+            for text in batch.warnings:
+                self.record.warn(f"step {step}: {text}")
+            with phase("store"):
+                trained_ids = await reserve(self.parts.store, step, collected, batch)
+
+            self.meter.lap("adv")
+            self.view.phase("training", f"step {step}")
+            updated = {}
+            if batch.samples:
+                updated = await self.rollouts.compute(lambda: self.trainer.step(batch.samples))
+            await self.record.keep_numbers(step, self.trainer.numbers if batch.samples else None)
+
+            self.meter.lap("update_actor")
+            self.view.phase("publishing weights", f"version {step}")
+            with phase("publish"):
+                await self.rollouts.swap(step)
+
+        self.meter.lap("update_weights")
+        reasons = drop_reasons(collected, batch)
+        metrics = self.meter.metrics(step, collected, batch, updated, reasons)
+        self.record.add_step(
+            step, metrics, collected.trajectories, reasons, updated=bool(batch.samples)
+        )
+        checkpoint = await self._milestones(step)
+        with phase("store"):
+            plan = plan_of(self.parts.config, trained_ids, collected, batch, metrics)
+            await self.record.commit(plan, metrics, checkpoint, collected.trajectories)
+        if checkpoint is not None:
+            self.checkpoints.prune()
+
+        self.view.phase("publishing weights", f"version {step}")
+        await self.meter.announce(step)
+        self.view.step(step, self.source.num_steps, metrics, Counter(reasons.values()))
+
+    async def _milestones(self, step: int) -> dict[str, str] | None:
+        """Evaluates and saves the step that has just been computed, when these are due; returns the
+        checkpoint's entry for the record."""
+        is_last = step == self.source.num_steps
+        value = None
+        if is_last or self.evaluation.is_due(step):
+            name = "after" if is_last else f"step {step}"
+            value = await self.evaluation.rate(name, full=is_last)
+
+        is_saved = is_last or self.checkpoints.is_due(step, value) or self.record.early_stop
+        return self.checkpoints.save(value) if is_saved else None

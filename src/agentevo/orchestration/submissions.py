@@ -1,5 +1,5 @@
 """Steps that a program's own loop requests: it makes groups of attempts, and submits some of them
-as a step. The trainer's loop (training_run.py) is the same; it waits for submissions instead of
+as a step. The trainer's loop (run.py) is the same; it waits for submissions instead of
 sampling.
 
     submit(submission) -> queue -> collect -> prepare -> reserve -> update -> commit -> finished

@@ -6,19 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from agentevo.config import RunConfig
 from agentevo.config.named_agents import policy_of, trained_policies
+from agentevo.config.parallel import world_size
 from agentevo.devices import is_accelerator
 from agentevo.models.adapters import num_parameters
 from agentevo.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.conversations import ConversationBatches, SFTData
-from agentevo.orchestration.learners import (
-    policy_trainer,
-    preference_trainer,
-    supervised_trainer,
-)
+from agentevo.orchestration.learners import LocalTrainers, PolicyTrainers, policy_trainer
 from agentevo.orchestration.preference_data import given_pairs, solver_answers
-from agentevo.orchestration.ranks import Leader
+from agentevo.orchestration.rank_trainers import RankTrainers
+from agentevo.orchestration.ranks import RunRanks
 from agentevo.orchestration.rollout_sources import (
     ColocatedRollouts,
     DisaggregatedRollouts,
@@ -28,6 +27,7 @@ from agentevo.orchestration.rollout_sources import (
 )
 from agentevo.orchestration.self_play import SelfPlayRollouts
 from agentevo.orchestration.submissions import Submissions, SubmittedBatches, SubmittedRollouts
+from agentevo.runs.creation import RunCommand
 from agentevo.training.agent_trainers import AgentTrainers
 from agentevo.training.learner import Learner, RolloutTrainer
 
@@ -60,30 +60,34 @@ def make_rollouts(
     return SynchronousRollouts(parts)
 
 
+def make_trainers(parts: Components, ranks: RunRanks | None = None) -> PolicyTrainers:
+    """Makes the trainers of the run's policy. `ranks`: the processes that train together."""
+    if ranks is None:
+        return LocalTrainers(parts.config, parts.model, parts.tokenizer)
+
+    serves = parts.run_engines is None
+    return RankTrainers(
+        ranks, parts.config, parts.model, parts.tokenizer, parts.checkpoint, serves=serves
+    )
+
+
 def make_trainer(
     parts: Components,
     rollouts: RolloutSource,
+    trainers: PolicyTrainers,
     conversations: SFTData | None = None,
-    leader: Leader | None = None,
 ) -> tuple[Learner, BatchSource]:
-    """The trainer of the policy and the source of its batches, by the recipe's algorithm. `leader`:
-    of the processes that train the policy together, where there are several."""
+    """The trainer of the policy and the source of its batches, by the recipe's algorithm."""
     config = parts.config
-    model = parts.model
     if conversations is not None:
         batches = ConversationBatches(config, conversations)
-        supervised = (
-            supervised_trainer(config, model, batches.num_steps)
-            if leader is None
-            else leader.make("sft", batches.num_steps)
-        )
+        supervised = trainers.conversations(batches.num_steps)
         batches.measure = supervised.held_out
         return supervised, batches
 
     trainer: RolloutTrainer
     if config.algorithm.preference() is not None:
-        make = partial(preference_trainer, config, demonstrations=solver_answers(parts))
-        trainer = make(model) if leader is None else leader.make("preferences", local=make)
+        trainer = trainers.preferences(solver_answers(parts))
         pairs = given_pairs(parts)
         if pairs is not None:
             return trainer, GivenPairs(config, pairs)
@@ -97,11 +101,7 @@ def make_trainer(
             partial(policy_of, config),
         )
     else:
-        trainer = (
-            policy_trainer(config, model, parts.tokenizer)
-            if leader is None
-            else leader.make("policy")
-        )
+        trainer = trainers.policy()
 
     if isinstance(rollouts, SubmittedRollouts):
         return trainer, SubmittedBatches(config, rollouts, trainer, parts.store)
@@ -112,9 +112,26 @@ def make_trainer(
     return trainer, RolloutBatches(config, rollouts, tasks, trainer, store, note)
 
 
-def training_notes(parts: Components) -> list[str]:
+def opening_notes(config: RunConfig, command: RunCommand) -> list[str]:
+    """Lines about the processes that train together, before the model is loaded."""
+    world = world_size()
+    if world == 1:
+        return []
+
+    notes = [f"{world} processes train together: {config.trainer.parallel.shared_by(world)}"]
+    if command == "train" and not config.rollout.samplers and not config.data.given:
+        notes.append(
+            f"the first of them samples, and {world - 1} wait for it: `agentevo launch "
+            "... --set engines=N --set samplers=1` gives engines devices of their own"
+        )
+
+    return notes
+
+
+def training_notes(parts: Components, command: RunCommand) -> list[str]:
     """Lines about the training before its first step: what determines the value of each turn, how
-    much of the model is trained, and a number format that is slow on an accelerator."""
+    much of the model is trained, a number format that is slow on an accelerator, and missing
+    tasks."""
     notes = [f"credit: {parts.config.algorithm.credit_rule}"]
     if parts.config.model.lora.enabled:
         trained, total = num_parameters(parts.model)
@@ -128,5 +145,10 @@ def training_notes(parts: Components) -> list[str]:
             f"model.dtype=float32 on {device.type}: bfloat16 computes faster there and halves the "
             "memory of weights and activations: set model.dtype=bfloat16"
         )
+
+    config = parts.config
+    if command != "sft" and not config.data.given and config.trainer.steps:
+        shortfall = parts.tasks.shortfall()
+        notes += [shortfall] if shortfall else []
 
     return notes

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
@@ -22,6 +22,8 @@ from agentevo.runs.resume_rules import check_resume
 from agentevo.runs.shared_store import check_store, prepare_store
 from agentevo.tracing.opening import FOLDER as TRACING
 
+RunCommand = Literal["train", "learn", "sft", "loop"]
+"""The commands whose runs take steps; `loop`: a program's own training loop."""
 _LOG = "metrics.jsonl"
 _BEFORE_CONFIG = {
     LOCK,
@@ -158,6 +160,6 @@ def write_config(config: RunConfig, command: str = "train") -> None:
     head.write_file("config.yaml", f"{MADE_BY}{command}\n{to_yaml(config)}")
 
 
-def kind_of(command: str) -> str:
+def kind_of(command: RunCommand) -> str:
     """The name of a command's run in the file that `write_config` writes."""
     return "train" if command == "learn" else command

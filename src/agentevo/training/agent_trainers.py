@@ -51,7 +51,7 @@ class AgentTrainers:
 
     @property
     def numbers(self) -> TokenNumbers | None:
-        """See RolloutTrainer.numbers."""
+        """See Learner.numbers."""
         trainer_numbers = [
             trainer.numbers for trainer in self.trainers.values() if trainer.numbers is not None
         ]

@@ -36,6 +36,10 @@ class Learner(Protocol):
     def steps(self) -> int:
         """The number of updates so far."""
 
+    @property
+    def numbers(self) -> TokenNumbers | None:
+        """The measurements of each token of the last step; None if they are not kept."""
+
     def begin(self) -> None:
         """Starts training: models that start as copies of the policy take its present weights."""
 
@@ -52,10 +56,6 @@ class Learner(Protocol):
 
 class RolloutTrainer(Learner, Protocol):
     """A trainer that learns from attempts."""
-
-    @property
-    def numbers(self) -> TokenNumbers | None:
-        """The measurements of each token of the last step; None if they are not kept."""
 
     def prepare(
         self,

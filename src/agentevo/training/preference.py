@@ -76,7 +76,7 @@ class PreferenceTrainer:
 
         self.model = model
         self.numbers: TokenNumbers | None = None
-        """See RolloutTrainer.numbers: answers are compared, not their tokens."""
+        """See Learner.numbers: answers are compared, not their tokens."""
         self.section = trainer
         self.algorithm_section = section
         self.algorithm = algorithm

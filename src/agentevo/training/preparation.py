@@ -26,7 +26,7 @@ from agentevo.training.algorithm_functions import bound_advantage
 from agentevo.training.batching.constrained import masks_of
 from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
-from agentevo.training.batching.passes import device_of, token_tables
+from agentevo.training.batching.passes import PackedStep, device_of, token_tables
 from agentevo.training.batching.samples import (
     SampleRow,
     Tables,
@@ -66,13 +66,16 @@ class Preparation:
         merge: bool = True,
         grammars: Grammars | None = None,
         replay: RoutingReplay,
+        packed: PackedStep | None = None,
     ) -> None:
-        """Raises TrainingError for a replay that no pass of this preparation would record."""
+        """`packed`: the update's, which packs nothing again that this preparation has packed.
+        Raises TrainingError for a replay that no pass of this preparation would record."""
         self.grammars = grammars
         self.replay = replay
         self.section = section
         self.max_tokens = max_tokens
         self.merge = merge
+        self.packed = packed
         algorithm = section.resolve()
         self.advantage = bind_advantage(
             algorithm.advantage, algorithm.advantage_hyper, function=bound_advantage(section)
@@ -171,7 +174,13 @@ class Preparation:
             return {}, {}
 
         tables = token_tables(
-            samples, self.max_tokens, device, compute, merge=self.merge, listen=self.replay.heard
+            samples,
+            self.max_tokens,
+            device,
+            compute,
+            merge=self.merge,
+            packed=self.packed,
+            listen=self.replay.heard,
         )
         if roles.process_reward is None:
             return tables, {}
@@ -186,6 +195,7 @@ class Preparation:
             device,
             lambda batch: {"phi": token_logprobs(process.model, batch)[0]},
             merge=self.merge,
+            packed=self.packed,
         )
         tables["process_rewards"] = process.section.beta * (learnt["phi"] - reference)
         return tables, metrics

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,10 +23,12 @@ from agentevo.seeds import derive_seed
 from agentevo.training.batching.passes import device_of, keep_pace, micro_batches, null_batches
 from agentevo.training.kernels.logprobs import selected_logprobs
 from agentevo.training.kernels.output_layer import all_logits, token_logprobs
+from agentevo.training.learner import Learner
 from agentevo.training.optimization import Optimization, decay
 from agentevo.training.parallel import anywhere, gather, rank, sum_over_ranks
 from agentevo.training.phases import phase
 from agentevo.training.sharding.layouts import layouts_of
+from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Message, Sample
 
@@ -50,12 +52,6 @@ def conversation_sample(messages: Sequence[Message], chat: ChatFormat, name: str
     return Sample.given(name, name, ids, mask)
 
 
-class Steps(Protocol):
-    """Makes optimizer steps."""
-
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]: ...
-
-
 class SupervisedTrainer:
     """`step` by step over `total_steps`; `section` says how. `key` is the recipe's name of the
     section, for messages."""
@@ -77,6 +73,8 @@ class SupervisedTrainer:
         self.total_steps = total_steps
         self.flops = FlopCounter(model)
         self._dropout_seed = dropout_seed
+        self.numbers: TokenNumbers | None = None
+        """See Learner.numbers: nothing was sampled, so nothing is compared."""
         self.optimization = Optimization(
             model.parameters(),
             TrainerSection(
@@ -237,23 +235,21 @@ def held_out_metrics(
 
 
 def train_supervised(
-    model: PreTrainedModel,
     samples: Sequence[Sample],
     section: ColdStartSection,
     trainer: TrainerSection,
     *,
-    memory: MemorySection | None = None,
+    make: Callable[[SFTSection, int], Learner],
     seed: int,
     progress: Callable[[int, int, float], None],
     stop: Callable[[], bool] = lambda: False,
-    make: Callable[[SFTSection, int], Steps] | None = None,
 ) -> list[float]:
     """`section.epochs` passes over the episodes (samples of one `trajectory_id`) in random order;
     returns the mean loss per token, in nats, of every optimizer step.
 
     `progress(step, total, loss)` is called after each. Training ends early when `stop()` is true
     before a step. Gradient norm limit and micro-batch size are the trainer's. `make(settings,
-    steps)`: makes the steps where several processes train together.
+    steps)`: the trainer that makes the steps.
     """
     settings = SFTSection(
         epochs=section.epochs,
@@ -273,11 +269,7 @@ def train_supervised(
     batches = plan_batches(
         {name: sum(len(s.ids) for s in rows) for name, rows in episodes.items()}, settings, seed
     )
-    supervised: Steps = (
-        SupervisedTrainer(model, settings, len(batches), key="cold_start", memory=memory)
-        if make is None
-        else make(settings, len(batches))
-    )
+    supervised = make(settings, len(batches))
     losses: list[float] = []
     for batch in batches:
         if stop():

@@ -28,7 +28,13 @@ from agentevo.models.grammar import Grammars
 from agentevo.progress import ProgressBar, bar
 from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
-from agentevo.training.batching.passes import device_of, keep_pace, micro_batches, null_batches
+from agentevo.training.batching.passes import (
+    PackedStep,
+    device_of,
+    keep_pace,
+    micro_batches,
+    null_batches,
+)
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
 from agentevo.training.kernels.output_layer import OutputListener
 from agentevo.training.learner import PreparedBatch
@@ -73,12 +79,14 @@ class Trainer:
         self.roles = Roles(model, reward_model=reward_model)
         self.objective = MinibatchLoss(algorithm)
         self.replay = RoutingReplay(trainer.routing_replay, model)
+        self.packed = PackedStep()
         self.preparation = Preparation(
             algorithm,
             trainer.micro_batch_tokens,
             merge=trainer.prefix_merging,
             grammars=grammars,
             replay=self.replay,
+            packed=self.packed,
         )
         self.memory = memory or MemorySection()
         self.optimization = Optimization(
@@ -177,6 +185,7 @@ class Trainer:
         with bar("update", len(samples) * self.section.epochs, "samples") as progress:
             updates = [self._update(part, progress) for part in minibatches(samples, self.section)]
 
+        self.packed.clear()
         first = {}
         if updates and "actor/ppo_kl" in updates[0]:
             first = {
@@ -198,7 +207,9 @@ class Trainer:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
         device = device_of(self.model)
         merge = self.section.prefix_merging
-        batches = micro_batches(samples, self.section.micro_batch_tokens, device, merge=merge)
+        batches = micro_batches(
+            samples, self.section.micro_batch_tokens, device, merge=merge, packed=self.packed
+        )
         nulls = null_batches(samples, len(batches), device, merge=merge)
         routed = [(indices, self.replay.in_update(batch)) for indices, batch in batches]
         critic = self.roles.critic

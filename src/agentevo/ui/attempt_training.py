@@ -203,7 +203,7 @@ def by_turn(trajectory: Trajectory, samples: list[Sample]) -> dict[int, np.ndarr
 
     advantages: dict[int, np.ndarray] = {}
     for row, sample in zip(trajectory_rows(trajectory), samples, strict=False):
-        trained = sample.advantages[sample.loss_mask]
+        trained = sample.advantages
         if len(trained) == len(row.turns):
             for turn in np.unique(row.turns):
                 advantages[int(turn)] = trained[row.turns == turn]

@@ -57,7 +57,7 @@ def test_a_conversation_is_one_sample_of_what_the_engine_saw():
     assert sample.loss_mask.tolist() == [bool(m) for m in [0, 0, 1, 1, 0, 1, 0, 0, 1, 1]]
     assert sample.logprobs == pytest.approx([0, 0, -0.3, -0.4, 0, -0.6, 0, 0, -0.9, -1.0])
     assert sample.versions.tolist() == [-1, -1, 0, 0, -1, 1, -1, -1, 2, 2]
-    assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0.5, 0, 0, 0.5, 0.5]
+    assert sample.advantages.tolist() == [0.5] * 5
 
 
 def test_what_was_read_between_turns_is_trained_only_if_asked_for():
@@ -193,7 +193,9 @@ def test_groups_of_equal_rewards_can_be_kept():
     attempts = [attempt("a0", 0.3), attempt("a1", 0.3)]
     samples, dropped = made(attempts, GRPO.model_copy(update={"drop_zero_variance": False}))
     assert dropped == {}
-    assert [sample.advantages.tolist() for sample in samples] == [[0.0] * 4] * 2
+    assert [sample.advantages.tolist() for sample in samples] == [
+        [0.0] * samples[0].num_trained
+    ] * 2
 
 
 def test_without_the_deviation():
@@ -225,10 +227,10 @@ def test_each_turn_gets_what_came_after_it():
     )
     assert dropped == {}
     assert [sample.advantages.tolist() for sample in samples] == [
-        [0, 0.25, 0.25],
-        [0, 0.25],
-        [0, 0.25, 0.25],
-        [0, -0.75],
+        [0.25, 0.25],
+        [0.25],
+        [0.25, 0.25],
+        [-0.75],
     ]
 
 
@@ -236,7 +238,7 @@ def test_what_is_paid_beside_the_turns_is_paid_at_the_end():
     turns = [msgspec.structs.replace(turn(0, None, [1], [3]), reward=0.5), turn(1, 0, [2], [4])]
     section = AlgorithmSection(name="turn_grpo", scale_by_std=False)
     samples, _ = made([attempt("a", 2.5, turns=turns), attempt("b", 0.5, turns=turns)], section)
-    assert samples[0].advantages.tolist() == [0, 1.25, 0, 0.75], (
+    assert samples[0].advantages.tolist() == [1.25, 0.75], (
         "returns 2.5 and 2 against the mean of 2.5, 2, 0.5 and 0"
     )
 

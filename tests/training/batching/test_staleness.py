@@ -34,7 +34,7 @@ def of_places(sample: Sample) -> dict[int, tuple]:
             sample.ids[place],
             sample.logprobs[place],
             sample.versions[place],
-            sample.advantages[place],
+            sample.advantages[count],
             tuple((name, values[count]) for name, values in sorted(columns.items())),
         )
         for count, place in enumerate(places(sample))
@@ -55,7 +55,7 @@ def aged_samples(draw) -> list[Sample]:
                 loss_mask=mask,
                 logprobs=numbers,
                 versions=[draw(st.integers(0, NOW)) if m else -1 for m in mask],
-                advantages=[-x for x in numbers],
+                advantages=[-x for x, m in zip(numbers, mask, strict=True) if m],
                 columns={"values": [float(k) for k in range(sum(mask))]},
             )
         )
@@ -78,7 +78,7 @@ def test_what_is_too_old_goes_and_nothing_else(samples, bound):
     assert [(one.trajectory_id, one.ids.tolist(), of_places(one)) for one in kept] == expected
     for one in kept:
         assert one.columns["age"].tolist() == [NOW - one.versions[place] for place in places(one)]
-        for name, blank in (("logprobs", 0.0), ("versions", -1), ("advantages", 0.0)):
+        for name, blank in (("logprobs", 0.0), ("versions", -1)):
             assert {x for x, m in zip(getattr(one, name), one.loss_mask, strict=True) if not m} <= {
                 blank
             }, name
@@ -135,7 +135,7 @@ def with_versions(versions: list[int]) -> Sample:
         loss_mask=mask,
         logprobs=blank,
         versions=[-1, *versions],
-        advantages=blank,
+        advantages=[0.0] * len(versions),
     )
 
 

@@ -68,6 +68,12 @@ class PackedBatch:
         plan.routing = routing
         return replace(self, plan=plan)
 
+    def with_tables_of(self, samples: Sequence[Sample]) -> PackedBatch:
+        """The batch with the log-probs, advantages and columns of these samples, which have the
+        same tokens and loss masks as those that were packed."""
+        mask = self.mask.cpu().numpy()
+        return replace(self, **_tables_of(samples, mask, self.mask.device))
+
     @property
     def num_distinct(self) -> int:
         return self.input_ids.shape[1]
@@ -106,7 +112,7 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
     predictors = []
     nodes = []
     for sample, path in zip(samples, tree.paths, strict=True):
-        _check(sample, samples[0])
+        _check_start(sample)
         places = np.flatnonzero(sample.loss_mask)
         predictors.append(path[places - 1])
         nodes.append(path[places])
@@ -121,11 +127,6 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(array, device=device)
 
-    def table(rows: Iterable[np.ndarray]) -> torch.Tensor:
-        filled = np.zeros(mask.shape, dtype=np.float32)
-        filled[mask] = np.concatenate(list(rows))
-        return tensor(filled)
-
     return PackedBatch(
         input_ids=tensor(tree.ids).unsqueeze(0),
         position_ids=tensor(tree.positions).unsqueeze(0),
@@ -134,9 +135,6 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
         rows=tensor(rows),
         targets=tensor(tree.ids[trained]),
         nodes=tensor(trained),
-        rollout_logprobs=table(s.logprobs[s.loss_mask] for s in samples),
-        advantages=table(s.advantages[s.loss_mask] for s in samples),
-        columns={name: table(s.columns[name] for s in samples) for name in samples[0].columns},
         samples=tensor(np.repeat(np.arange(len(samples)), counts)),
         places=tensor(np.concatenate([np.arange(count) for count in counts])),
         mask=tensor(mask),
@@ -145,7 +143,26 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
         penalties=PenaltyTable.of({int(rows[m]): c for m, c in changes.items()}, device),
         routed_experts=node_rows(samples, tree.paths, tree.num_nodes, device),
         num_logical=sum(len(s.ids) for s in samples),
+        **_tables_of(samples, mask, device),
     )
+
+
+def _tables_of(samples: Sequence[Sample], mask: np.ndarray, device: torch.device) -> dict[str, Any]:
+    """The fields of a batch that hold numbers of its trained tokens, [S, T] each. mask [S, T]: the
+    places of these tokens."""
+    for sample in samples:
+        _check_columns(sample, samples[0])
+
+    def table(rows: Iterable[np.ndarray]) -> torch.Tensor:
+        filled = np.zeros(mask.shape, dtype=np.float32)
+        filled[mask] = np.concatenate(list(rows))
+        return torch.as_tensor(filled, device=device)
+
+    return {
+        "rollout_logprobs": table(s.logprobs[s.loss_mask] for s in samples),
+        "advantages": table(s.advantages for s in samples),
+        "columns": {name: table(s.columns[name] for s in samples) for name in samples[0].columns},
+    }
 
 
 def _changes(samples: Sequence[Sample]) -> dict[int, PenaltyChanges]:
@@ -213,13 +230,15 @@ def _one_temperature(samples: Sequence[Sample]) -> float:
     return temperatures.pop()
 
 
-def _check(sample: Sample, first: Sample) -> None:
+def _check_start(sample: Sample) -> None:
     if sample.loss_mask[0]:
         raise ValueError(
             f"sample of {sample.trajectory_id}: its first token is marked as trained, but nothing "
             "predicts it"
         )
 
+
+def _check_columns(sample: Sample, first: Sample) -> None:
     if sample.columns.keys() != first.columns.keys():
         raise ValueError(
             f"sample of {sample.trajectory_id} has the columns {sorted(sample.columns)}, others "

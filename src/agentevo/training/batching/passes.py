@@ -23,12 +23,70 @@ from agentevo.training.sharding.expert_parallel import any_joint
 from agentevo.types import Sample
 
 
+class PackedStep:
+    """The micro-batches of a step that were packed last. Passes over the same tokens in the same
+    order take them over, whatever has become of advantages and columns in between."""
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[list[int], PackedBatch]] = []
+        self._packed: list[tuple[object, ...]] = []
+
+    def batches_of(self, samples: Sequence[Sample]) -> list[tuple[list[int], PackedBatch]] | None:
+        """The micro-batches of these samples; None if others were packed."""
+        parts = [_parts_of(sample) for sample in samples]
+        if len(parts) != len(self._packed) or not all(
+            part is kept
+            for sample_parts, kept_parts in zip(parts, self._packed, strict=True)
+            for part, kept in zip(sample_parts, kept_parts, strict=True)
+        ):
+            return None
+
+        return [
+            (indices, batch.with_tables_of([samples[i] for i in indices]))
+            for indices, batch in self._batches
+        ]
+
+    def keep(self, samples: Sequence[Sample], batches: list[tuple[list[int], PackedBatch]]) -> None:
+        """These samples were packed."""
+        self._packed = [_parts_of(sample) for sample in samples]
+        self._batches = batches
+
+    def clear(self) -> None:
+        """Frees the memory."""
+        self._packed = []
+        self._batches = []
+
+
+def _parts_of(sample: Sample) -> tuple[object, ...]:
+    """What decides the places of a sample's tokens in a batch. These objects are never changed, so
+    the same objects mean the same places."""
+    return (
+        sample.ids,
+        sample.loss_mask,
+        sample.masks,
+        sample.penalties,
+        sample.routed_experts,
+        sample.temperature,
+    )
+
+
 @phase("plan")
 def micro_batches(
-    samples: Sequence[Sample], max_tokens: int, device: torch.device, *, merge: bool = True
+    samples: Sequence[Sample],
+    max_tokens: int,
+    device: torch.device,
+    *,
+    merge: bool = True,
+    packed: PackedStep | None = None,
 ) -> list[tuple[list[int], PackedBatch]]:
     """This rank's micro-batches: the indices of their samples, which are of one temperature, and
-    these samples packed; see `spread` and, for `merge`, `pack`."""
+    these samples packed; see `spread` and, for `merge`, `pack`. `packed`: those that the step has
+    already, under the same limits and on the same device."""
+    if packed is not None:
+        if (batches := packed.batches_of(samples)) is not None:
+            return batches
+        packed.clear()
+
     alike = defaultdict[float, list[int]](list)
     for index, sample in enumerate(samples):
         alike[sample.temperature].append(index)
@@ -41,9 +99,13 @@ def micro_batches(
             for part in spread(keys, max_tokens, num_ranks(), merge=merge)[rank()]
         ]
 
-    return [
+    batches = [
         (indices, pack([samples[i] for i in indices], device, merge=merge)) for indices in split
     ]
+    if packed is not None:
+        packed.keep(samples, batches)
+
+    return batches
 
 
 def null_batches(
@@ -78,16 +140,18 @@ def token_tables(
     compute: Callable[[PackedBatch], Mapping[str, torch.Tensor]],
     *,
     merge: bool = True,
+    packed: PackedStep | None = None,
     listen: Callable[[Sequence[int], PackedBatch], None] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Collects what `compute` returns for the trained tokens of each micro-batch, name -> [M], in
     tables name -> [S, T] float32 on the CPU.
 
-    Row s holds the trained tokens of sample s from the left, then zeros. `listen` is called after
+    Row s holds the trained tokens of sample s from the left, then zeros. `packed`: see
+    `micro_batches`. `listen` is called after
     `compute` with the indices of the samples of each of this rank's micro-batches.
     """
     width = max(s.num_trained for s in samples)
-    batches = micro_batches(samples, max_tokens, device, merge=merge)
+    batches = micro_batches(samples, max_tokens, device, merge=merge, packed=packed)
     nulls = null_batches(samples, len(batches), device, merge=merge)
 
     parts = []

@@ -132,11 +132,10 @@ def _inputs_of(
 def _finish_sample(
     sample: Sample, advantages: torch.Tensor, columns: Mapping[str, torch.Tensor]
 ) -> Sample:
+    """Its advantages and columns are views of rows of the tables."""
     count = sample.num_trained
-    of_token = np.zeros(len(sample.ids))
-    of_token[sample.loss_mask] = advantages[:count].numpy()
     trained = {name: row[:count].numpy() for name, row in columns.items()}
-    return msgspec.structs.replace(sample, advantages=of_token, columns=trained)
+    return msgspec.structs.replace(sample, advantages=advantages[:count].numpy(), columns=trained)
 
 
 def _reward_table(
@@ -300,7 +299,7 @@ def _path_row(
         loss_mask=mask,
         logprobs=logprobs,
         versions=versions,
-        advantages=np.zeros(len(mask)),
+        advantages=np.zeros(np.count_nonzero(mask)),
         temperature=next(turn.temperature for turn in path if turn.overrides is None),
         masks=join_masks(list(zip(sizes, of_pieces, strict=True))),
         penalties=TokenPenalties.join(list(zip(sizes, penalties, strict=True))),

@@ -183,7 +183,7 @@ def _only(sample: Sample, tokens: _AgedTokens) -> Sample:
         loss_mask=mask,
         logprobs=np.where(mask, sample.logprobs, 0.0),
         versions=np.where(mask, sample.versions, -1),
-        advantages=np.where(mask, sample.advantages, 0.0),
+        advantages=sample.advantages[tokens.fresh],
         columns={name: values[tokens.fresh] for name, values in columns.items()},
     )
 

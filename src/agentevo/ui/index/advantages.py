@@ -108,9 +108,9 @@ def largest(samples: Sequence[Sample]) -> dict[str, float]:
     """Id -> the advantage of a token that is farthest from 0, with its sign."""
     largest_by_id: dict[str, float] = {}
     for sample in samples:
-        trained = sample.advantages[sample.loss_mask]
-        if len(trained):
-            value = float(trained[abs(trained).argmax()])
+        advantages = sample.advantages
+        if len(advantages):
+            value = float(advantages[abs(advantages).argmax()])
             if abs(value) >= abs(largest_by_id.get(sample.trajectory_id, 0.0)):
                 largest_by_id[sample.trajectory_id] = value if abs(value) > ROUNDING else 0.0
 
