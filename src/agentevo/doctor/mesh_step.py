@@ -134,7 +134,7 @@ def measure_step(config: RunConfig) -> dict[str, float]:
         trainer = Trainer(model, section, AlgorithmSection(), memory=config.memory)
         trainer.step(_make_samples(config, tokens, context_length(model.config)))
         if ranks is not None and os.environ["RANK"] != "0":
-            ranks.next_call()  # the first process's end
+            ranks.receive()  # the first process's end
 
     terms = process_terms(config, sizes, stage)
     return {

@@ -213,7 +213,9 @@ class PreferencesOptions(Section):
 
 
 class PreferencesStage(ExportStage):
-    about: ClassVar[str] = "better and worse attempts of a run as pairs for reward models and `data.pairs`"
+    about: ClassVar[str] = (
+        "better and worse attempts of a run as pairs for reward models and `data.pairs`"
+    )
     Options: ClassVar[type[Section]] = PreferencesOptions
     name: ClassVar[str] = "pairs.jsonl"
 
