@@ -1,11 +1,12 @@
-"""A round of weights over a process group: the trainer is rank 0, the others receive.
+"""Sends weights over a process group in one round: the trainer is rank 0, and the other ranks
+receive.
 
     join -> buckets of bytes -> sent.json -> compare -> agree
 
-A round has a group of its own, separate from the other groups of these processes. All calls except
-those for tensors go over gloo. Tensors go over NCCL if trainer and receivers each have their own
-CUDA device, and otherwise over gloo as well. Tensors follow one another in buckets of at most
-BUCKET_BYTES, so the trainer needs one bucket and one tensor at a time.
+Each round creates a new group, separate from the other groups of these processes. Everything but
+the tensors goes over gloo. Tensors go over NCCL if trainer and receivers each have their own CUDA
+device, and otherwise over gloo as well. Tensors are packed into buckets of at most BUCKET_BYTES, so
+the trainer holds one bucket and one tensor at a time.
 
 Invariant: `receive` returns exactly the bits that `send` was given, or raises WeightsLostError. The
 fingerprints that prove it are in the run's folder and are not sent over the group.
@@ -37,23 +38,22 @@ from agentevo.models.parts import Spec, as_bytes
 
 BUCKET_BYTES = 2**28
 JOIN_S = 20.0
-"""Longest time for all members of a round to meet."""
+"""The time limit for all members of a round to join."""
 BUCKET_S = 60.0
-"""Longest time for one bucket, including the time in which the trainer gathers it."""
+"""The time limit for one bucket. It includes the time in which the trainer gathers the bucket."""
 SEEN_S = 15.0
-"""Longest time for a file to become visible to other machines after it was written, on a network
-disk."""
+"""The time limit for a file on a network disk to become visible to other machines."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _CPU = torch.device("cpu")
 _ENVIRONMENT = threading.Lock()
 _KEPT: deque[object] = deque(maxlen=8)
-"""The stores of the last rounds. A store whose file is deleted during its destruction ends the
-process, in C++; by the time of the next round the file is gone, or stays."""
+"""The stores of the last rounds. The C++ code ends the process if a store's file is deleted while
+the store is being destroyed. Later rounds drop a store when its file is already gone, or stays."""
 
 
 def check_network() -> None:
-    """Raises ConfigError if gloo finds no address to listen on, so that a process that would break
-    off every round reports it before the first one."""
+    """Raises ConfigError if gloo finds no address to listen on. Otherwise the process would only
+    fail in each round."""
     interfaces = os.environ.get(INTERFACE, "")
     try:
         for interface in filter(None, interfaces.split(",")):
@@ -103,7 +103,7 @@ def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[BroadcastPiec
 
 
 def backend_of(places: Iterable[str]) -> Literal["gloo", "nccl"]:
-    """The back end by which tensors travel between these devices (`devices.identity`)."""
+    """The process group's back end for tensors between these devices (`devices.identity`)."""
     return "nccl" if devices.are_joined_by_nccl(places) else "gloo"
 
 
@@ -112,7 +112,7 @@ class BroadcastGroup:
 
     def __init__(self, answer: PlaceAnswer, store: str, rank: int, device: torch.device) -> None:
         self.device = device if answer.backend == "nccl" else _CPU
-        """Of the tensors that are broadcast."""
+        """The device of the tensors that are broadcast."""
         with _broken_off():
             self._join(answer, store, rank, device)
 
@@ -137,7 +137,7 @@ class BroadcastGroup:
                 raise
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """From rank 0."""
+        """Broadcasts from rank 0."""
         group = self._control if tensor.device.type == "cpu" else self._tensors
         options = distributed.BroadcastOptions()
         options.rootRank = 0
@@ -146,7 +146,7 @@ class BroadcastGroup:
             group.broadcast([tensor], options).wait(timedelta(seconds=BUCKET_S))
 
     def refusals(self, refuses: bool) -> int:
-        """How many members refuse."""
+        """The number of members that refuse."""
         count = torch.tensor([int(refuses)], dtype=torch.int64, device=_CPU)
         options = distributed.AllreduceOptions()
         options.timeout = timedelta(seconds=BUCKET_S)
@@ -155,14 +155,14 @@ class BroadcastGroup:
         return int(count)
 
     def close(self) -> None:
-        """Shows members that still wait for this one that it is gone."""
+        """Closes the group. Members that still wait for this one then see that it left."""
         for group in {id(group): group for group in (self._tensors, self._control)}.values():
             group.abort()
 
 
 def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
-    """A process group of NCCL. With TORCH_NCCL_BLOCKING_WAIT, which is read here, a missing member
-    is an error in the member that waits; else PyTorch ends the process."""
+    """A process group of NCCL. PyTorch reads TORCH_NCCL_BLOCKING_WAIT here. If it is set, a missing
+    member raises an error in the waiting member; otherwise PyTorch ends the process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     if device.index is not None:
         devices.take(device, device.index)
@@ -184,7 +184,7 @@ def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
 
 @contextmanager
 def _broken_off() -> Iterator[None]:
-    """Wraps calls that need the other members."""
+    """Turns errors of calls that need the other members into WeightsLostError."""
     try:
         yield
     except RuntimeError as error:
@@ -216,9 +216,9 @@ def send(
     opened: Callable[[], AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]],
     device: torch.device,
 ) -> int:
-    """On the trainer: sends the tensors, in the order of `specs`, to all others; they are `opened`
-    once all members have joined. Returns how many members received other bits than these. Raises
-    WeightsLostError, and OSError for files."""
+    """On the trainer: sends the tensors to all other members, in the order of `specs`. `opened`
+    opens the tensors after all members have joined. Returns how many members received other bits.
+    Raises WeightsLostError, and OSError for files."""
     with _join_group(files, answer, 0, device) as group, opened() as tensors:
         coming = iter(tensors)
         fingerprints = dict[str, str]()
@@ -261,8 +261,8 @@ def receive(
     place: int,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """On a place of an engine: receives the tensors, on `device` if they come over NCCL, else on
-    the CPU. Raises WeightsLostError."""
+    """In a receiving process of an engine: receives the tensors, on `device` with NCCL, otherwise
+    on the CPU. Raises WeightsLostError."""
     with _join_group(files, answer, answer.first_rank + place, device) as group:
         tensors = dict[str, torch.Tensor]()
         fingerprints = dict[str, str]()
@@ -302,7 +302,7 @@ def receive(
         except WeightsLostError:
             if not is_right:
                 raise
-            # Another member is gone. These weights have arrived.
+            # Another member left, but these weights have arrived.
 
     if not is_right:
         raise WeightsLostError(
@@ -318,7 +318,8 @@ def _room(specs: Mapping[str, Spec]) -> int:
 
 
 def _sent(files: BroadcastFiles, round_id: str) -> Sent:
-    """The trainer has written the file; another machine may see it later."""
+    """Waits for `sent.json`: after the trainer writes the file, another machine may see it
+    later."""
     ends = time.monotonic() + SEEN_S
     while True:
         try:

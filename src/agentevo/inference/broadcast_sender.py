@@ -1,14 +1,14 @@
-"""The trainer's side of weights that go over a process group.
+"""The trainer's side of sending weights over a process group.
 
-`publish` announces a version, waits at most EXPECT_S for the engines that had the one before, or
-asked for it, and sends it in rounds to all that ask. `look_after` sends it to engines that ask
-later: new ones, and those whose round was broken off. Between these calls the model changes, and
-nothing is sent.
+`publish` announces a version. It waits at most EXPECT_S for the engines that have the previous
+version, or asked for it. Then it sends the new version in rounds to all engines that ask.
+`look_after` sends it to engines that ask later: new engines, and those whose round failed. Between
+these calls the model changes, and nothing is sent.
 
-An engine that is gone costs at most one wait and one round: its ask is answered once, and an engine
-that did not ask for a version is not waited for at the next one. An engine that asks and never
-joins (behind a firewall, say) soon has rounds of its own, which are rare, and keeps no other engine
-from the weights.
+A dead engine costs at most one wait and one round: its ask is answered once, and `publish` does not
+wait for an engine that did not ask for the previous version. An engine that asks and never joins
+(behind a firewall, say) soon gets separate rounds at long intervals, so it does not delay the other
+engines.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from agentevo.models.parameters import trained_weights
 from agentevo.models.parts import Spec
 
 EXPECT_S = 10.0
-"""How long `publish` waits for an engine that had the version before, or asked for it."""
+"""How long `publish` waits for an engine that has the previous version, or asked for it."""
 MOST_BROKEN = 3
-"""The maximum number of broken rounds in one `publish`; `look_after` serves the engines that are
-still waiting."""
+"""The most failed rounds in one `publish`. After them, `look_after` serves the engines that still
+wait."""
 ALONE_AFTER = 2
-"""Broken rounds in a row after which an engine has rounds of its own..."""
+"""After this many consecutive failed rounds, an engine gets separate rounds..."""
 PAUSE_S = 60.0
-"""...and, where these are broken off too, the additional pause before each."""
+"""...and after each separate round that fails, the pause before the next one grows by this much."""
 LONGEST_PAUSE_S = 600.0
 LOOK_S = 0.05
 
 
 class BroadcastSender:
-    """A WeightSender, see the module. `note` gets a message when a round was broken off."""
+    """A WeightSender, see the module. `note` gets a message when a round fails."""
 
     def __init__(self, folder: Path, model: nn.Module, *, note: Callable[[str], None]) -> None:
         self._files = BroadcastFiles(folder)
@@ -64,19 +64,20 @@ class BroadcastSender:
         """The announced version; None if it could not be written."""
         self._has_begun = False
         self._expected: set[str] = set()
-        """Engines that have this version, and are waited for at the next one."""
+        """Engines that have this version. `publish` waits for them when it sends the next one."""
         self._broken: dict[str, tuple[int, float]] = {}
-        """Engine -> its consecutive rounds that were broken off, and when it may have another
+        """Engine -> the number of its consecutive failed rounds, and the earliest time of its next
         one."""
         self._said = ""
-        """The last reported problem; each is reported once."""
+        """The last reported problem. A problem is reported once."""
 
     async def begin(self, version: int) -> None:
-        """See WeightSender.begin. Engines keep the weights that they have of a later version."""
+        """See WeightSender.begin. Engines that have a later version keep it."""
         await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """See WeightSender.publish. `look_after` announces later what can't be announced now."""
+        """See WeightSender.publish. If the version can't be announced now, `look_after` announces
+        it later."""
         missing = self._expected | await self._still_asking()
         num_broken = 0
         self._version = version
@@ -97,19 +98,19 @@ class BroadcastSender:
                 return
 
     async def look_after(self) -> None:
-        """See WeightSender.look_after. Reads two files and lists one folder as long as no engine
-        asks."""
+        """See WeightSender.look_after. While no engine asks, it reads two files and lists one
+        folder."""
         chosen = self._chosen(await self._waiting(set()))
         if chosen:
             await self._sent(chosen)
 
     async def _sent(self, asks: Sequence[PlaceRequest]) -> bool:
-        """See `_send`. A round that has begun reads the model to its end: a caller that is
-        cancelled waits for that, and may change the model then."""
+        """Runs `_send` in a thread. A round reads the model until it ends, so a cancelled caller
+        waits for its end before the model may change."""
         return await to_its_end(in_thread(self._send, asks))
 
     async def _still_asking(self) -> set[str]:
-        """Engines that wait for the announced version, and will want the next one."""
+        """Engines that wait for the announced version, and will also want the next one."""
         if self._latest is None:
             return set()
         try:
@@ -119,8 +120,8 @@ class BroadcastSender:
         return {ask.engine for ask in asks if self._is_due(ask.engine)}
 
     def _chosen(self, asks: Sequence[PlaceRequest]) -> list[PlaceRequest]:
-        """The engines of the next round: all together, except those whose last rounds were broken
-        off. Each of these has a round of its own, after the others', at growing intervals."""
+        """Chooses the engines of the next round: all together, except those whose last rounds
+        failed. Each of these gets a separate round after the others, at growing intervals."""
         isolated = [ask for ask in asks if self._broken_rounds(ask.engine) >= ALONE_AFTER]
         together = list[PlaceRequest]()
         num_places = 0
@@ -139,7 +140,8 @@ class BroadcastSender:
         return time.monotonic() >= self._broken.get(engine, (0, 0.0))[1]
 
     async def _waiting(self, missing: set[str]) -> list[PlaceRequest]:
-        """The asks for the version, once all these engines ask or EXPECT_S have passed."""
+        """Waits until all these engines ask for the version or EXPECT_S has passed, and returns the
+        asks."""
         ends = time.monotonic() + EXPECT_S
         try:
             latest = await in_thread(self._latest_version)
@@ -148,7 +150,7 @@ class BroadcastSender:
                 if missing <= {ask.engine for ask in asks} or time.monotonic() > ends:
                     return asks
                 await asyncio.sleep(LOOK_S)
-        except OSError as error:  # the folder is away, or full: try again at the next look
+        except OSError as error:  # the folder is unavailable or full: the next call tries again
             self._say(
                 f"version {self._version} can't be sent, and is tried again while the run waits "
                 f"for attempts: {self._files.folder}: {error.strerror or error}"
@@ -156,7 +158,7 @@ class BroadcastSender:
             return []
 
     def _latest_version(self) -> Latest:
-        """The version as engines see it, written again if it was damaged."""
+        """The version as engines see it. Writes it again if it was damaged."""
         if not self._has_begun:
             self._files.begin()
             self._has_begun = True
@@ -166,7 +168,7 @@ class BroadcastSender:
         return self._latest
 
     def _send(self, asks: Sequence[PlaceRequest]) -> bool:
-        """One round, for these engines; whether it was completed."""
+        """Runs one round for these engines. Returns whether it was completed."""
         latest = self._latest
         assert latest is not None  # otherwise no engine could have asked for it
 
@@ -194,7 +196,7 @@ class BroadcastSender:
         except WeightsLostError as error:
             self._was_broken_off(asks, str(error))
             return False
-        except (EngineError, OSError, torch.OutOfMemoryError) as error:  # the trainer's own trouble
+        except (EngineError, OSError, torch.OutOfMemoryError) as error:  # the trainer's error
             self._say_not_reached(asks, str(error))
             return False
 
@@ -242,7 +244,8 @@ class BroadcastSender:
         return next(iter(trained_weights(self._model).values())).device
 
     def _tensors(self) -> AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]:
-        """In the order of `_specs`; gathered one by one from a model in parts."""
+        """The tensors in the order of `_specs`. If the model is in parts, each is gathered when it
+        is needed."""
         how = in_parts(self._model)
         if how is not None:
             return how.tensors(only_trained=True)

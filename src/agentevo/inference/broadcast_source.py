@@ -1,8 +1,9 @@
-"""An engine's side of weights that go over a process group: it asks for the newest version, waits
-for the round that the trainer answers with, and receives.
+"""An engine's side of receiving weights over a process group. The engine asks for the newest
+version, waits until the trainer answers with a round, and receives the weights in that round.
 
-One ask exists at a time. It is renewed while a caller waits here, and names the version that was
-newest when it was written. Once there is a newer version, the engine asks for that one instead.
+There is one ask at a time. It names the version that was the newest when the engine wrote it, and
+is renewed while a caller waits. When a newer version appears, the engine asks for that version
+instead.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from agentevo.inference.weight_transport import Latest
 from agentevo.models.parts import Spec
 
 WAIT_S = 2.0
-"""Longest wait of one call, in seconds; the ask remains."""
+"""The longest wait of one call, in seconds. The ask remains after it."""
 ANSWER_S = 3.0
-"""An ask that is gone for this long without an answer was deleted, and is rewritten."""
+"""If an ask is missing for this long and there is no answer, it was deleted, and is written
+again."""
 LOOK_S = 0.1
 
 
 class BroadcastSource:
-    """A WeightSource and a GroupSource, see the module. `device`: where `read` receives tensors
-    over NCCL."""
+    """A WeightSource and a GroupSource, see the module. `device`: the device on which `read`
+    receives tensors over NCCL."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._files = BroadcastFiles(folder)
@@ -48,7 +50,7 @@ class BroadcastSource:
         self._engine = uuid.uuid4().hex
         self._asked: PlaceRequest | None = None
         self._gone_at: float | None = None
-        """When the ask was first seen to be taken."""
+        """The time at which this process first saw that the ask was taken."""
         self._has_ended = False
 
     @property
@@ -65,7 +67,7 @@ class BroadcastSource:
         return self._files.latest_version()
 
     def read(self, version: int, *, sha256: str | None = None) -> Weights:
-        """See WeightSource.read. On this engine's device if they come over NCCL."""
+        """See WeightSource.read. Tensors that come over NCCL are on this engine's device."""
         latest = self._files.latest_version()
         if latest is None or latest.version != version or sha256 not in (None, latest.sha256):
             raise WeightsNotSentError(f"version {version} is no longer the newest")
@@ -92,11 +94,11 @@ class BroadcastSource:
         return Incoming(str(self._files.folder), answer)
 
     def withdraw(self) -> None:
-        """See GroupSource.withdraw. If a round is answered already, the thread that waits for it
-        joins it."""
+        """See GroupSource.withdraw. If the trainer has already answered, the waiting thread still
+        joins the round."""
         self._has_ended = True
         ask = self._asked
-        with suppress(OSError):  # the ask is stale soon
+        with suppress(OSError):  # the ask soon expires
             if ask is not None and self._files.withdraw(ask):
                 self._asked = None
 
@@ -137,10 +139,10 @@ class BroadcastSource:
 
 
 def receive_place(incoming: Incoming, place: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The weights that one process of an engine receives, see `receive`. Raises EngineError."""
+    """Receives the weights in one process of an engine, see `receive`. Raises EngineError."""
     files = BroadcastFiles(Path(incoming.folder))
     specs = files.contents(incoming.answer.sha256).specs
     try:
         return receive(files, incoming.answer, specs, place, device)
-    except (RuntimeError, MemoryError) as error:  # no room for them, for example
+    except (RuntimeError, MemoryError) as error:  # for example, out of memory
         raise EngineError(f"weights can't be received ({error}): not served") from error

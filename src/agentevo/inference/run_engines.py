@@ -1,8 +1,9 @@
-"""The run's engines in other processes, in place of one in the trainer's. A trainer whose model is
-in parts on several processes evaluates through them, and needs no whole model.
+"""Uses the run's engines in other processes instead of an engine in the trainer's process. A
+trainer whose model is split over several processes evaluates through them, so that no process needs
+the whole model.
 
-Weights reach these engines as they do for sampling. This module only sets the requested version;
-requests wait until it serves.
+Weights reach these engines in the same way as for sampling. This module only sets the required
+version, and requests wait until an engine serves it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from agentevo.types import Completion, SamplingParams
 
 LOOK_S = 1.0
 TOLD_S = 10.0
-"""The time after which a message names the version that requests wait for."""
+"""After this time a message names the version that requests wait for."""
 
 
 class RunEngines:
@@ -53,8 +54,8 @@ class RunEngines:
         return self._engines.version
 
     def fed_by(self, look_after: Callable[[], Awaitable[None]]) -> None:
-        """Sets the function that makes versions reach them, called every LOOK_S while they are
-        waited for: see WeightSender.look_after."""
+        """Sets the function that repairs what was lost of a version (WeightSender.look_after). It
+        is called every LOOK_S while requests wait for the version."""
         self._look_after = look_after
 
     async def reach(
@@ -83,8 +84,8 @@ class RunEngines:
 
     @asynccontextmanager
     async def looked_after(self) -> AsyncIterator[None]:
-        """A block that sends requests to them, during which the version still reaches engines that
-        have lost it or are new. After the block nothing reads the trainer's weights."""
+        """While the block sends requests, keeps sending the version to engines that lost it or are
+        new. After the block nothing reads the trainer's weights."""
         over = asyncio.Event()
         looking = asyncio.create_task(self._look_until(over))
         try:
@@ -107,7 +108,7 @@ class RunEngines:
         self._meant = version
 
     def verify(self, weights: Weights) -> Weights:
-        """See UpdatableEngine.verify: the process that reads them from the transport does that."""
+        """See UpdatableEngine.verify. Checks nothing: the engines check what they read."""
         return weights
 
     async def publish(
@@ -175,10 +176,10 @@ class RunEngines:
         return self._engines.stats()
 
     async def forget_cache(self) -> None:
-        """See UpdatableEngine.forget_cache: others' caches are not this process's."""
+        """See UpdatableEngine.forget_cache. Does nothing: the caches are in other processes."""
 
     def check(self) -> None:
-        """See UpdatableEngine.check: engines may come back at any time."""
+        """See UpdatableEngine.check. Never raises: engines may return at any time."""
 
     async def close(self) -> None:
         """See UpdatableEngine.close."""

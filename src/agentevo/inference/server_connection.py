@@ -1,12 +1,12 @@
-"""The engine's end of a client's WebSocket (`messages.py`). Requests come in and run concurrently
-in the engine. Answers are sent when they are ready, and so is the engine's state. When the
-connection ends, all of the client's requests are cancelled in the engine.
+"""The engine's end of a client's WebSocket (`messages.py`). Its requests run concurrently in the
+engine. Answers are sent when they are ready, and so is the engine's state. When the connection
+ends, all of the client's requests are cancelled in the engine.
 
-The load of a client is bounded: running requests (MAX_RUNNING; more are refused), answers that it
-does not take (MAX_UNREAD; nothing more is read from it then), and conversations to forget
-(MAX_RELEASES; the engine drops the rest by itself when it needs the room). The tokens of a request
-that streams wait as one list, and its answer takes their place. Request ids only grow, so none can
-be used twice.
+Three limits bound the load of a client. If more than MAX_RUNNING requests run, further ones are
+refused. If MAX_UNREAD answers wait because the client does not read them, nothing more is read from
+the client. If MAX_RELEASES conversations wait to be released, further releases are dropped, and the
+engine evicts these conversations when it needs the room. The waiting tokens of a streaming request
+are one list, and its answer replaces them. Request ids only grow, so no id can be used twice.
 """
 
 from __future__ import annotations
@@ -48,28 +48,29 @@ from agentevo.types import Completion
 LOG = logging.getLogger(__name__)
 
 CHANGE_S = 0.05
-"""How often version and sleep are checked. A new version is reported before the first answer under
-it in any case."""
+"""How often version and sleep are checked. A new version is always reported before the first answer
+under it."""
 LEAST_S = 0.01
-"""A state is sent at most this often."""
+"""The shortest time between two reports."""
 RELEASE_S = 5.0
 RELEASED_AT_ONCE = 64
-"""Then the engine continues: its steps run on the same event loop."""
+"""The number of conversations that are released at once. Then the engine continues, because its
+steps run on the same event loop."""
 MAX_RELEASES = 65_536
 MAX_RUNNING = 16_384
 MAX_UNREAD = 65_536
 UNREAD_S = 0.05
-"""How often to check whether the client has taken its answers."""
+"""How often to check whether the client has read its answers."""
 FLUSH_S = 1.0
-"""How long finished answers get when the engine leaves, in seconds."""
+"""The time to send finished answers when the engine shuts down, in seconds."""
 GOING_AWAY = 1001
-"""Close code, RFC 6455 section 7.4.1."""
+"""The close code of a server that shuts down, RFC 6455 section 7.4.1."""
 UNSUPPORTED = 1003
-"""Close code of the same section."""
+"""A close code of the same section."""
 POLICY = 1008
-"""Close code of the same section."""
+"""A close code of the same section."""
 MAX_REASON_BYTES = 123
-"""RFC 6455, section 5.5."""
+"""The longest reason of a close frame, RFC 6455 section 5.5."""
 
 
 class ServerConnection:
@@ -90,13 +91,13 @@ class ServerConnection:
         self._every_s = float("inf")
         self._watch = 0
         self._last_word: tuple[int, str] | None = None
-        """Close code and reason, if this side ends the connection."""
+        """The close code and reason, if the server ends the connection."""
         self._told: EngineState | None = None
         self._told_at = 0.0
 
     async def serve(self, closing: asyncio.Event) -> None:
-        """Serves until the client goes, or `closing` is set: then the client is sent to another
-        engine. Raises this side's faults, not the client's."""
+        """Serves until the client leaves or `closing` is set. In the second case the client is told
+        to use another engine. Raises the server's errors, not the client's."""
         try:
             await self._websocket.accept()
         except WebSocketDisconnect:
@@ -130,7 +131,7 @@ class ServerConnection:
             task.result()
 
     async def _read(self) -> None:
-        """Returns when the client has gone, or sends something invalid."""
+        """Returns when the client leaves or sends something invalid."""
         while (event := await self._websocket.receive())["type"] == "websocket.receive":
             try:
                 messages = read_requests(event.get("bytes") or b"")
@@ -179,7 +180,8 @@ class ServerConnection:
             self._every_s = message.every_s if message.every_s >= LEAST_S else LEAST_S
 
     async def _complete(self, request: Generate | ScoreRequest) -> None:
-        """The only place where an engine's exception becomes an answer."""
+        """Runs a request and turns an engine's exception into an answer. No other function does
+        this."""
         try:
             if isinstance(request, ScoreRequest):
                 completion = await self._score(request)
@@ -200,7 +202,7 @@ class ServerConnection:
         finally:
             self._outbox.drop_tokens(
                 request.id
-            )  # an answer has them all, and the rest is not needed
+            )  # the answer has all tokens, and a failed request needs none
 
     async def _generate(self, request: Generate) -> Completion:
         check_request(request.sampling, request.deadline_s)
@@ -247,8 +249,8 @@ class ServerConnection:
             LOG.warning("conversation %s was not released: %s", session, error)
 
     async def _write(self) -> None:
-        """Returns when the client has gone. The server's pings detect a client that takes nothing,
-        after which nothing may be sent to it (RuntimeError)."""
+        """Returns when the client leaves. The server's pings detect a client that reads nothing.
+        Sending to it then raises RuntimeError."""
         with suppress(WebSocketDisconnect, RuntimeError):
             while True:
                 await self._websocket.send_bytes(await self._outbox.next_frame())
@@ -257,7 +259,7 @@ class ServerConnection:
         while True:
             await asyncio.sleep(min(self._every_s, CHANGE_S))
             if len(self._outbox):
-                continue  # the client has not taken the last one yet
+                continue  # the client has not read the last frame yet
 
             now = self._state()
             before = self._told
