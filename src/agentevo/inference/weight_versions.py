@@ -234,7 +234,7 @@ class WeightVersions(ABC):
         """Whether a delta may build on this base."""
         chain = base.manifest.chain
         taken = [base.latest.version, *(link.version for link in chain)]
-        return len(chain) + 2 <= self._full_every and version not in taken  # else it replaces its base
+        return len(chain) + 2 <= self._full_every and version not in taken  # not its own base
 
     def _base_of_delta(
         self, trained: Mapping[str, torch.Tensor], version: int

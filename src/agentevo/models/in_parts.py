@@ -1,9 +1,9 @@
-"""Models that no process holds completely: the source of the whole tensors when such a model is
-written (a checkpoint's folder, a version for engines).
+"""Models that are split over several processes. This module assembles the whole tensors when such a
+model is written (a checkpoint's folder, or a version for engines).
 
-The code that splits a model registers it once, with `lies_in_parts`. On the first process, which
-writes, `InParts.tensors` then makes one whole tensor after the other. The other processes send
-their parts when `call_others` calls them.
+The code that splits a model registers it once, with `lies_in_parts`. Then `InParts.tensors`
+assembles one whole tensor after the other on the first process, which writes them. The other
+processes send their parts when `call_others` calls them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentevo.models.parts import Spec, WeightPart, Wholes
 from agentevo.models.tensor_file import split_files, write_files
 
 FILE_BYTES = 5 * 2**30
-"""Most bytes of a file of a model's folder, unless a single tensor is larger."""
+"""The most bytes of a file in a model's folder, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,22 +33,22 @@ class InParts:
     """See the module."""
 
     skeleton: PreTrainedModel
-    """The model with its configuration, whose weights are not looked at."""
+    """The model with its configuration. Its weights are not read."""
     own_parts: Callable[[bool], Mapping[str, WeightPart]]
-    """This process's parts as they are now, of the dtype that is served, by name in one order
-    everywhere; the argument: whether only of trained tensors."""
+    """Returns this process's current parts by name, in the dtype that is served. The order is the
+    same on all processes. The argument: whether to return only trained tensors."""
     call_others: Callable[..., None] = lambda name, *arguments: None
-    """Makes the other processes do their part of what this one begins: `give` (whether what is
-    trained alone), or a method of inference/part_deltas.py."""
+    """Makes the other processes do their part: `give` (with the argument whether only trained
+    tensors), or a method of inference/part_deltas.py."""
     group: distributed.ProcessGroup | None = None
-    """All processes, for tensors on the CPU."""
+    """The group of all processes, for tensors on the CPU."""
 
     def specs(self, *, only_trained: bool) -> dict[str, Spec]:
         """The specs of the tensors that `tensors` yields, in its order."""
         return {name: part.spec for name, part in self.own_parts(only_trained).items()}
 
     def tensors(self, *, only_trained: bool) -> Wholes:
-        """On the first process: (name, whole tensor on the CPU), one made after the other."""
+        """On the first process: yields (name, whole tensor on the CPU), one after the other."""
         self.call_others("give", only_trained)
         return Wholes(self.own_parts(only_trained), self.group)
 
@@ -57,12 +57,12 @@ _IN_PARTS: WeakKeyDictionary[nn.Module, InParts] = WeakKeyDictionary()
 
 
 def lies_in_parts(model: nn.Module, how: InParts) -> None:
-    """Registers the model: from now on every writer gathers its parts."""
+    """Registers a split model, so that every writer gathers its parts."""
     _IN_PARTS[model] = how
 
 
 def in_parts(model: nn.Module) -> InParts | None:
-    """None for a model that this process has whole."""
+    """How to gather the model's parts. None if this process has the whole model."""
     return _IN_PARTS.get(model)
 
 
@@ -73,9 +73,9 @@ def write_from_parts(
     *,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Writes a model's configuration and weights as `save_pretrained` does, layer by layer: what
-    transformers merged when it loaded the model (experts, say) is split again within each layer.
-    `weights`: those of another moment, in place of the model's current ones."""
+    """Writes a model's configuration and weights as `save_pretrained` does, but layer by layer.
+    Tensors that transformers merged when it loaded the model (experts, for example) are split again
+    within each layer. `weights`: weights to write instead of the model's current ones."""
     how.skeleton.save_pretrained(folder, state_dict={})
     (folder / "model.safetensors").unlink(missing_ok=True)
     coming = how.tensors(only_trained=False) if weights is None else weights
@@ -114,7 +114,7 @@ def _by_layers(
     tensors: Iterable[tuple[str, torch.Tensor]],
     layers: Mapping[str, Mapping[str, Spec]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors as they are saved, of one layer after the other."""
+    """The tensors in the form in which they are saved, one layer after the other."""
     waiting = {layer: set(specs) for layer, specs in layers.items()}
     collected: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
@@ -135,6 +135,7 @@ def _as_saved(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[
 
 
 def _layer_of(name: str) -> str:
-    """A layer's name (`model.layers.3`), or, outside of layers, the tensor's own."""
+    """The name of the tensor's layer (`model.layers.3`). Outside of layers, the tensor's own
+    name."""
     match = re.match(r".*?\.\d+(?=\.)", name)
     return match[0] if match else name
