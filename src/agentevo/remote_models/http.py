@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 10.0
-"""How long a connection may take to open."""
+"""The time limit for opening a connection."""
 MAX_ANSWER = 64 * 2**20
-"""Bytes of an answer."""
+"""The most bytes of an answer."""
 SHOWN = 300
-"""Characters of a server's answer that a message shows."""
+"""The number of a server's answer's characters that a message shows."""
 _AGAIN = {408, 409, 425, 429}
 _NO_CREDIT = "insufficient_quota"
-"""OpenAI's code for an account without money: a 429 that waiting does not solve."""
+"""OpenAI's code for an account without credit. Its status is 429, but waiting does not help."""
 
 
 class Unanswered(AgentEvoError):
-    """A request without a usable answer. `is_retryable`: a retry can help, after `retry_after_s` if
-    the server sends it. `may_cost`: the request can have a cost."""
+    """A request got no usable answer. `is_retryable`: whether a retry may help, after
+    `retry_after_s` if the server sent it. `may_cost`: whether the server may charge for the
+    request."""
 
     def __init__(
         self,
@@ -62,7 +63,8 @@ class ModelServer:
         key_reference: str | None,
     ) -> None:
         """`url` is the base URL; `key_reference` describes where the key comes from."""
-        # Before any attempt: clients look for the half of httpx that another thread has imported.
+        # Import before any attempt: otherwise a thread could find httpx only half imported by
+        # another one.
         import httpx
 
         headers = {**wire.headers(key), "Content-Type": "application/json"}
@@ -78,7 +80,7 @@ class ModelServer:
         self._resting_until = 0.0
 
     def rest(self, seconds: float) -> None:
-        """The server wants no request for this time, from any caller."""
+        """Pauses the requests of all callers for this time, because the server asked for it."""
         self._resting_until = max(self._resting_until, time.monotonic() + seconds)
 
     def close(self) -> None:
@@ -92,8 +94,8 @@ class ModelServer:
         listen: Listen | None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RemoteReply, int]:
-        """The answer to a body, and its status; `listen` receives each event at once. `headers`: in
-        addition to those of every request. Raises Unanswered."""
+        """Posts a body, and returns the answer and its status. `listen` receives each event
+        immediately. `headers` are sent in addition to those of every request. Raises Unanswered."""
         import httpx
 
         until = time.monotonic() + within_s
@@ -139,13 +141,13 @@ class ModelServer:
             if not isinstance(answer, Mapping):
                 raise BadAnswerError(f"a {type(answer).__name__}")
             reply = self._wire.reply(answer)
-            msgspec.convert(msgspec.to_builtins(reply), RemoteReply)  # texts where texts belong
+            msgspec.convert(msgspec.to_builtins(reply), RemoteReply)  # checks types
             return reply
         except (BadAnswerError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise self._nonsense(error, content) from error
 
     def _events(self, response: httpx.Response, until: float, listen: Listen | None) -> Any:
-        """The complete body of the events."""
+        """Collects the events, and returns the complete body."""
         reader = EventReader()
         streamed = self._wire.streamed()
         data = b""

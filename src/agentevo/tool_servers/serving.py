@@ -1,10 +1,10 @@
 """Serves any registered tools as an MCP server: over stdin and stdout, or streamable HTTP.
 
 Over stdin and stdout the process is one session. Over HTTP every session of the protocol has its
-own state, made for the task in its headers (`send_task` of an entry of `agent.tools`). It closes
-with the session, at the latest IDLE_S after its last request, or sooner if another session needs
-its place (door.py). The server supports only revisions of the protocol with sessions: a client that
-requests a later revision is refused, and falls back.
+own state, made for the task in its headers (`send_task` of an entry of `agent.tools`). The state is
+closed with the session: at the latest IDLE_S after its last request, or sooner if another session
+needs its place (door.py). The server supports only revisions of the protocol with sessions: a
+client that requests a later revision is refused, and falls back.
 
 A class's `outcome()` becomes a tool of that name, which a recipe can name under `outcome`. The
 reward of a ToolResult has no place in the protocol and is left out.
@@ -69,7 +69,7 @@ class ToolServer:
         self._told = set[str]()
 
     async def check(self) -> None:
-        """Raises ConfigError for options that no session could start with. Problems of a task are
+        """Raises ConfigError for options with which no session could start. Problems of a task are
         reported to the client that sends it."""
         try:
             async with self._tools.session(self._task, self._seed):
@@ -132,8 +132,8 @@ class ToolServer:
         return Server(self._section.name, on_list_tools=list_tools, on_call_tool=call_tool)
 
     async def _call(self, session: ToolSession, name: str, arguments: Mapping[str, Any]) -> Any:
-        """The result of a call, which can be an error of the tool. Raises MCPError for arguments
-        that the tool does not take, and for an unknown tool."""
+        """Makes a call and returns its result, which can be an error of the tool. Raises MCPError
+        for wrong arguments and for an unknown tool."""
         from mcp import MCPError
         from mcp_types import INVALID_PARAMS, CallToolResult, TextContent
 
@@ -215,7 +215,7 @@ class ToolServer:
 
 
 class _OpenedToolset:
-    """The tools of one session."""
+    """The opened tools of one session."""
 
     def __init__(self) -> None:
         self.stack = AsyncExitStack()

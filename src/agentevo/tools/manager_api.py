@@ -10,7 +10,7 @@ nodes.
     POST MANAGER/node/release      its container ends
 
 A node reports a failed call with HTTP 200: {"status_code": 500, "detail": ...}, or content that is
-an error or empty. Each of these becomes an error result. A server's answers are not trusted: at
+an error or empty. Each of these becomes an error result. A server's answers are not trusted, so at
 most MAX_ANSWER bytes are read.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 10.0
 MAX_ANSWER = 64 * 2**20
-"""Bytes of an answer."""
+"""The most bytes of an answer."""
 PROBE_S = 5.0
 """The time limit of the check whether a node that did not answer a call still responds."""
 RELEASE_S = 30.0
@@ -48,7 +48,7 @@ SHOWN = 300
 """The number of an answer's characters that a message shows."""
 LONGEST_PAUSE_S = 5.0
 _INVALID = "failed validating"
-"""The messages of jsonschema for arguments that a tool does not take."""
+"""The messages of jsonschema for wrong arguments."""
 
 
 class ManagerAPI:
@@ -82,7 +82,7 @@ class ManagerAPI:
             ) from None
 
     async def answers(self, node: str) -> bool:
-        """Whether a node responds within PROBE_S."""
+        """Whether the node responds within PROBE_S."""
         with suppress(ToolUnavailableError, TimeoutError):
             async with asyncio.timeout(PROBE_S):
                 return bool(await self._json("GET", f"{node}/servers"))
@@ -284,7 +284,7 @@ def _schemas(entries: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _owner(name: str, servers: Sequence[str]) -> str | None:
-    """The server that a name SERVER.TOOL begins with."""
+    """The server in a name SERVER.TOOL."""
     owners = [server for server in servers if name.startswith(f"{server}.")]
     return max(owners, key=len) if owners else None
 

@@ -91,7 +91,7 @@ class _ManagerSession:
         self._is_suspect = self._tell_restart = False
 
     async def learn_tools(self) -> list[ToolSpec]:
-        """The tools of the node's servers. Raises ToolUnavailableError and ConfigError."""
+        """Lists the tools of the node's servers. Raises ToolUnavailableError and ConfigError."""
         await self.prepare()
         url = self._url or ""
         section = self._section
@@ -140,7 +140,7 @@ class _ManagerSession:
             await self._release()
 
     async def _made(self) -> tuple[str, str]:
-        """A new node. If the wait for it ends early, the node is released once it exists."""
+        """Creates a node. If the wait for it ends early, the node is released when it exists."""
         section = self._section
         making = asyncio.create_task(
             self._api.create(
@@ -168,5 +168,5 @@ class _ManagerSession:
     async def _release_node(self, node: str) -> None:
         try:
             await self._api.release(self._section.url, node)
-        except ToolUnavailableError as error:  # the attempt has its outcome already
+        except ToolUnavailableError as error:  # the attempt already has its outcome
             to_stderr(f"the node {node} of {self._section.url} was not released: {error}")

@@ -19,8 +19,8 @@ _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def read_message(text: str) -> Any:
-    """A message for the SDK's session. For a text that is not a message, a ValueError with the
-    reason, which a session ignores."""
+    """Parses a text into a message for the SDK's session. If the text is not a message, returns a
+    ValueError with the reason, which the session ignores."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
@@ -93,7 +93,7 @@ class _MendedStream:
 
 
 def _mend_item(item: Any) -> Any:
-    """A message, or a replacement for one that the SDK could not read."""
+    """The message, or a replacement if the SDK could not read it."""
     import pydantic
 
     if isinstance(item, pydantic.ValidationError):
@@ -105,8 +105,8 @@ def _mend_item(item: Any) -> Any:
 
 
 def _salvage(text: str) -> Any:
-    """Repairs a text that the SDK does not accept: the message without halves of surrogate pairs,
-    or an error for the request that it would answer; None where it answers none."""
+    """Repairs a text that the SDK does not accept. Returns the message without halves of surrogate
+    pairs, or an error for the request that the text answers. None if it answers no request."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 

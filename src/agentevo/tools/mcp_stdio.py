@@ -2,7 +2,8 @@
 
 The SDK's transport copies a partial line with every new piece, which takes a minute for 20 MB, and
 it holds lines of any length. Here the time is linear in the number of bytes, and a line has at most
-MAX_MESSAGE bytes. Of a longer line both ends are kept to find its request, and that request fails.
+MAX_MESSAGE bytes. If a line is longer, only its two ends are kept. They identify the request, which
+then fails.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ async def stdio_transport(
 
 def _write_error(errors: Any, line: str) -> None:
     """Appends a line to the server's stderr."""
-    with suppress(OSError, ValueError):  # the file is closed
+    with suppress(OSError, ValueError):  # the file may be closed
         os.write(errors.fileno(), f"\n{line}\n".encode())
 
 
@@ -157,13 +158,14 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         await _has_ended(process)
 
-    # A process that it left behind may still hold its pipes.
+    # A process that the server left behind may still hold its pipes.
     with suppress(PermissionError):
         process._transport.close()  # type: ignore[attr-defined]
 
 
 async def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """Whether it ends within END_S. `Process.wait` would also wait for the pipes to close."""
+    """Whether the server ends within END_S. `Process.wait` would also wait for the pipes to
+    close."""
     with suppress(TimeoutError):
         async with asyncio.timeout(END_S):
             while process.returncode is None:

@@ -61,7 +61,7 @@ class _PageParser:
         self._max_chars = max_chars
         self._num_link_chars = 0
         self._unseen: str | None = None
-        """The element that hides its content. `_depth` counts open elements of that name."""
+        """The element that hides the text now. `_depth` counts open elements of that name."""
         self._depth = 0
         self._in_title = False
         self._target: str | None = None

@@ -5,9 +5,10 @@ server has the guard's stdin, stdout and stderr. A process that loses its parent
 child (PR_SET_CHILD_SUBREAPER), even one that has left the session, so nothing outlives the guard.
 Without Linux only the server's process group ends with it.
 
-The guard takes SIGTERM, and the death of the client for any reason, as the end of stdin. The server
-then has GRACE_S to end, and as long again after SIGTERM; processes that still run are killed. The
-program can end before that and leave the server running: some programs only start it.
+SIGTERM, and the end of the client for any reason, have the same effect as the end of stdin. The
+server then has GRACE_S to end, and the same time again after it gets SIGTERM. Processes that still
+run are killed. The program may end earlier and leave the server running, because some programs only
+start a server.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def main() -> int:
-    """The exit code of the program; 128 plus the signal's number if a signal ended it."""
+    """Runs the program and returns its exit code: 128 plus the signal's number if a signal ended
+    it."""
     if sys.platform == "linux":
         import ctypes
 
@@ -43,7 +45,7 @@ def main() -> int:
 
 
 def _start(words: list[str]) -> int:
-    """The program's id."""
+    """Starts the program and returns its process id."""
     program = os.fork()
     if program == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
@@ -88,7 +90,7 @@ def _guard(program: int, client: int) -> int:
 
 
 def _wait(limit_s: float) -> int | None:
-    """The number of the next signal, or None."""
+    """Waits for the next signal, and returns its number or None."""
     if not hasattr(signal, "sigtimedwait"):  # macOS
         time.sleep(limit_s / 10)
         pending = signal.sigpending() - {signal.SIGCHLD}

@@ -9,9 +9,9 @@ A failure of a call becomes its result: an unknown tool, arguments that are not 
 tool does not take, no answer in time, a server that is gone, an exception of the tool's code. It
 costs only the call, and each kind is counted (METRICS). The policy knows a tool by its own name,
 with "_" for characters that APIs and chat templates don't accept. If two toolsets have a tool of
-the same name, each of these becomes TOOLSET__NAME. If names of one toolset become equal, or hold no
-accepted letter, all except the first get a number (`a_b_2`, `tool_2`). A name that is too long ends
-in a part of its digest.
+the same name, each of these becomes TOOLSET__NAME. If names of one toolset become equal, or have no
+accepted letter, all except the first get a number (`a_b_2`, `tool_2`). A name that is too long is
+shortened and ends with a part of its digest.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Toolbox:
             yield AttemptTools(sessions, self._cache, self._show, checks)
 
     def _show(self, name: str, error: Exception) -> None:
-        """Shows an exception of a tool's code at once: otherwise only the policy would see it."""
+        """Shows an exception of a tool's code immediately. Otherwise only the policy would see
+        it."""
         kind = (name, type(error))
         if kind not in self._told:
             self._told.add(kind)
@@ -145,7 +146,7 @@ class _Offer:
         self.room = asyncio.Semaphore(section.max_concurrent)
 
     def has(self, spec: ToolSpec) -> bool:
-        """Whether the policy gets the tool."""
+        """Whether the policy may use the tool."""
         included = self.section.include or ("*",)
         return _is_called(spec, included) and not _is_called(spec, self.section.exclude)
 
@@ -233,8 +234,7 @@ class AttemptTools:
 
     async def outcomes(self) -> dict[str, Any]:
         """The outcome of the attempt by each toolset that gives one, and by the task's
-        `state_checks`. Raises what they raise, and EnvironmentFailure if a toolset does not
-        answer."""
+        `state_checks`. Raises their errors, and EnvironmentFailure if a toolset does not answer."""
         outcomes: dict[str, Any] = {}
         for offer, session in self._sessions:
             limit_s = offer.section.timeout_s
@@ -310,7 +310,8 @@ class AttemptTools:
         return self._tools.get(name) or self._by_full_name.get(name)
 
     async def _call_recorded(self, call: ToolCall, recorded: RunningCall) -> ToolResult:
-        """The result as the policy reads it, also for any failure."""
+        """Makes a call, and returns the result that the policy reads. A failure becomes a result,
+        too."""
         bound = self._found(call.name)
         if bound is None:
             self.metrics["num_unknown_tools"] += 1
@@ -337,7 +338,7 @@ class AttemptTools:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            self.metrics["num_tool_failures"] += 1  # its own wait was cancelled
+            self.metrics["num_tool_failures"] += 1  # the tool's own wait was cancelled
             return _error(f"{call.name} failed: what it waited for was cancelled")
         except Exception as error:  # noqa: BLE001 (a tool's exception costs only its call)
             self.metrics["num_tool_failures"] += 1

@@ -32,7 +32,7 @@ else:
 sys.path.pop(0)
 
 GRACE_S = 1.0
-"""Seconds between the deadline, at which the interpreter interrupts itself, and its kill."""
+"""The seconds from the deadline, at which the interpreter interrupts itself, until it is killed."""
 KILLING_S = 2.0
 LOOK_S = 1.0
 _PR_SET_DUMPABLE = 4
@@ -42,7 +42,7 @@ MIB = 2**20
 
 
 class ProgramOutput:
-    """Head and tail of a stream."""
+    """The head and tail of a program's output stream."""
 
     def __init__(self, handle: int, limit: int) -> None:
         self.handle = handle
@@ -127,7 +127,7 @@ class SandboxSupervisor:
 
         while True:
             request = self._wait_for_host()
-            if request["do"] == "answer":  # to a call that was interrupted
+            if request["do"] == "answer":  # a late answer to an interrupted call
                 continue
 
             try:
@@ -245,7 +245,7 @@ class SandboxSupervisor:
         return {}
 
     def _attend(self, child: SandboxedChild, deadline_s: float, request_id: int) -> dict[str, Any]:
-        """Waits until the child ends, or completes its request, or the time is over."""
+        """Waits until the child ends or completes its request, or until the deadline."""
         until = time.monotonic() + deadline_s
         with selectors.DefaultSelector() as ready:
             for output in child.outputs:
@@ -308,8 +308,8 @@ class SandboxSupervisor:
         self._write_control(child, {k: v for k, v in answer.items() if k != "do"})
 
     def _write_control(self, child: SandboxedChild, message: dict[str, Any]) -> None:
-        """Raises BadFrame if the interpreter does not read, like for one that sends invalid
-        data."""
+        """Sends a message to the interpreter. Raises BadFrame if it does not read, as for invalid
+        data from it."""
         assert child.control is not None
 
         view = memoryview(frames.encode(message))
@@ -436,7 +436,7 @@ class SandboxSupervisor:
                     child.status = reaped[1]
 
     def _wait_for_host(self) -> dict[str, Any]:
-        """The host's next message; the sandbox ends without a host."""
+        """Waits for the host's next message. The sandbox ends if the host is gone."""
         while (message := self._incoming.next()) is None:
             with selectors.DefaultSelector() as ready:
                 ready.register(self._host, selectors.EVENT_READ)
@@ -465,7 +465,7 @@ def become_ordinary(settings: dict[str, Any]) -> None:
         os.setresuid(*[settings["uid"]] * 3)
 
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_DUMPABLE, 0)  # its memory and files are not for processes of the same user
+    _prctl(_PR_SET_DUMPABLE, 0)  # hides its memory and files from processes of the same user
     os.umask(0o077)
     os.environ.clear()
     os.environ.update(settings["env"])
@@ -489,11 +489,11 @@ def limit_child(settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _limit(resource.RLIMIT_AS, settings["memory_mib"] * MIB)
     cpu_s = max(1, round(settings["cpu_s"]))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU says what it was
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # so that SIGXCPU shows the reason
 
 
 def _limit(what: int, value: int) -> None:
-    """Lowers a limit permanently."""
+    """Lowers a resource limit permanently."""
     hard = resource.getrlimit(what)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(what, (value, value))
