@@ -36,7 +36,7 @@ LEFT_OUT = "\n[the rest is left out]"
 FAILED = "[no summary could be made; this is what the tool gave]\n"
 LONGEST_PURPOSE = 2000
 CHARS_PER_TOKEN = 8
-"""Token counting stops at this many characters for each token that the helper may read."""
+"""Only this many characters per token that the helper may read are tokenized to count tokens."""
 CHARS_PER_REMOTE_TOKEN = 4
 """The characters per token if a remote model replaces the policy, since its tokenizer is not
 available."""
@@ -54,7 +54,7 @@ class Browse:
         self._has_told = False
 
     def reader(self, policy: Policy) -> PageReader:
-        """The reader of pages for one attempt."""
+        """Creates the reader of pages for one attempt."""
         return PageReader(self, policy)
 
     async def clip_text(self, text: str, policy: Policy) -> tuple[str, bool]:
@@ -165,7 +165,7 @@ class PageReader:
         )
 
     async def _read(self, page: str, purpose: str, until: float) -> str | list[str]:
-        """A page's summary, or the problem of each model."""
+        """Requests a page's summary. Returns it, or the problem of each model."""
         section = self._browse.section
         # Not in one pass, so that a page that contains {purpose} is not changed.
         before, _, after = section.prompt.partition("{content}")

@@ -1,10 +1,10 @@
 """Runs a process, and ends it together with all processes that it starts.
 
 The process has its own session, so that Ctrl-C does not reach it. Its descendants are found by
-their parents, and by a value in their environment that no other process has; that also finds those
-that left the session and lost their parent. The remaining processes get SIGTERM, and are killed
-GRACE_S later: when the process has ended, when `stop` is called, and at the end of this process. A
-process that changed both its environment and its parents is not found.
+their parents, and by a unique value in their environment. The value also finds processes that left
+the session and lost their parent. The remaining processes get SIGTERM, and are killed GRACE_S
+later. This happens when the process has ended, when `stop` is called, and at the end of this
+process. A process that changed both its environment and its parents is not found.
 
 The last KEPT bytes of its output are kept, and any amount can be written.
 """
@@ -26,10 +26,11 @@ from typing import IO
 import psutil
 
 KEPT = 64 * 2**10
-"""The number of bytes that are kept of each stream."""
+"""The number of bytes of each stream that are kept."""
 GRACE_S = 1.0
 KILLING_S = 2.0
-"""How long to search for further processes to kill: a process can start others in that time."""
+"""How long to search for further processes to kill, since processes can start others in that
+time."""
 LOOK_S = 0.02
 DRAIN_S = 0.3
 _CHUNK = 2**16
@@ -62,14 +63,14 @@ class ProcessTree:
         self._process: subprocess.Popen[bytes] | None = None
         self._written = {"stdout": bytearray(), "stderr": bytearray()}
         self.ended = threading.Event()
-        """`run` has returned or raised, and all processes of the tree have ended."""
+        """Set when `run` has returned or raised, and all processes of the tree have ended."""
 
     def stop(self) -> None:
-        """Starts to end the tree, which takes seconds; see `ended`."""
+        """Begins to end the tree, which takes seconds. `ended` is set afterwards."""
         self._stopped.set()
 
     def written(self, stream: str) -> str:
-        """The end of its output to `stdout` or `stderr`."""
+        """The last part of the process's output to `stdout` or `stderr`."""
         return bytes(self._written[stream][-KEPT:]).decode("utf-8", "replace")
 
     def run(self) -> EndedProcess:
@@ -194,6 +195,7 @@ class ProcessTree:
 
 @atexit.register
 def _kill_all() -> None:
-    """Kills the remaining processes if the interpreter ends at once, as after a second Ctrl-C."""
+    """Kills the remaining processes if the interpreter ends immediately, as after a second
+    Ctrl-C."""
     for tree in list(_alive):
         tree.kill(grace_s=0.0)

@@ -11,8 +11,7 @@ from agentevo.types import Outcome
 
 
 async def said_by(tools: AttemptTools) -> dict[str, Outcome]:
-    """The outcome of each toolset that gives one, requested once. Raises what the toolset
-    raises."""
+    """The outcome of each toolset that gives one, requested once. Raises the toolset's errors."""
     return {name: outcome_of(returned) for name, returned in (await tools.outcomes()).items()}
 
 

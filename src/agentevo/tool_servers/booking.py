@@ -35,8 +35,7 @@ MAX_ROOMS = 1000
 CITIES = ("Bonn", "Cairo", "Delhi", "Lima", "Oslo", "Quito", "Rome", "Seoul")
 KINDS = ("single", "double", "family")
 GUESTS = ("Abe", "Bea", "Cy", "Dot", "Ed", "Fay")
-"""The largest number of nights in a random world. The two constants above also belong to random
-worlds."""
+"""The guests of a random office. CITIES and KINDS are the cities and kinds of its rooms."""
 
 
 class BookableRoom(msgspec.Struct, frozen=True, kw_only=True):
