@@ -23,7 +23,7 @@ class Admitted:
     def leave(self):
         pass
 
-    def watch(self, when_lost):
+    def watch(self, on_lost):
         pass
 
 

@@ -24,7 +24,7 @@ from agentevo.inference.part_deltas import PublishedParts
 from agentevo.inference.version_manifest import VersionManifest
 from agentevo.inference.weight_delta import num_bytes
 from agentevo.inference.weights import WeightsFolder
-from agentevo.models.in_parts import InParts, lies_in_parts
+from agentevo.models.in_parts import InParts, register_in_parts
 from agentevo.models.parameters import trained_weights
 from agentevo.models.parts import give
 from agentevo.models.sharded import note_change, skeleton_of
@@ -77,7 +77,7 @@ class Published:
         }
 
         if self.first:
-            lies_in_parts(model, InParts(skeleton_of(model), own, self._tell))
+            register_in_parts(model, InParts(skeleton_of(model), own, self._tell))
 
     def _tell(self, *call: Any) -> None:
         distributed.broadcast_object_list([call], 0)

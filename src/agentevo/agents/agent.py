@@ -51,7 +51,7 @@ not."""
 
 CLOSING_S = 60.0
 """The time limit of an agent's `close`."""
-ALIKE = 0.8
+TYPO_SIMILARITY = 0.8
 """A name at least this similar to an agent's name (difflib's ratio) counts as a typo of it."""
 
 
@@ -200,7 +200,7 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
     else:
         by_agent = {}
         if isinstance(returned, Mapping):
-            _check_no_slip(returned, agents)
+            _check_no_typo(returned, agents)
 
     unknown = next((name for name in by_agent if name not in agents), None)
     if unknown is not None:
@@ -208,21 +208,21 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
             f"a reward names {shown(unknown)}, which is not an agent: use {', '.join(agents)}"
         )
 
-    everybody = outcome_of(returned)
-    if everybody.turn_rewards:
+    all_agents = outcome_of(returned)
+    if all_agents.turn_rewards:
         raise ValueError(
             "rewards of turns need the name of their agent: return a mapping such as "
             f'{{"{agents[0]}": [0.0, 1.0]}}'
         )
 
     by_name = {name: outcome_of(reward) for name, reward in by_agent.items()}
-    return msgspec.structs.replace(everybody, agents=by_name)
+    return msgspec.structs.replace(all_agents, agents=by_name)
 
 
-def _check_no_slip(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
+def _check_no_typo(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
     """Raises ValueError if the name of a common reward part is almost an agent's name."""
     for name in parts:
-        meant = difflib.get_close_matches(str(name), agents, n=1, cutoff=ALIKE)
+        meant = difflib.get_close_matches(str(name), agents, n=1, cutoff=TYPO_SIMILARITY)
         if meant:
             raise ValueError(
                 f"{shown(name)} is not an agent; did you mean {meant[0]!r}? A part of the common "

@@ -51,7 +51,7 @@ class Browse:
         self.section = section
         self._lock = threading.Lock()
         self._tokenizer: Any = None
-        self._has_told = False
+        self._has_reported = False
 
     def reader(self, policy: Policy) -> PageReader:
         """Creates the reader of pages for one attempt."""
@@ -84,10 +84,10 @@ class Browse:
         is_long = is_cut or len(ids) > section.min_prompt_length
         return head + LEFT_OUT if is_cut else text, is_long
 
-    def tell(self, problems: list[str]) -> None:
+    def report_failure(self, problems: list[str]) -> None:
         """Reports once in a process that no model could summarise."""
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_reported:
+            self._has_reported = True
             to_stderr(
                 f"agent.browse: no model could summarise a result: {'; '.join(problems)}\n"
                 "(the policy reads the original result with a note; later failures are counted)"
@@ -136,7 +136,7 @@ class PageReader:
 
         self._counts["num_failed_summaries"] += 1
         problems = [line for summary in read if not isinstance(summary, str) for line in summary]
-        self._browse.tell(problems)
+        self._browse.report_failure(problems)
 
         if not any(isinstance(summary, str) for summary in read):
             return Condensed(text=FAILED + text, problem="; ".join(problems))

@@ -29,7 +29,7 @@ from agentevo.agents.history import History
 from agentevo.agents.named_by_task import ask_once, asks_once
 from agentevo.agents.policy import Policy
 from agentevo.agents.single_turn import conversation_of, with_examples, with_system
-from agentevo.agents.tools_outcome import outcome_with_tools, said_by
+from agentevo.agents.tools_outcome import outcome_with_tools, tool_outcomes
 from agentevo.config.agents import CodeAgentSection, agents
 from agentevo.errors import RequestTooLongError, ToolError
 from agentevo.rewards.answers import find_answer
@@ -132,7 +132,7 @@ class CodeAgent:
             interpreter = _AgentInterpreter(sandbox, files, self._section.max_output_chars)
             history = History(messages, self._section.context)
             end = await self._play(history, policy, interpreter, progress)
-            outcomes = await said_by(tools)
+            outcomes = await tool_outcomes(tools)
 
         return outcome_with_tools(
             tools,

@@ -55,7 +55,7 @@ class Pace:
         """How long the next call can block the event loop."""
         return GRACE_S if self._slow_calls < SLOW_CALLS else 0.0
 
-    def took(self, seconds: float) -> None:
+    def record_duration(self, seconds: float) -> None:
         """Records the duration of one call."""
         change = 1.0 if seconds > SLOW_S else -FORGOTTEN
         self._slow_calls = min(max(self._slow_calls + change, 0.0), SLOW_CALLS + 1.0)
@@ -180,7 +180,7 @@ class EnvironmentThread:
                     result = function()
                 finally:
                     self.last_call_s = time.monotonic() - started
-                    self._pace.took(self.last_call_s)
+                    self._pace.record_duration(self.last_call_s)
             except BaseException as error:  # noqa: BLE001 (passed to the waiter)
                 answer.set_exception(_as_failure(error, self._who))
             else:

@@ -118,9 +118,9 @@ def outcome_of_rewards(
         return _outcome([reward for reward in rewards if reward.agent == agent], turns)
 
     names = dict.fromkeys(reward.agent for reward in rewards if reward.agent is not None)
-    everybody = outcome(None)
+    all_agents = outcome(None)
     agents = {name: outcome(name) for name in names}
-    return msgspec.structs.replace(everybody, agents=agents)
+    return msgspec.structs.replace(all_agents, agents=agents)
 
 
 def _outcome(rewards: Sequence[PostedReward], received: Sequence[int] | None) -> Outcome:

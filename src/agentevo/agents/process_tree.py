@@ -6,7 +6,7 @@ the session and lost their parent. The remaining processes get SIGTERM, and are 
 later. This happens when the process has ended, when `stop` is called, and at the end of this
 process. A process that changed both its environment and its parents is not found.
 
-The last KEPT bytes of its output are kept, and any amount can be written.
+The last KEPT_BYTES bytes of its output are kept, and any amount can be written.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import IO
 
 import psutil
 
-KEPT = 64 * 2**10
+KEPT_BYTES = 64 * 2**10
 """The number of bytes of each stream that are kept."""
 GRACE_S = 1.0
 KILLING_S = 2.0
 """How long to search for further processes to kill, since processes can start others in that
 time."""
-LOOK_S = 0.02
+POLL_INTERVAL_S = 0.02
 DRAIN_S = 0.3
 _CHUNK = 2**16
 
@@ -71,7 +71,7 @@ class ProcessTree:
 
     def written(self, stream: str) -> str:
         """The last part of the process's output to `stdout` or `stderr`."""
-        return bytes(self._written[stream][-KEPT:]).decode("utf-8", "replace")
+        return bytes(self._written[stream][-KEPT_BYTES:]).decode("utf-8", "replace")
 
     def run(self) -> EndedProcess:
         """Runs the process until it ends or is stopped. Raises OSError if it can't be started."""
@@ -117,7 +117,7 @@ class ProcessTree:
         while self._read(streams, 0.0) and time.monotonic() < until:
             continue
 
-    def _read(self, streams: selectors.BaseSelector, within_s: float = LOOK_S) -> bool:
+    def _read(self, streams: selectors.BaseSelector, within_s: float = POLL_INTERVAL_S) -> bool:
         """Reads one piece of the available output. Returns whether there was any."""
         if not streams.get_map():
             self._stopped.wait(within_s)
@@ -134,8 +134,8 @@ class ProcessTree:
                 has_read = True
                 recent: bytearray = key.data
                 recent += chunk
-                if len(recent) > 4 * KEPT:
-                    del recent[:-KEPT]
+                if len(recent) > 4 * KEPT_BYTES:
+                    del recent[:-KEPT_BYTES]
 
         return has_read
 
@@ -148,7 +148,7 @@ class ProcessTree:
 
         asked_at = time.monotonic()
         while living and time.monotonic() - asked_at < grace_s:
-            time.sleep(LOOK_S / 2)
+            time.sleep(POLL_INTERVAL_S / 2)
             living = self._living(living, is_thorough=False)
 
         living = self._living(living)
@@ -157,7 +157,7 @@ class ProcessTree:
             for process in living.values():
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            time.sleep(LOOK_S / 2)
+            time.sleep(POLL_INTERVAL_S / 2)
             living = self._living(living)
 
     def _living(

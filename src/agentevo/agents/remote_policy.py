@@ -165,9 +165,9 @@ class RemoteModelPolicy(Policy):
     ) -> None:
         super().__init__(cast("Conversation", conversation), door, remote, texts=texts)
         self.remote_model = model
-        self._talk = conversation
+        self._conversation = conversation
         self._remote_agents = {"": model}
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
         """See Policy.num_tokens."""
-        return self._talk.num_tokens(turn)
+        return self._conversation.num_tokens(turn)

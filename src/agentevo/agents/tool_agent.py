@@ -24,7 +24,7 @@ from agentevo.agents.react import ReActFormat
 from agentevo.agents.search_tags import SearchTags
 from agentevo.agents.single_turn import opening_of, with_system
 from agentevo.agents.tool_format import NativeFormat, ParsedReply, ToolFormat
-from agentevo.agents.tools_outcome import outcome_with_tools, said_by
+from agentevo.agents.tools_outcome import outcome_with_tools, tool_outcomes
 from agentevo.config.agents import ToolAgentSection, agents
 from agentevo.errors import RequestTooLongError
 from agentevo.rewards.answers import find_answer
@@ -97,7 +97,7 @@ class ToolAgent:
             )
             history = History(opening, self._section.context)
             end = await self._play(form, history, policy, tools, progress)
-            outcomes = await said_by(tools)
+            outcomes = await tool_outcomes(tools)
 
         return outcome_with_tools(
             tools,

@@ -41,18 +41,18 @@ ACCEPTED_AT_ONCE = 64
 """The most connections that are accepted between two steps of the engine, which run on the same
 event loop."""
 ACCEPTING_SHARE = 0.1
-TAKEN_S = 0.01
+DELIVERY_POLL_S = 0.01
 """How often to check whether the client has received a long answer."""
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 """How often to check how long the strangers have been connected."""
-FULL_S = 0.1
+NO_HANDLE_PAUSE_S = 0.1
 """The pause before the next try when the process has no file descriptor left."""
 SHUTDOWN_S = 1.0
 """The time limit for closing TLS."""
-UNNOTICED = 65536
+BUFFERED_BYTES = 65536
 """The number of unsent bytes of an answer that the server does not wait for: the client's own
 buffers may hold as many."""
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_HANDLE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +77,30 @@ class AdmittedConnection:
         self.opening: asyncio.Task[None] | None = None
         """The task that opens the connection, from the first byte until TLS is established."""
         self.transport: asyncio.Transport | None = None
-        self.protocol: _Http | None = None
+        self.protocol: _HttpProtocol | None = None
         self.is_lost = False
         self._had_all = False
         """Whether the peer had received all bytes when the connection was lost."""
         self._when_lost: Callable[[], None] | None = None
 
-    def watch(self, when_lost: Callable[[], None] | None) -> None:
-        """Calls `when_lost` when the connection is lost, or immediately if it is lost already. None
+    def watch(self, on_lost: Callable[[], None] | None) -> None:
+        """Calls `on_lost` when the connection is lost, or immediately if it is lost already. None
         stops the watch. Call this after the request's body was read. The watch also reads later
         bytes, because only reading reveals that a client hangs up."""
-        self._when_lost = when_lost
-        if when_lost is not None and self.is_lost:
-            when_lost()
-        elif when_lost is not None and self.protocol is not None:
+        self._when_lost = on_lost
+        if on_lost is not None and self.is_lost:
+            on_lost()
+        elif on_lost is not None and self.protocol is not None:
             self.protocol.flow.resume_reading()
 
-    async def took_all(self, within_s: float) -> bool:
-        """Whether the peer has received all written bytes, except at most UNNOTICED bytes, which
-        may still be in its machine's buffers. False if the connection is lost, or the peer received
-        nothing more for `within_s`. Call this before the answer ends, since the next request begins
-        after that."""
+    async def received_all(self, within_s: float) -> bool:
+        """Whether the peer has received all written bytes, except at most BUFFERED_BYTES bytes,
+        which may still be in its machine's buffers. False if the connection is lost, or the peer
+        received nothing more for `within_s`. Call this before the answer ends, since the next
+        request begins after that."""
         if self.is_lost or self.transport is None or self.transport.is_closing():
             return False  # a transport that closes discards what is written to it
-        if (num_remaining := self._num_left()) <= UNNOTICED:
+        if (num_remaining := self._num_undelivered()) <= BUFFERED_BYTES:
             return True
 
         lost_event = asyncio.Event()
@@ -111,11 +111,11 @@ class AdmittedConnection:
         try:
             while num_remaining and not self.is_lost:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(TAKEN_S):
+                    async with asyncio.timeout(DELIVERY_POLL_S):
                         await lost_event.wait()
 
                 before = num_remaining
-                num_remaining = self._num_left()
+                num_remaining = self._num_undelivered()
                 if num_remaining < before:
                     until = loop.time() + within_s
                 elif num_remaining and loop.time() >= until:
@@ -125,10 +125,10 @@ class AdmittedConnection:
 
         return self._had_all if self.is_lost else True
 
-    def _num_left(self) -> int:
+    def _num_undelivered(self) -> int:
         """The number of written bytes that the peer's machine has not acknowledged; if this system
-        does not report it, the number of bytes that are still in this process. More than UNNOTICED
-        if the number is unknown."""
+        does not report it, the number of bytes that are still in this process. More than
+        BUFFERED_BYTES if the number is unknown."""
         assert self.transport is not None
         if self.is_lost:
             return 0
@@ -136,7 +136,7 @@ class AdmittedConnection:
         try:
             waiting = self.transport.get_write_buffer_size()
         except AttributeError:  # asyncio's TLS after a second close
-            return UNNOTICED + 1
+            return BUFFERED_BYTES + 1
 
         connected = self.transport.get_extra_info("socket")
         if connected is None or not sys.platform.startswith("linux"):
@@ -165,7 +165,7 @@ class AdmittedConnection:
 
     def lost(self, error: Exception | None = None) -> None:
         """Records that the connection is lost. `error`: the reason; None if the peer closed it."""
-        self._had_all = error is None and self.transport is not None and not self._num_left()
+        self._had_all = error is None and self.transport is not None and not self._num_undelivered()
         self.is_lost = True
         self._admission.forget(self)
         if self._when_lost is not None:
@@ -195,11 +195,11 @@ class Admission:
         self._strangers: dict[AdmittedConnection, None] = {}
         """Strangers that have sent a byte, or have their answer, in this order."""
         self._clients: set[AdmittedConnection] = set()
-        self._looking: asyncio.TimerHandle | None = None
-        self._waiting: asyncio.TimerHandle | None = None
+        self._check_timer: asyncio.TimerHandle | None = None
+        self._pause_timer: asyncio.TimerHandle | None = None
         listener.setblocking(False)
         self._listen()
-        self._look()
+        self._cut_expired()
 
     def admit(self, connection: AdmittedConnection) -> bool:
         if len(self._clients) >= self._limits.clients:
@@ -222,7 +222,7 @@ class Admission:
 
     def close(self) -> None:
         """Stops accepting and cuts strangers off. Clients stay connected."""
-        for timer in (self._looking, self._waiting):
+        for timer in (self._check_timer, self._pause_timer):
             if timer is not None:
                 timer.cancel()
         self._loop.remove_reader(self._listener)
@@ -237,14 +237,14 @@ class Admission:
 
     def _pause(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener)
-        self._waiting = self._loop.call_later(seconds, self._listen)
+        self._pause_timer = self._loop.call_later(seconds, self._listen)
 
-    def _look(self) -> None:
+    def _cut_expired(self) -> None:
         now = self._loop.time()
         for connection in [*self._silent, *self._strangers]:
             if now >= connection.until:
                 self._cut(connection)
-        self._looking = self._loop.call_later(LOOK_S, self._look)
+        self._check_timer = self._loop.call_later(POLL_INTERVAL_S, self._cut_expired)
 
     def _accept(self) -> None:
         started_at = time.perf_counter()
@@ -256,10 +256,10 @@ class Admission:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 break
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in _NO_HANDLE_ERRORS:
                     raise
                 self._make_room()
-                self._pause(FULL_S)
+                self._pause(NO_HANDLE_PAUSE_S)
                 return
 
             if len(self._silent) + len(self._strangers) >= self._limits.strangers:
@@ -317,7 +317,7 @@ class Admission:
         connection.socket = None
         try:
             await self._loop.connect_accepted_socket(
-                lambda: _Http(
+                lambda: _HttpProtocol(
                     config=self._config,
                     server_state=self._state,
                     app_state={"connection": connection},
@@ -334,7 +334,7 @@ class Admission:
                 accepted.close()
 
 
-class _Transport:
+class _ClosableTransport:
     """A transport that ignores calls after its close. asyncio's TLS transport forgets its protocol
     when it is closed twice, and then raises AttributeError."""
 
@@ -361,7 +361,7 @@ class _Transport:
         return getattr(self._transport, name)
 
 
-class _Http(H11Protocol):
+class _HttpProtocol(H11Protocol):
     """Reports the state of the transport to its connection. Data that is not HTTP gets an error
     answer, unless another answer is being sent. It always ends the connection, without a line in
     the log."""
@@ -370,7 +370,7 @@ class _Http(H11Protocol):
         connection = self.app_state["connection"]
         connection.transport = transport
         connection.protocol = self
-        super().connection_made(_Transport(transport))  # type: ignore[arg-type]
+        super().connection_made(_ClosableTransport(transport))  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.app_state["connection"].lost(exc)

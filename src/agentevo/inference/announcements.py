@@ -29,18 +29,18 @@ from agentevo.inference.secret import RunSecret
 LOG = logging.getLogger(__name__)
 
 FOLDER = "engines"
-BEAT_S = 5.0
-LOOK_S = 2.0
+RENEW_S = 5.0
+POLL_INTERVAL_S = 2.0
 DEAD_S = 60.0
 """An engine that has not renewed its announcement for this long counts as dead, unless the reader
 has a connection to it."""
-LEAVE_S = 5.0
+WITHDRAW_S = 5.0
 """How long an engine that shuts down waits for a write of its announcement to finish."""
-MOST = 4096
+MAX_ANNOUNCEMENTS = 4096
 """The maximum number of announcements of a run."""
 
 
-class Signed(msgspec.Struct, frozen=True):
+class SignedAnnouncement(msgspec.Struct, frozen=True):
     """The content of an object under `engines/`."""
 
     announcement: Announcement
@@ -66,7 +66,7 @@ class StoreAnnouncements:
     def announce(self, announcement: Announcement) -> None:
         """Writes the announcement, and replaces this engine's earlier one."""
         at = time.time()
-        signed = Signed(announcement, at, self._mac(announcement, at))
+        signed = SignedAnnouncement(announcement, at, self._mac(announcement, at))
         self._objects.put(_path(announcement), msgspec.json.encode(signed))
 
     def withdraw(self, announcement: Announcement) -> None:
@@ -88,7 +88,7 @@ class StoreAnnouncements:
         observations. Sorted by name."""
         entries = {}
         objects = self._objects.under(FOLDER)
-        if len(objects) > MOST:
+        if len(objects) > MAX_ANNOUNCEMENTS:
             raise OSError(f"{self._objects.url}/{FOLDER} has {len(objects):,} objects: not a run's")
 
         for name, info in sorted(objects.items()):
@@ -122,7 +122,7 @@ class StoreAnnouncements:
         announcement: Announcement,
         *,
         serves: Callable[[], int | None],
-        every_s: float = BEAT_S,
+        every_s: float = RENEW_S,
     ) -> AsyncIterator[None]:
         """Keeps the engine announced while the block runs. Retries if the store is unreachable."""
         ending = asyncio.Event()
@@ -152,16 +152,18 @@ class StoreAnnouncements:
         finally:
             # A cancelled write continues in its thread, and would restore what is withdrawn.
             ending.set()
-            await asyncio.wait({keeping}, timeout=LEAVE_S)
+            await asyncio.wait({keeping}, timeout=WITHDRAW_S)
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
             with suppress(OSError):  # readers then see that it is no longer renewed
                 await in_thread(self.withdraw, announcement)
 
-    def _read(self, name: str) -> Signed | None:
+    def _read(self, name: str) -> SignedAnnouncement | None:
         """The announcement in an object; None if no engine wrote it."""
         try:
-            return msgspec.json.decode(self._objects.get(f"{FOLDER}/{name}"), type=Signed)
+            return msgspec.json.decode(
+                self._objects.get(f"{FOLDER}/{name}"), type=SignedAnnouncement
+            )
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
 
@@ -183,11 +185,13 @@ class StoreAnnouncements:
             )
 
 
-class Lookout:
+class AnnouncementWatcher:
     """Looks for announcements in the background. `found` has the announcements of the last look
     that reached the store."""
 
-    def __init__(self, announcements: StoreAnnouncements, *, every_s: float = LOOK_S) -> None:
+    def __init__(
+        self, announcements: StoreAnnouncements, *, every_s: float = POLL_INTERVAL_S
+    ) -> None:
         self._announcements = announcements
         self._every_s = every_s
         self.found: list[Announcement] = []
@@ -202,7 +206,7 @@ class Lookout:
         except (OSError, EngineError) as error:
             self.trouble = f"looking for announced engines failed: {error}"
 
-    async def keep_looking(self) -> None:
+    async def keep_polling(self) -> None:
         """Looks every `every_s`, until it is cancelled."""
         while True:
             await self.look()

@@ -36,7 +36,7 @@ from agentevo.models.parts import Spec
 STALE_S = 15.0
 """An ask that was not renewed for this long belongs to an engine that no longer runs."""
 RENEW_S = 1.0
-MOST_PLACES = 256
+MAX_PLACES = 256
 """The most receiving processes in a round. Engines that do not fit join the next round."""
 _ASK_BYTES = 2**16
 _FILE_BYTES = 2**26
@@ -92,7 +92,7 @@ class PlaceRequest(msgspec.Struct, frozen=True):
     """A name that is the same in all asks of this engine."""
     sha256: str
     """The checksum of the contents that the engine wants."""
-    places: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PLACES)]
+    places: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PLACES)]
     """The device of each of its processes that receive weights, see `devices.identity`."""
     where: str
     """The engine's name in messages."""
@@ -108,21 +108,21 @@ class PlaceAnswer(msgspec.Struct, frozen=True):
     """The process group's back end for the tensors."""
     first_rank: Annotated[int, msgspec.Meta(ge=1)]
     """The rank of the engine's first receiving process. The trainer has rank 0."""
-    world: Annotated[int, msgspec.Meta(ge=2, le=MOST_PLACES + 1)]
+    world: Annotated[int, msgspec.Meta(ge=2, le=MAX_PLACES + 1)]
 
     def __post_init__(self) -> None:
         if self.first_rank >= self.world:
             raise ValueError(f"place {self.first_rank} of {self.world}")
 
 
-class Incoming(msgspec.Struct, frozen=True):
+class IncomingWeights(msgspec.Struct, frozen=True):
     """Weights that the processes of an engine are about to receive."""
 
     folder: str
     answer: PlaceAnswer
 
 
-class Sent(msgspec.Struct, frozen=True):
+class SentRecord(msgspec.Struct, frozen=True):
     """The trainer's record of what it sent to the group of a round."""
 
     sha256: str
@@ -278,11 +278,11 @@ class BroadcastFiles:
         """The folder of a round."""
         return self._rounds / round_id
 
-    def write_sent(self, round_id: str, sent: Sent) -> None:
+    def write_sent(self, round_id: str, sent: SentRecord) -> None:
         write_atomic(self.path(round_id) / "sent.json", msgspec.json.encode(sent))
 
-    def sent(self, round_id: str) -> Sent:
-        return self._read_decoded(self.path(round_id) / "sent.json", Sent)
+    def sent(self, round_id: str) -> SentRecord:
+        return self._read_decoded(self.path(round_id) / "sent.json", SentRecord)
 
     def _contents(self, sha256: str) -> Path:
         return self.folder / f"tensors-{sha256}.json"

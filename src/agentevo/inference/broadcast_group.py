@@ -32,7 +32,7 @@ from torch import distributed
 
 from agentevo import devices
 from agentevo.errors import ConfigError, EngineError, WeightsLostError
-from agentevo.inference.broadcast_files import BroadcastFiles, PlaceAnswer, Sent
+from agentevo.inference.broadcast_files import BroadcastFiles, PlaceAnswer, SentRecord
 from agentevo.inference.fingerprints import fingerprint
 from agentevo.models.parts import Spec, as_bytes
 
@@ -41,12 +41,12 @@ JOIN_S = 20.0
 """The time limit for all members of a round to join."""
 BUCKET_S = 60.0
 """The time limit for one bucket. It includes the time in which the trainer gathers the bucket."""
-SEEN_S = 15.0
+VISIBLE_S = 15.0
 """The time limit for a file on a network disk to become visible to other machines."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _CPU = torch.device("cpu")
 _ENVIRONMENT = threading.Lock()
-_KEPT: deque[object] = deque(maxlen=8)
+_KEPT_STORES: deque[object] = deque(maxlen=8)
 """The stores of the last rounds. The C++ code ends the process if a store's file is deleted while
 the store is being destroyed. Later rounds drop a store when its file is already gone, or stays."""
 
@@ -113,12 +113,12 @@ class BroadcastGroup:
     def __init__(self, answer: PlaceAnswer, store: str, rank: int, device: torch.device) -> None:
         self.device = device if answer.backend == "nccl" else _CPU
         """The device of the tensors that are broadcast."""
-        with _broken_off():
+        with _reporting_lost_members():
             self._join(answer, store, rank, device)
 
     def _join(self, answer: PlaceAnswer, store: str, rank: int, device: torch.device) -> None:
         file = distributed.FileStore(store, answer.world)
-        _KEPT.append(file)
+        _KEPT_STORES.append(file)
 
         file.set_timeout(timedelta(seconds=JOIN_S))
         self._control: Any = distributed.ProcessGroupGloo(
@@ -142,7 +142,7 @@ class BroadcastGroup:
         options = distributed.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=BUCKET_S)
-        with _broken_off():
+        with _reporting_lost_members():
             group.broadcast([tensor], options).wait(timedelta(seconds=BUCKET_S))
 
     def refusals(self, refuses: bool) -> int:
@@ -150,7 +150,7 @@ class BroadcastGroup:
         count = torch.tensor([int(refuses)], dtype=torch.int64, device=_CPU)
         options = distributed.AllreduceOptions()
         options.timeout = timedelta(seconds=BUCKET_S)
-        with _broken_off():
+        with _reporting_lost_members():
             self._control.allreduce([count], options).wait(timedelta(seconds=BUCKET_S))
         return int(count)
 
@@ -183,7 +183,7 @@ def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
 
 
 @contextmanager
-def _broken_off() -> Iterator[None]:
+def _reporting_lost_members() -> Iterator[None]:
     """Turns errors of calls that need the other members into WeightsLostError."""
     try:
         yield
@@ -222,7 +222,7 @@ def send(
     with _join_group(files, answer, 0, device) as group, opened() as tensors:
         coming = iter(tensors)
         fingerprints = dict[str, str]()
-        buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
+        buffer = torch.empty(_buffer_size(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = 0
             for piece in bucket:
@@ -235,7 +235,7 @@ def send(
             if filled:
                 group.broadcast(buffer[:filled])
 
-        files.write_sent(answer.round, Sent(answer.sha256, fingerprints))
+        files.write_sent(answer.round, SentRecord(answer.sha256, fingerprints))
         group.broadcast(torch.ones(1, dtype=torch.uint8, device=_CPU))
         return group.refusals(False)
 
@@ -266,7 +266,7 @@ def receive(
     with _join_group(files, answer, answer.first_rank + place, device) as group:
         tensors = dict[str, torch.Tensor]()
         fingerprints = dict[str, str]()
-        buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
+        buffer = torch.empty(_buffer_size(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = sum(piece.end - piece.begin for piece in bucket)
             if filled:
@@ -313,14 +313,14 @@ def receive(
     return tensors
 
 
-def _room(specs: Mapping[str, Spec]) -> int:
+def _buffer_size(specs: Mapping[str, Spec]) -> int:
     return min(BUCKET_BYTES, sum(spec.num_bytes for spec in specs.values()))
 
 
-def _sent(files: BroadcastFiles, round_id: str) -> Sent:
+def _sent(files: BroadcastFiles, round_id: str) -> SentRecord:
     """Waits for `sent.json`: after the trainer writes the file, another machine may see it
     later."""
-    ends = time.monotonic() + SEEN_S
+    ends = time.monotonic() + VISIBLE_S
     while True:
         try:
             return files.sent(round_id)

@@ -23,7 +23,7 @@ from agentevo.errors import EngineError, WeightsLostError, WeightsNotSentError
 from agentevo.inference.broadcast_files import (
     RENEW_S,
     BroadcastFiles,
-    Incoming,
+    IncomingWeights,
     PlaceAnswer,
     PlaceRequest,
 )
@@ -37,7 +37,7 @@ WAIT_S = 2.0
 ANSWER_S = 3.0
 """If an ask is missing for this long and there is no answer, it was deleted, and is written
 again."""
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 
 
 class BroadcastSource:
@@ -49,7 +49,7 @@ class BroadcastSource:
         self._device = device
         self._engine = uuid.uuid4().hex
         self._asked: PlaceRequest | None = None
-        self._gone_at: float | None = None
+        self._taken_at: float | None = None
         """The time at which this process first saw that the ask was taken."""
         self._has_ended = False
 
@@ -77,7 +77,7 @@ class BroadcastSource:
         """See GroupSource.specs."""
         return self._files.contents(latest.sha256).specs
 
-    def incoming(self, latest: Latest, places: Sequence[str]) -> Incoming:
+    def incoming(self, latest: Latest, places: Sequence[str]) -> IncomingWeights:
         """See GroupSource.incoming."""
         try:
             answer = self._answer_for(latest, list(places))
@@ -91,7 +91,7 @@ class BroadcastSource:
         if answer.sha256 != latest.sha256:
             raise WeightsLostError(f"the answer is for other weights than version {latest.version}")
 
-        return Incoming(str(self._files.folder), answer)
+        return IncomingWeights(str(self._files.folder), answer)
 
     def withdraw(self) -> None:
         """See GroupSource.withdraw. If the trainer has already answered, the waiting thread still
@@ -111,7 +111,7 @@ class BroadcastSource:
             ask = PlaceRequest(uuid.uuid4().hex, self._engine, latest.sha256, places, where)
             self._files.ask(ask)
             self._asked = ask
-            self._gone_at = None
+            self._taken_at = None
 
         ends = time.monotonic() + WAIT_S
         renewed = time.monotonic()
@@ -126,19 +126,21 @@ class BroadcastSource:
             if time.monotonic() - renewed > RENEW_S:
                 renewed = time.monotonic()
                 if self._files.renew(ask):
-                    self._gone_at = None
-                elif self._gone_at is None:
-                    self._gone_at = renewed
-                elif renewed - self._gone_at > ANSWER_S:
+                    self._taken_at = None
+                elif self._taken_at is None:
+                    self._taken_at = renewed
+                elif renewed - self._taken_at > ANSWER_S:
                     self._asked = None
                     break
 
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
 
         raise WeightsNotSentError(f"version {latest.version} was asked for and is not sent yet")
 
 
-def receive_place(incoming: Incoming, place: int, device: torch.device) -> dict[str, torch.Tensor]:
+def receive_place(
+    incoming: IncomingWeights, place: int, device: torch.device
+) -> dict[str, torch.Tensor]:
     """Receives the weights in one process of an engine, see `receive`. Raises EngineError."""
     files = BroadcastFiles(Path(incoming.folder))
     specs = files.contents(incoming.answer.sha256).specs

@@ -3,8 +3,8 @@ against a shared prefix.
 
     build_batch (batch.py) -> CacheAttention: CacheRows, sequences of like length with one prefix
     attend, per layer      -> _write: new keys and values into their slots
-                           -> _by_own_kernels, _attend_few_in_order, _attend_many_in_order: on a
-                              CPU in float32, in order
+                           -> _attend_by_own_kernels, _attend_few_in_order, _attend_many_in_order:
+                              on a CPU in float32, in order
                            -> _attend_fused: elsewhere, with PyTorch's own attention
 
 Letters in shapes: T new tokens of the step, B sequences, Q queries of a sequence, K keys, H heads,
@@ -57,7 +57,7 @@ BLOCK_SCORES = 512 * 1024
 FEWEST_KEYS = 32
 """PyTorch uses another softmax, which sums in another order, for rows that are shorter than a
 vector register."""
-UNSEEN = -1e30
+MASKED_SCORE = -1e30
 """The score of a masked key of a prefix if all keys of a row may be masked: with -inf, the
 log-sum-exp would be -inf, and the join NaN."""
 
@@ -341,7 +341,7 @@ class CacheAttention:
         for rows in self.rows:
             num_queries = rows.tokens.shape[1]
             if own_kernels is not None:
-                _by_own_kernels(rows, q, view, out)
+                _attend_by_own_kernels(rows, q, view, out)
                 continue
 
             if in_order and not rows.few(repeat):
@@ -399,7 +399,9 @@ def _own_kernels(
     return kernels, KernelCache.of(keys, values)
 
 
-def _by_own_kernels(rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
+def _attend_by_own_kernels(
+    rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor
+) -> None:
     """Attention by our own kernels, in order: q [T, G, R, D] of the whole step, into `out` of the
     same shape."""
     assert layer.own_kernels is not None
@@ -548,7 +550,7 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
 
     beyond = None
     if mask is not None and layer.window is not None:
-        beyond = mask[..., :prefix].clamp_min(UNSEEN).reshape(1, 1, -1, prefix)
+        beyond = mask[..., :prefix].clamp_min(MASKED_SCORE).reshape(1, 1, -1, prefix)
 
     part, of_part = attention(by_head, k, v, beyond, scaling, softcap, with_lse=True)
     assert lse is not None and of_part is not None

@@ -130,7 +130,7 @@ class ClientConnection:
         self._websocket = websocket
         self._url = url
         self._every_s = every_s
-        self._hear = on_report
+        self._on_report = on_report
         self._outbox = Outbox()
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Completed | FailedRequest | LostError]] = {}
@@ -327,7 +327,7 @@ class ClientConnection:
             frame = await self._websocket.recv(decode=False)
             for message in read_answers(frame):
                 if isinstance(message, StateReport):
-                    self._hear_of(message)
+                    self._receive_report(message)
                 elif isinstance(message, DrawnTokens):
                     self._pass_on(message)
                 elif (future := self._answers.get(message.id)) is not None and not future.done():
@@ -349,8 +349,8 @@ class ClientConnection:
         while True:
             await self._websocket.send(await self._outbox.next_frame())
 
-    def _hear_of(self, message: StateReport) -> None:
-        self._hear(message)
+    def _receive_report(self, message: StateReport) -> None:
+        self._on_report(message)
         for number in [watch for watch in self._watches if watch <= message.watch]:
             future = self._watches.pop(number)
             if not future.done():

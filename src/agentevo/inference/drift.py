@@ -23,11 +23,11 @@ from agentevo.inference.history import HistoryMatch, HistoryNode
 from agentevo.models.chat_template import ToolSchemas
 from agentevo.types import Message
 
-JOINED = "joined/"
+UNDONE_PREFIX = "joined/"
 """The prefix of the classes of answers that were undone."""
-SHOWN = 120
+SHOWN_CHARS = 120
 """The number of a message's characters that are kept for display."""
-NEAR = 12
+CONTEXT_TOKENS = 12
 """The number of tokens that are shown before and after a difference."""
 
 
@@ -49,7 +49,7 @@ class DriftPlace:
     tools: ToolSchemas
 
 
-class _Met(NamedTuple):
+class _DriftEvent(NamedTuple):
     """Drift in a request: its class, the number of the message (from 0), the recorded text, the
     text that came back, and the recorded answer that the request was compared with."""
 
@@ -104,15 +104,15 @@ class Drift:
         elif match.answer is not None:
             self.extended += 1
 
-        for node, number in reversed(match.otherwise):
+        for node, number in reversed(match.restyled):
             message = match.messages[number]
             if node.came is None and match.answer is not None:
                 for kind in undone(node.forms, message):
                     texts = _line(node.forms[-1]), _line(message)
-                    self._add(_Met(JOINED + kind, number, texts, match.answer), match)
+                    self._add(_DriftEvent(UNDONE_PREFIX + kind, number, texts, match.answer), match)
             node.came = message
 
-    def _add(self, finding: _Met, match: HistoryMatch) -> None:
+    def _add(self, finding: _DriftEvent, match: HistoryMatch) -> None:
         self.counts[finding.kind] += 1
         if finding.kind not in self.first and finding.answer.turn is not None:
             recorded, came = _shown(*finding.texts)
@@ -126,7 +126,7 @@ class Drift:
                 tools=match.root.tools,
             )
 
-    def _branch(self, match: HistoryMatch) -> _Met | None:
+    def _branch(self, match: HistoryMatch) -> _DriftEvent | None:
         """Counts the drift of a request that does not extend the answers that it contains."""
         answers = [
             number
@@ -149,7 +149,7 @@ class Drift:
                 message = match.messages[answers[0]]
                 original = _nearest(siblings, message)
                 texts = _line(original.forms[-1]), _line(message)
-                return _Met(edit(original.forms, message), answers[0], texts, original)
+                return _DriftEvent(edit(original.forms, message), answers[0], texts, original)
 
         return None
 
@@ -166,21 +166,21 @@ class Drift:
         )
 
 
-def _compare_request(match: HistoryMatch, number: int, original: HistoryNode) -> _Met:
+def _compare_request(match: HistoryMatch, number: int, original: HistoryNode) -> _DriftEvent:
     """Compares a request, up to message `number`, with the history of a recorded answer."""
     recorded = original.path()
     came = list(range(number + 1))
     first = _common(recorded, came, match)
     if original.tools != match.root.tools:
         texts = original.tools.as_json, match.root.tools.as_json
-        return _Met("tools_changed", first, texts, original)
+        return _DriftEvent("tools_changed", first, texts, original)
 
     last = _common(recorded[first:][::-1], came[first:][::-1], match)
     replaced = [node.forms[-1] for node in recorded[first : len(recorded) - last]]
     instead = [match.messages[n] for n in came[first : len(came) - last]]
     kind = _class_of(recorded[first : len(recorded) - last], instead)
     texts = _line(replaced[0]) if replaced else "", _line(match.messages[first])
-    return _Met(kind, first, texts, original)
+    return _DriftEvent(kind, first, texts, original)
 
 
 def _common(recorded: Sequence[HistoryNode], came: Sequence[int], match: HistoryMatch) -> int:
@@ -237,8 +237,8 @@ def _shown(*texts: str) -> list[str]:
     """Both texts from shortly before their first difference, shortened and escaped."""
     letters = enumerate(zip(*texts, strict=False))
     same = next((place for place, at in letters if len(set(at)) > 1), 0)
-    start = max(0, same - SHOWN // 3)
-    return [_escape_line(text[start : start + SHOWN], start > 0) for text in texts]
+    start = max(0, same - SHOWN_CHARS // 3)
+    return [_escape_line(text[start : start + SHOWN_CHARS], start > 0) for text in texts]
 
 
 def _escape_line(text: str, is_cut: bool) -> str:
@@ -268,8 +268,8 @@ def first_difference(
     if position is None:
         return None
 
-    start = max(0, position - NEAR)
-    end = position + NEAR
+    start = max(0, position - CONTEXT_TOKENS)
+    end = position + CONTEXT_TOKENS
     before = text(recorded[start:position])
     recorded_text = text(recorded[position:end])
     instead = text(rendered[position:end])

@@ -3,7 +3,7 @@
 A guard process (this file as a program) runs between the two. It reads from a pipe that no process
 writes to. The pipe closes when the last process that holds it ends. Then the guard ends the server
 and every process that the server started. Other children of this process may hold the pipe too
-(`held_by`), so the server runs until the last of them ends.
+(`guard_handle`), so the server runs until the last of them ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GuardedServer:
             )
 
     @property
-    def held_by(self) -> int:
+    def guard_handle(self) -> int:
         """The file descriptor that keeps the server alive. A process that uses the server gets it
         by `pass_fds`."""
         assert self._guard.stdin is not None

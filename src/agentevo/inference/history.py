@@ -140,20 +140,20 @@ class HistoryNode:
 
 
 @dataclass(slots=True)
-class _Reached:
+class _ReachedNode:
     """A node that a request's messages lead to."""
 
     node: HistoryNode
-    num_alike: int = 0
+    num_restyled: int = 0
     """The number of messages on the path in another form than recorded."""
     num_named: int = 0
     """The number of answers on the path whose tool-call ids are in the request."""
-    otherwise: _HistoryStep | None = None
+    restyled: _HistoryStep | None = None
     """The last message on the path in another form than recorded."""
 
     def rank(self) -> tuple[bool, bool, int, int, int]:
         turn = -1 if self.node.turn is None else self.node.turn
-        return turn >= 0, not self.node.is_lost, -self.num_alike, self.num_named, turn
+        return turn >= 0, not self.node.is_lost, -self.num_restyled, self.num_named, turn
 
 
 class _HistoryStep(NamedTuple):
@@ -179,7 +179,7 @@ class HistoryMatch:
     """The number of the request's messages that follow a recorded history."""
     ends: list[HistoryNode]
     """The nodes that those messages lead to, the newest last."""
-    otherwise: list[tuple[HistoryNode, int]]
+    restyled: list[tuple[HistoryNode, int]]
     """The messages up to the answer that have another form than recorded, in reverse order: their
     nodes, and their numbers in the request from 0."""
 
@@ -207,8 +207,8 @@ class Histories:
         goes_on = bool(messages) and messages[-1].role == "assistant"
 
         answer: HistoryNode | None = None
-        otherwise: _HistoryStep | None = None
-        reached = [_Reached(root)]
+        restyled: _HistoryStep | None = None
+        reached = [_ReachedNode(root)]
         matched = 0
         for number, message in enumerate(messages if goes_on else messages[:-1]):
             first = reached[0].node
@@ -225,14 +225,14 @@ class Histories:
 
                 if len(following) > 1:
                     _count_named(following, messages, number)
-                    following.sort(key=_Reached.rank)
+                    following.sort(key=_ReachedNode.rank)
 
                 reached = following
 
             matched = number + 1
             if reached[-1].node.turn is not None:
                 answer = reached[-1].node
-                otherwise = reached[-1].otherwise
+                restyled = reached[-1].restyled
 
         return HistoryMatch(
             answer=answer,
@@ -242,23 +242,23 @@ class Histories:
             places=places,
             num_matched=matched,
             ends=[candidate.node for candidate in reached],
-            otherwise=list(_steps_back(otherwise)),
+            restyled=list(_steps_back(restyled)),
         )
 
     def _steps(
-        self, reached: _Reached, message: Message, number: int, places: list[int]
-    ) -> Iterator[_Reached]:
+        self, reached: _ReachedNode, message: Message, number: int, places: list[int]
+    ) -> Iterator[_ReachedNode]:
         node = reached.node
         before = reached
         exact = node.exact(message)
         for child in exact:
-            yield _Reached(child, before.num_alike, before.num_named, before.otherwise)
+            yield _ReachedNode(child, before.num_restyled, before.num_named, before.restyled)
 
         if self.serves_clients and len(exact) < len(node.children):
             for child in node.alike(message, places[number]):
                 if child not in exact:
-                    step = _HistoryStep(child, number, before.otherwise)
-                    yield _Reached(child, before.num_alike + 1, before.num_named, step)
+                    step = _HistoryStep(child, number, before.restyled)
+                    yield _ReachedNode(child, before.num_restyled + 1, before.num_named, step)
 
     def add(self, match: HistoryMatch) -> HistoryNode:
         """Adds all messages of the request, and returns the node of the last one."""
@@ -274,7 +274,7 @@ class Histories:
         return node
 
 
-def _count_named(reached: Sequence[_Reached], messages: Sequence[Message], number: int) -> None:
+def _count_named(reached: Sequence[_ReachedNode], messages: Sequence[Message], number: int) -> None:
     """Increments `num_named` of each answer whose tool-call ids are in the message or in a result
     after it."""
     ids = {call.id for call in messages[number].tool_calls}

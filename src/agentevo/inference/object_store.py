@@ -36,11 +36,11 @@ from agentevo.inference.version_manifest import (
     version_numbers,
 )
 from agentevo.inference.weight_transport import Latest
-from agentevo.inference.weight_versions import Content, WeightVersions, side_by_side
+from agentevo.inference.weight_versions import Content, WeightVersions, in_parallel
 from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import TensorFile
 
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 """An engine requests latest.json from the store at most this often."""
 
 
@@ -57,13 +57,13 @@ class ObjectStoreWeights(WeightVersions):
         id_file: Path | None = None,
         config: str | None = None,
         call_s: float = CALL_S,
-        look_s: float = 0.0,
+        poll_interval_s: float = 0.0,
     ) -> None:
         """Raises ConfigError for an address that fsspec does not know, MissingExtraError if its
         package is not installed."""
         super().__init__(full_every=full_every)
         self._id_file = id_file
-        self._look_s = look_s
+        self._poll_interval_s = poll_interval_s
         self._config = config
         self.objects = Objects(url, call_s=call_s)
         self._looked: tuple[float, Latest | None] | None = None
@@ -79,7 +79,7 @@ class ObjectStoreWeights(WeightVersions):
 
     def latest_version(self) -> Latest | None:
         """See WeightVersions.latest_version."""
-        if self._looked is not None and time.monotonic() - self._looked[0] < self._look_s:
+        if self._looked is not None and time.monotonic() - self._looked[0] < self._poll_interval_s:
             return self._looked[1]
         latest = super().latest_version()
         self._looked = (time.monotonic(), latest)
@@ -137,7 +137,7 @@ class ObjectStoreWeights(WeightVersions):
             self.objects.put(_path(version, content.file), raw)
             return ManifestPart(content.file, hashlib.sha256(raw).hexdigest(), len(raw))
 
-        manifest_bytes = manifest(side_by_side(upload, contents))
+        manifest_bytes = manifest(in_parallel(upload, contents))
         self.objects.put(_path(version, MANIFEST_FILE), manifest_bytes)
         return manifest_bytes
 

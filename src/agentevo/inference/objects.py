@@ -29,9 +29,9 @@ CALL_S = 30.0
 time for its bytes."""
 LOWEST_RATE = 2**20
 """The lowest transfer rate in bytes per second. It gives the deadline of an upload or download."""
-MAX_HANGING = 64
+MAX_HANGING_CALLS = 64
 """If this many calls hang, no further call is made."""
-CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created", "size", "ino")
+STATE_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created", "size", "ino")
 """The keys of an object's information that change when the object is rewritten."""
 
 T = TypeVar("T")
@@ -142,8 +142,8 @@ class Objects:
                 answer.set_exception(error)
 
         self._hanging = {thread for thread in self._hanging if thread.is_alive()}
-        if len(self._hanging) >= MAX_HANGING:
-            raise OSError(f"{self.url}: {MAX_HANGING} calls hang")
+        if len(self._hanging) >= MAX_HANGING_CALLS:
+            raise OSError(f"{self.url}: {MAX_HANGING_CALLS} calls hang")
 
         thread = threading.Thread(target=work, name="object store", daemon=True)
         thread.start()
@@ -160,7 +160,7 @@ class Objects:
 
 def state_of(info: dict[str, Any]) -> str:
     """See `Objects.state`. `info` is what `Objects.info` or `Objects.under` returned."""
-    return repr([info.get(key) for key in CHANGES])
+    return repr([info.get(key) for key in STATE_KEYS])
 
 
 def _open_file_system(url: str) -> tuple[Any, str]:

@@ -43,14 +43,14 @@ class Publication:
         """The version of the model's current weights."""
         self._latest: Latest | None = None
         """The published version. None if there is none yet, or if it can't be read or written."""
-        self._looked_whole: object = None
+        self._intact_state: object = None
         """The state of its files when they were last read whole."""
         self._verified_at = 0.0
         self._in_full = False
         """Whether the versions below the last one may be damaged. Then the next version is written
         in full."""
         self._advised = False
-        self._said = ""
+        self._last_reported = ""
         """The last reported problem. A problem is reported once."""
 
     async def begin(self, version: int) -> None:
@@ -74,19 +74,19 @@ class Publication:
         if self._latest is not None:
             late = time.monotonic() - self._verified_at >= VERIFY_S
             state = await in_thread(self._folder.state, self._latest.version)
-            if state == self._looked_whole and not late:
+            if state == self._intact_state and not late:
                 return
 
             try:
                 await in_thread(self._folder.check, self._latest)
             except EngineError as error:
-                self._say(
+                self._report(
                     f"version {self._latest.version} was damaged after it was published, and is "
                     f"written again: {error}"
                 )
                 self._in_full = True
             else:
-                self._looked_whole = state
+                self._intact_state = state
                 self._verified_at = time.monotonic()
                 return
 
@@ -94,18 +94,18 @@ class Publication:
             await self._write()
         except OSError as error:  # the folder is unavailable or full: the next call tries again
             why = f"{self._folder.place}: {error.strerror or error}"
-            self._say(
+            self._report(
                 f"version {self._version} could not be written, and is tried again while the run "
                 f"waits for attempts: {why}"
             )
 
     async def _write(self) -> None:
-        self._latest = self._looked_whole = None
+        self._latest = self._intact_state = None
         sha256 = await in_thread(
             self._folder.write, self._version, self._model, keep=self._keep, in_full=self._in_full
         )
         self._latest = Latest(self._version, sha256)
-        self._said = ""
+        self._last_reported = ""
         self._in_full = False
 
         if self._folder.advice and not self._advised:
@@ -116,10 +116,10 @@ class Publication:
         try:
             return self._folder.latest_version()
         except EngineError as error:
-            self._say(str(error))
+            self._report(str(error))
             return None
 
-    def _say(self, line: str) -> None:
-        if line != self._said:
-            self._said = line
+    def _report(self, line: str) -> None:
+        if line != self._last_reported:
+            self._last_reported = line
             self._note(line)

@@ -39,7 +39,7 @@ from agentevo.errors import (
 )
 from agentevo.event_loop import in_thread
 from agentevo.inference.address import EngineAddress
-from agentevo.inference.announcements import Lookout
+from agentevo.inference.announcements import AnnouncementWatcher
 from agentevo.inference.client_connection import (
     CONNECT_S,
     ClientConnection,
@@ -79,10 +79,10 @@ class _KnownEngine:
     state: EngineState | None = None
     yours: int = 0
     """The number of this client's requests that it had at its last report."""
-    suspect: bool = True
+    is_suspect: bool = True
     """The engine gets no new requests until its next report, because it was just connected, or
     refused a request."""
-    behind: tuple[int, float] | None = None
+    behind_since: tuple[int, float] | None = None
     """(its version, the time at which another engine was first seen with a newer version), or
     None."""
     connection: ClientConnection | None = None
@@ -100,7 +100,7 @@ class _KnownEngine:
 
     @property
     def usable(self) -> bool:
-        return self.state is not None and not self.suspect and self.connected
+        return self.state is not None and not self.is_suspect and self.connected
 
     @property
     def version(self) -> int:
@@ -126,7 +126,7 @@ class _KnownEngine:
 class RemoteEngine:
     """Engines in other processes, as one engine. See the module. `engines`: the directory of
     announcements, or the engines' URLs in the form that `EngineAddress.read` accepts. With URLs,
-    `secret` is the secret of their run. `also`: further URLs. `lookout`: finds engines that
+    `secret` is the secret of their run. `also`: further URLs. `watcher`: finds engines that
     announce themselves in the object store. Belongs to one event loop; `close` it there."""
 
     def __init__(
@@ -134,7 +134,7 @@ class RemoteEngine:
         engines: EngineDirectory | Sequence[str],
         *,
         also: Sequence[str] = (),
-        lookout: Lookout | None = None,
+        watcher: AnnouncementWatcher | None = None,
         secret: RunSecret | None = None,
         poll_s: float = 0.1,
         max_age_s: float = 15.0,
@@ -148,7 +148,7 @@ class RemoteEngine:
             secret = RunSecret(engines.folder)
 
         self._secret = secret
-        self._lookout = lookout
+        self._watcher_of_store = watcher
         self._engines = engines
         self._poll_s = poll_s
         self._max_age_s = max_age_s
@@ -159,7 +159,7 @@ class RemoteEngine:
         self._counts: dict[tuple[str, int], dict[str, float]] = {}
         """(URL, process) -> the engine's counters, including engines that are gone."""
         self._watcher: asyncio.Task[None] | None = None
-        self._lookout_watch: asyncio.Task[None] | None = None
+        self._store_watch: asyncio.Task[None] | None = None
         self._trouble = "no engine was found"
         """The last failure."""
         self._warned: set[str] = set()
@@ -169,7 +169,7 @@ class RemoteEngine:
     @property
     def version(self) -> int:
         """The smallest version among the engines that may be asked; -1 if there is none."""
-        return min((engine.version for engine in self._able()), default=NO_VERSION)
+        return min((engine.version for engine in self._usable_engines()), default=NO_VERSION)
 
     async def generate(
         self,
@@ -230,7 +230,7 @@ class RemoteEngine:
                 continue
 
             if session is not None:
-                self._move_home(session, engine)
+                self._assign_home(session, engine)
 
             try:
                 return await ask(engine.connection, remaining_s)
@@ -242,7 +242,7 @@ class RemoteEngine:
             ):
                 raise
             except (LostError, EngineUnavailableError) as error:
-                engine.suspect = True
+                engine.is_suspect = True
                 self._trouble = str(error)
             except EngineError as error:
                 refused[engine.url] = error
@@ -282,12 +282,12 @@ class RemoteEngine:
         """Updates what is known of every engine (whether it lives, its version and load), and keeps
         updating in the background."""
         self._watch()
-        if self._lookout is not None:
+        if self._watcher_of_store is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_S):
-                    await self._lookout.look()
+                    await self._watcher_of_store.look()
 
-        await self._look_once()
+        await self._poll_once()
         looks = [asyncio.ensure_future(self._ask_state(engine)) for engine in self._known.values()]
         if looks:
             _, late = await asyncio.wait(
@@ -299,7 +299,7 @@ class RemoteEngine:
     async def close(self) -> None:
         """Ends the connections. Running requests fail."""
         self._closed = True
-        watchers = [task for task in (self._watcher, self._lookout_watch) if task is not None]
+        watchers = [task for task in (self._watcher, self._store_watch) if task is not None]
         for task in watchers:
             task.cancel()
 
@@ -320,53 +320,53 @@ class RemoteEngine:
             )
 
         if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.get_running_loop().create_task(self._look_for_ever())
+            self._watcher = asyncio.get_running_loop().create_task(self._keep_polling())
 
-        if self._lookout is not None and (
-            self._lookout_watch is None or self._lookout_watch.done()
+        if self._watcher_of_store is not None and (
+            self._store_watch is None or self._store_watch.done()
         ):
-            self._lookout_watch = asyncio.get_running_loop().create_task(
-                self._lookout.keep_looking()
+            self._store_watch = asyncio.get_running_loop().create_task(
+                self._watcher_of_store.keep_polling()
             )
 
-    async def _look_once(self) -> None:
+    async def _poll_once(self) -> None:
         """Looks once. A failure (such as an unavailable file system) is logged once, and becomes
         part of the error of requests that find no engine."""
         try:
-            await self._look()
+            await self._poll()
         except Exception as error:  # noqa: BLE001 (whatever it is, requests under way need the looking to continue)
             trouble = f"looking for engines failed: {type(error).__name__}: {error}"
             if trouble != self._trouble:
                 LOG.warning(trouble)
             self._trouble = trouble
 
-    async def _look_for_ever(self) -> None:
+    async def _keep_polling(self) -> None:
         while True:
-            await self._look_once()
+            await self._poll_once()
             asleep_since = time.monotonic()
             await asyncio.sleep(self._poll_s)
-            self._excuse(time.monotonic() - asleep_since - self._poll_s)
+            self._make_up_for_pause(time.monotonic() - asleep_since - self._poll_s)
 
-    def _excuse(self, late_s: float) -> None:
+    def _make_up_for_pause(self, late_s: float) -> None:
         """Makes up for a pause of this process itself: reports of engines may be unread, so their
         age proves nothing."""
         for engine in self._known.values():
             engine.last_report_at += late_s
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Finds the announced engines, connects to each, and forgets the dead."""
         if isinstance(self._engines, EngineDirectory):
             reading_since = time.monotonic()
             announcements = await in_thread(self._engines.living, self._max_age_s)
-            self._excuse(time.monotonic() - reading_since)
+            self._make_up_for_pause(time.monotonic() - reading_since)
             addresses = self._given | {engine.url: engine.address for engine in announcements}
         else:
             addresses = self._given
 
-        if self._lookout is not None:
-            announced = self._lookout.found
+        if self._watcher_of_store is not None:
+            announced = self._watcher_of_store.found
             addresses = {engine.url: engine.address for engine in announced} | addresses
-            self._trouble = self._lookout.trouble or self._trouble
+            self._trouble = self._watcher_of_store.trouble or self._trouble
 
         for engine in list(self._known.values()):
             if time.monotonic() - engine.last_report_at > self._max_age_s or (
@@ -386,13 +386,13 @@ class RemoteEngine:
             state = message.state
             engine.state = state
             engine.yours = message.yours
-            engine.suspect = False
+            engine.is_suspect = False
             engine.last_report_at = time.monotonic()
             self._counts[engine.url, state.pid] = {
                 key: value for key, value in state.stats.items() if key not in GAUGES
             }
 
-        engine.suspect = True
+        engine.is_suspect = True
         try:
             engine.connection = await ClientConnection.open(
                 engine.address, secret=self._secret, every_s=self._poll_s, on_report=on_report
@@ -408,18 +408,18 @@ class RemoteEngine:
         if engine.connection is not None:
             await engine.connection.look()
 
-    def _able(self) -> list[_KnownEngine]:
+    def _usable_engines(self) -> list[_KnownEngine]:
         """The engines that may be asked: usable ones that are not behind the others for LATE_S."""
         usable = [engine for engine in self._known.values() if engine.usable]
         newest = max((engine.version for engine in usable), default=NO_VERSION)
         able = []
         for engine in usable:
             if engine.version == newest:
-                engine.behind = None
-            elif engine.behind is None or engine.behind[0] != engine.version:
-                engine.behind = (engine.version, time.monotonic())
+                engine.behind_since = None
+            elif engine.behind_since is None or engine.behind_since[0] != engine.version:
+                engine.behind_since = (engine.version, time.monotonic())
 
-            if engine.behind is None or time.monotonic() - engine.behind[1] < LATE_S:
+            if engine.behind_since is None or time.monotonic() - engine.behind_since[1] < LATE_S:
                 able.append(engine)
             else:
                 self._warn(
@@ -435,7 +435,7 @@ class RemoteEngine:
         """The conversation's engine if it may be asked. Otherwise the engine with the least load
         among those with the newest version, because tokens of a late engine would be old. Sleeping
         engines are asked only if all engines sleep."""
-        able = [engine for engine in self._able() if engine.url not in refused]
+        able = [engine for engine in self._usable_engines() if engine.url not in refused]
         home = self._homes.get(session) if session is not None else None
         if (
             home is not None
@@ -461,7 +461,7 @@ class RemoteEngine:
             self._warned.add(text)
             LOG.warning(text)
 
-    def _move_home(self, session: str, engine: _KnownEngine) -> None:
+    def _assign_home(self, session: str, engine: _KnownEngine) -> None:
         before = self._homes.get(session)
         if before is not None:
             before.homes.discard(session)

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 
 from agentevo.config import RunConfig
 from agentevo.errors import EngineUnavailableError
-from agentevo.inference.announcements import Lookout, StoreAnnouncements
+from agentevo.inference.announcements import AnnouncementWatcher, StoreAnnouncements
 from agentevo.inference.directory import EngineDirectory
 from agentevo.inference.engine import InFlight, TokenListener, TokenScores, Weights
 from agentevo.inference.objects import Objects
@@ -23,8 +23,8 @@ from agentevo.inference.remote import RemoteEngine
 from agentevo.inference.secret import RunSecret
 from agentevo.types import Completion, SamplingParams
 
-LOOK_S = 1.0
-TOLD_S = 10.0
+POLL_INTERVAL_S = 1.0
+NOTICE_S = 10.0
 """After this time a message names the version that requests wait for."""
 
 
@@ -40,12 +40,14 @@ class RunEngines:
         self._engines = RemoteEngine(
             directory,
             also=config.rollout.engine_urls,
-            lookout=None if url is None else Lookout(StoreAnnouncements(Objects(url), secret)),
+            watcher=None
+            if url is None
+            else AnnouncementWatcher(StoreAnnouncements(Objects(url), secret)),
             secret=secret,
             poll_s=config.rollout.poll_s,
         )
 
-        self._meant = 0
+        self._required_version = 0
         self._look_after: Callable[[], Awaitable[None]] | None = None
 
     @property
@@ -53,9 +55,9 @@ class RunEngines:
         """See Engine.version."""
         return self._engines.version
 
-    def fed_by(self, look_after: Callable[[], Awaitable[None]]) -> None:
+    def repair_with(self, look_after: Callable[[], Awaitable[None]]) -> None:
         """Sets the function that repairs what was lost of a version (WeightSender.look_after). It
-        is called every LOOK_S while requests wait for the version."""
+        is called every POLL_INTERVAL_S while requests wait for the version."""
         self._look_after = look_after
 
     async def reach(
@@ -69,14 +71,14 @@ class RunEngines:
         await self._engines.refresh()
 
         while self._engines.version < version and not stop():
-            if not has_noted and time.monotonic() - started_at > TOLD_S:
+            if not has_noted and time.monotonic() - started_at > NOTICE_S:
                 note(
                     f"waiting for an engine with version {version}: is `agentevo serve` running "
                     f"and announced in {self._place}?"
                 )
                 has_noted = True
 
-            if self._look_after is not None and time.monotonic() - looked > LOOK_S:
+            if self._look_after is not None and time.monotonic() - looked > POLL_INTERVAL_S:
                 await self._look_after()
                 looked = time.monotonic()
 
@@ -87,17 +89,17 @@ class RunEngines:
         """While the block sends requests, keeps sending the version to engines that lost it or are
         new. After the block nothing reads the trainer's weights."""
         over = asyncio.Event()
-        looking = asyncio.create_task(self._look_until(over))
+        looking = asyncio.create_task(self._repair_until(over))
         try:
             yield
         finally:
             over.set()
             await looking
 
-    async def _look_until(self, over: asyncio.Event) -> None:
+    async def _repair_until(self, over: asyncio.Event) -> None:
         while not over.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), LOOK_S)
+                await asyncio.wait_for(over.wait(), POLL_INTERVAL_S)
             if self._look_after is not None and not over.is_set():
                 await self._look_after()
 
@@ -105,7 +107,7 @@ class RunEngines:
         self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
     ) -> None:
         """See UpdatableEngine.begin."""
-        self._meant = version
+        self._required_version = version
 
     def verify(self, weights: Weights) -> Weights:
         """See UpdatableEngine.verify. Checks nothing: the engines check what they read."""
@@ -120,7 +122,7 @@ class RunEngines:
         deadline_s: float = 60.0,
     ) -> None:
         """See UpdatableEngine.publish."""
-        self._meant = version
+        self._required_version = version
 
     async def generate(
         self,
@@ -154,14 +156,14 @@ class RunEngines:
     async def _wait_for_version(self, deadline_s: float) -> float:
         """Waits for the requested version; returns the remaining seconds."""
         deadline = time.monotonic() + deadline_s
-        if self._engines.version < self._meant:
+        if self._engines.version < self._required_version:
             await self._engines.refresh()
 
-        while self._engines.version < self._meant:
+        while self._engines.version < self._required_version:
             if time.monotonic() > deadline:
                 raise EngineUnavailableError(
-                    f"no engine has had version {self._meant} within {deadline_s:g} s (the oldest "
-                    f"serves {self._engines.version}): see the log of `agentevo serve`"
+                    f"no engine has had version {self._required_version} within {deadline_s:g} s "
+                    f"(the oldest serves {self._engines.version}): see the log of `agentevo serve`"
                 )
             await asyncio.sleep(self._poll_s)
 

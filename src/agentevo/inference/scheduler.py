@@ -374,7 +374,7 @@ class Scheduler:
             if segment is not None
             and len(segment.ids) >= MIN_REFERRED_TOKENS
             and request.future is not None
-            and self._fits_beside(segment, request)
+            and self._fits_with_segment(segment, request)
             else 0
         )
         need = _room_to_draw(request, request.ids) - offset
@@ -425,7 +425,7 @@ class Scheduler:
             keep = known_prefix.agrees(idle.routed, keep)
 
         left_prefix = keep < idle.offset
-        if left_prefix or (idle.segment and not self._fits_beside(idle.segment, request)):
+        if left_prefix or (idle.segment and not self._fits_with_segment(idle.segment, request)):
             self.retire(idle)  # start over
             return self._place(request)
 
@@ -460,7 +460,7 @@ class Scheduler:
         used = {s.slot for s in self.running}
         return next(slot for slot in range(self.cache.num_slots) if slot not in used)
 
-    def _fits_beside(self, segment: PrefixSegment, request: EngineRequest) -> bool:
+    def _fits_with_segment(self, segment: PrefixSegment, request: EngineRequest) -> bool:
         """Whether a request that refers to the segment has room up to its last token if it runs
         alone."""
         size = len(segment.ids)

@@ -31,9 +31,9 @@ class RunSecret:
 
     def check(self) -> None:
         """Raises ConfigError if the recipe names an environment variable and it has no secret."""
-        self._given()
+        self._from_environment()
 
-    def _given(self) -> str | None:
+    def _from_environment(self) -> str | None:
         secret = key_of("rollout.engine_secret", self._reference)
         if secret is not None and not re.fullmatch("[0-9a-f]{64}", secret):
             raise ConfigError(
@@ -46,7 +46,7 @@ class RunSecret:
         """The secret, 64 hexadecimal digits; created if there is none. Raises EngineError if the
         file can't be used. If an environment variable has the secret, no file is created or
         read."""
-        configured = self._given()
+        configured = self._from_environment()
         if configured is not None:
             return configured
 
@@ -76,7 +76,7 @@ class RunSecret:
         """The header that a client sends."""
         return {"Authorization": f"Bearer {self.value()}"}
 
-    def is_in(self, authorization: str | None) -> bool:
+    def matches_header(self, authorization: str | None) -> bool:
         """Whether the received header has the secret. The comparison takes the same time for every
         wrong secret of the right form. For headers of another form the file is not read."""
         if authorization is None or not _HEADER.fullmatch(authorization):

@@ -78,7 +78,7 @@ TRY_AGAIN_LATER = 1013
 """Close code, from the registry of RFC 6455, section 11.7."""
 
 
-class EngineDoor:
+class EngineApp:
     """The web application of one engine. `close` ends the connections of waiting clients, which
     then use another engine. `stats` returns the statistics to report; by default the engine's."""
 
@@ -123,7 +123,7 @@ class EngineDoor:
         async def work() -> EngineState:
             options = msgspec.json.decode(await _body(request) or b"{}", type=SleepRequest)
             sleeper = self._sleeper()
-            await self._while_wanted(
+            await self._run_until_hang_up(
                 request, sleeper.sleep(in_flight=options.in_flight, deadline_s=options.deadline_s)
             )
             return self._state()
@@ -158,10 +158,10 @@ class EngineDoor:
             raise EngineError(f"an engine of type {type(self.engine).__name__} can't sleep")
         return self._sleeping
 
-    async def _while_wanted(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    async def _run_until_hang_up(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Cancels the work when the client has hung up, or the server is closed."""
         task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_hung_up(request))
+        gone = asyncio.ensure_future(_wait_for_hang_up(request))
         closed = asyncio.ensure_future(self._closed.wait())
         try:
             await asyncio.wait({task, gone, closed}, return_when=asyncio.FIRST_COMPLETED)
@@ -208,7 +208,7 @@ class _EngineGuard:
     def _refusal(self, scope: Scope) -> tuple[int, ErrorAnswer] | None:
         """The status and answer for a client that has not shown the secret."""
         try:
-            if self._secret.is_in(Headers(scope=scope).get("authorization")):
+            if self._secret.matches_header(Headers(scope=scope).get("authorization")):
                 return None
         except EngineError as error:  # the server itself can't read the secret
             return status_and_answer(error)
@@ -253,7 +253,7 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-async def _hung_up(request: Request) -> None:
+async def _wait_for_hang_up(request: Request) -> None:
     """Returns when the client closes the connection; the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -282,14 +282,14 @@ def _json(content: object, status: int) -> Response:
 
 @asynccontextmanager
 async def listening(
-    door: EngineDoor, listener: socket.socket, *, tls: ssl.SSLContext | None = None
+    app: EngineApp, listener: socket.socket, *, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[None]:
     """Serves on the socket while the block runs, then closes the application. Raises EngineError if
     the server ends by itself."""
     async with serving(
-        door.app,
+        app.app,
         listener,
-        close=door.close,
+        close=app.close,
         tls=tls,
         ws=WebSocketProtocol,
         ws_max_size=MAX_BYTES,

@@ -47,10 +47,10 @@ from agentevo.types import Completion
 
 LOG = logging.getLogger(__name__)
 
-CHANGE_S = 0.05
+STATE_POLL_S = 0.05
 """How often version and sleep are checked. A new version is always reported before the first answer
 under it."""
-LEAST_S = 0.01
+MIN_REPORT_S = 0.01
 """The shortest time between two reports."""
 RELEASE_S = 5.0
 RELEASED_AT_ONCE = 64
@@ -59,7 +59,7 @@ steps run on the same event loop."""
 MAX_RELEASES = 65_536
 MAX_RUNNING = 16_384
 MAX_UNREAD = 65_536
-UNREAD_S = 0.05
+UNREAD_POLL_S = 0.05
 """How often to check whether the client has read its answers."""
 FLUSH_S = 1.0
 """The time to send finished answers when the engine shuts down, in seconds."""
@@ -90,10 +90,10 @@ class ServerConnection:
         self._any_releases = asyncio.Event()
         self._every_s = float("inf")
         self._watch = 0
-        self._last_word: tuple[int, str] | None = None
+        self._close_frame: tuple[int, str] | None = None
         """The close code and reason, if the server ends the connection."""
-        self._told: EngineState | None = None
-        self._told_at = 0.0
+        self._reported: EngineState | None = None
+        self._reported_at = 0.0
 
     async def serve(self, closing: asyncio.Event) -> None:
         """Serves until the client leaves or `closing` is set. In the second case the client is told
@@ -103,13 +103,13 @@ class ServerConnection:
         except WebSocketDisconnect:
             return
 
-        self._tell()
+        self._report_state()
         work = [
             asyncio.ensure_future(duty)
             for duty in (
                 self._read(),
                 self._write(),
-                self._keep_telling(),
+                self._keep_reporting(),
                 self._keep_releasing(),
                 closing.wait(),
             )
@@ -123,9 +123,9 @@ class ServerConnection:
             await asyncio.gather(*work, *requests, return_exceptions=True)
 
         if closing.is_set():
-            self._last_word = (GOING_AWAY, "the engine is shutting down: use another one")
-        if self._last_word is not None:
-            await self._say_good_bye(*self._last_word)
+            self._close_frame = (GOING_AWAY, "the engine is shutting down: use another one")
+        if self._close_frame is not None:
+            await self._close_websocket(*self._close_frame)
 
         for task in done:
             task.result()
@@ -139,28 +139,28 @@ class ServerConnection:
                 reason = f"not a list of requests: {error}".encode("ascii", "replace")[
                     :MAX_REASON_BYTES
                 ].decode()
-                self._last_word = (UNSUPPORTED, reason)
+                self._close_frame = (UNSUPPORTED, reason)
                 return
 
             watch = self._watch
             for message in messages:
                 if isinstance(message, (Generate, ScoreRequest, WatchRequest)):
                     if message.id <= self._newest_id:
-                        self._last_word = (
+                        self._close_frame = (
                             POLICY,
                             f"the id {message.id} was used: ids must increase",
                         )
                         return
                     self._newest_id = message.id
-                self._take(message)
+                self._handle(message)
 
             if self._watch != watch:
-                self._tell()
+                self._report_state()
 
             while len(self._outbox) > MAX_UNREAD:
-                await asyncio.sleep(UNREAD_S)
+                await asyncio.sleep(UNREAD_POLL_S)
 
-    def _take(self, message: ToEngine) -> None:
+    def _handle(self, message: ToEngine) -> None:
         if isinstance(message, (Generate, ScoreRequest)):
             if len(self._running) >= MAX_RUNNING:
                 error = EngineUnavailableError(f"{MAX_RUNNING} requests of this client are running")
@@ -177,7 +177,7 @@ class ServerConnection:
                 running.cancel()
         elif isinstance(message, WatchRequest):
             self._watch = message.id
-            self._every_s = message.every_s if message.every_s >= LEAST_S else LEAST_S
+            self._every_s = message.every_s if message.every_s >= MIN_REPORT_S else MIN_REPORT_S
 
     async def _complete(self, request: Generate | ScoreRequest) -> None:
         """Runs a request and turns an engine's exception into an answer. No other function does
@@ -187,8 +187,8 @@ class ServerConnection:
                 completion = await self._score(request)
             else:
                 completion = await self._generate(request)
-            if self._told is not None and self._told.version != self._engine.version:
-                self._tell()
+            if self._reported is not None and self._reported.version != self._engine.version:
+                self._report_state()
             self._outbox.put(Completed(id=request.id, completion=completion))
         except EngineError as error:
             self._outbox.put(failure_of(request.id, error))
@@ -255,24 +255,26 @@ class ServerConnection:
             while True:
                 await self._websocket.send_bytes(await self._outbox.next_frame())
 
-    async def _keep_telling(self) -> None:
+    async def _keep_reporting(self) -> None:
         while True:
-            await asyncio.sleep(min(self._every_s, CHANGE_S))
+            await asyncio.sleep(min(self._every_s, STATE_POLL_S))
             if len(self._outbox):
                 continue  # the client has not read the last frame yet
 
             now = self._state()
-            before = self._told
+            before = self._reported
             changed = before is None or (before.version, before.asleep) != (now.version, now.asleep)
-            if changed or time.monotonic() - self._told_at >= self._every_s:
-                self._tell(now)
+            if changed or time.monotonic() - self._reported_at >= self._every_s:
+                self._report_state(now)
 
-    def _tell(self, now: EngineState | None = None) -> None:
-        self._told = now if now is not None else self._state()
-        self._told_at = time.monotonic()
-        self._outbox.put(StateReport(state=self._told, yours=len(self._running), watch=self._watch))
+    def _report_state(self, now: EngineState | None = None) -> None:
+        self._reported = now if now is not None else self._state()
+        self._reported_at = time.monotonic()
+        self._outbox.put(
+            StateReport(state=self._reported, yours=len(self._running), watch=self._watch)
+        )
 
-    async def _say_good_bye(self, code: int, reason: str) -> None:
+    async def _close_websocket(self, code: int, reason: str) -> None:
         with suppress(
             WebSocketDisconnect, TimeoutError, RuntimeError
         ):  # RuntimeError: it was closed already

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 LOAD_S = 1200.0
 """The time limit for a server to read a version from the disk, in seconds."""
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 
 
 class SglangEngine:
@@ -88,7 +88,7 @@ class SglangEngine:
         """Label -> version."""
         self._label = ""
         self._version = NO_VERSION
-        self._good: Path | None = None
+        self._good_folder: Path | None = None
         """The folder of the weights that the server computes with; None if unknown."""
         self._failure: EngineError | None = None
         self._facts: ServerFacts | None = None
@@ -117,7 +117,7 @@ class SglangEngine:
         self._publishes = self._refused_publishes = 0
 
     def _start(self, section: EngineSection) -> SglangClient:
-        self._good = write_version(self._model, self._tokenizer, {}, self._folder / "base")
+        self._good_folder = write_version(self._model, self._tokenizer, {}, self._folder / "base")
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
 
@@ -125,7 +125,7 @@ class SglangEngine:
         config = self._scratch / "server.yaml"
         config.write_text(launch_config(key), encoding="utf-8")
         arguments = launch_arguments(
-            self._good,
+            self._good_folder,
             "127.0.0.1",
             port,
             {
@@ -239,7 +239,7 @@ class SglangEngine:
                 await self._client.relabel(label)
 
                 if not self.asleep:
-                    await self._client.go_on()
+                    await self._client.resume()
 
                 self._label = label
                 self._version = version
@@ -294,12 +294,12 @@ class SglangEngine:
         folder = self._folder / label
         try:
             await in_thread(write_version, self._model, self._tokenizer, weights, folder)
-            async with self._quiet(until):
+            async with self._without_requests(until):
                 # Never cancelled: after half of it, the server would wait forever.
                 replacing = asyncio.ensure_future(self._replace(version, label, folder))
                 await _to_its_end(replacing)
         finally:
-            if self._good != folder:
+            if self._good_folder != folder:
                 await in_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _replace(self, version: int, label: str, folder: Path) -> None:
@@ -312,8 +312,8 @@ class SglangEngine:
         finally:
             self._swap_s += time.monotonic() - started_at
 
-        before = self._good
-        self._good = folder
+        before = self._good_folder
+        self._good_folder = folder
         self._label = label
         self._version = version
         self._failure = None
@@ -328,15 +328,15 @@ class SglangEngine:
         await self._client.load(folder, label, LOAD_S)
         await self._client.flush()
         if not self.asleep:
-            await self._client.go_on()
+            await self._client.resume()
 
     async def _restore(self, error: EngineError) -> None:
         """Loads the previous version again after a failed load. If that fails too, the engine
         serves nothing."""
         restore_error: EngineError | None = None
-        if self._good is not None:
+        if self._good_folder is not None:
             try:
-                await self._load(self._good, self._label)
+                await self._load(self._good_folder, self._label)
                 return
             except EngineError as failure:
                 restore_error = failure
@@ -350,7 +350,7 @@ class SglangEngine:
             draw.cancel()
 
     @asynccontextmanager
-    async def _quiet(self, until: float | None) -> AsyncIterator[None]:
+    async def _without_requests(self, until: float | None) -> AsyncIterator[None]:
         """With `until`, new requests wait while the block runs, and the block begins when no
         request is running. Raises DeadlineExceededError."""
         try:
@@ -388,7 +388,7 @@ class SglangEngine:
                     "engine.options.start_timeout_s"
                 )
 
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
         facts = await self._client.facts()
         if self._options.seeded and not facts.seeded:
@@ -412,7 +412,7 @@ class SglangEngine:
                 await self._client.flush()
             finally:
                 if not self.asleep:
-                    await self._client.go_on()
+                    await self._client.resume()
 
     async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
         """See SleepingEngine.sleep. The weights stay in memory, so that new ones can be
@@ -427,12 +427,12 @@ class SglangEngine:
                 return
 
             until = time.monotonic() + deadline_s if in_flight == "finish" else None
-            async with self._quiet(until):
+            async with self._without_requests(until):
                 await self._client.pause()
                 try:
                     await self._client.release_memory()
                 except BaseException:
-                    await self._client.go_on()
+                    await self._client.resume()
                     raise
                 self._asleep_since = time.monotonic()
 
@@ -443,7 +443,7 @@ class SglangEngine:
                 return
             await self._client.resume_memory()
             await self._client.flush()
-            await self._client.go_on()
+            await self._client.resume()
             self._slept_s = self.slept_s
             self._asleep_since = None
 

@@ -38,7 +38,7 @@ KEEPALIVE_S = 2.0
 """The idle seconds after which the client closes a connection. The server closes it after 5, and a
 request that is sent at that moment is lost."""
 CONNECT_S = 10.0
-AGAIN_S = 0.2
+RETRY_S = 0.2
 CONTROL_S = 60.0
 SHOWN = 300
 
@@ -336,9 +336,9 @@ class SglangClient:
 
                 return
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                if asyncio.get_running_loop().time() + AGAIN_S > deadline:
+                if asyncio.get_running_loop().time() + RETRY_S > deadline:
                     raise _lost(self.url, error) from error
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
             except httpx.HTTPError as error:
                 raise _lost(self.url, error) from error
 
@@ -353,7 +353,7 @@ class SglangClient:
         later."""
         await self._post("/pause_generation", {"mode": "retract"}, CONTROL_S)
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         await self._post("/continue_generation", {"torch_empty_cache": False}, CONTROL_S)
 
     async def load(self, folder: Path, label: str, timeout_s: float) -> None:

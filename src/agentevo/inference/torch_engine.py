@@ -52,7 +52,7 @@ from agentevo.inference.scheduler import Scheduler, Sequence
 from agentevo.inference.scores import score_request, scored_completion, take_scores
 from agentevo.inference.verified import VerifiedWeights, check_publish, verify_weights
 from agentevo.models.adapters import adapter_names, use_adapter
-from agentevo.models.invariance import company_matters
+from agentevo.models.invariance import batch_dependence
 from agentevo.models.linear import drop_packed
 from agentevo.models.own_state import own_torch_state
 from agentevo.models.positions import context_length, length_advice
@@ -60,7 +60,7 @@ from agentevo.models.token_rows import num_token_rows, token_logits
 from agentevo.penalties import PenaltyState
 from agentevo.types import Completion, SamplingParams
 
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 """The shortest interval at which a waiting request checks whether a sleeping engine is awake
 again."""
 MAX_FAILED_STEPS = 3
@@ -82,7 +82,7 @@ class TorchEngine:
         self.tokenizer = tokenizer
 
         self.config = config or EngineSection()
-        if self.config.batch_invariant and (why := company_matters(model)) is not None:
+        if self.config.batch_invariant and (why := batch_dependence(model)) is not None:
             raise EngineError(
                 "engine.batch_invariant: the numbers of a completion could depend on the other "
                 f"requests in a step, because {why}: use float32 on an x86 CPU (model.device=cpu "
@@ -109,7 +109,7 @@ class TorchEngine:
         """The error that every request got when a step last failed."""
         self._refused_publishes = 0
         """The number of rejected publishes."""
-        self._held = False
+        self._is_admission_paused = False
         """Whether no request is admitted, because weights will be swapped or the engine will
         sleep."""
         self._asleep_since: float | None = None
@@ -198,9 +198,10 @@ class TorchEngine:
             while not future.done():
                 remaining_s = ends + (self.slept_s - slept_s) - time.monotonic()
                 if remaining_s <= 0:
-                    raise self._late(deadline_s)
+                    raise self._deadline_error(deadline_s)
                 await asyncio.wait(
-                    [future], timeout=max(remaining_s, LOOK_S) if self.asleep else remaining_s
+                    [future],
+                    timeout=max(remaining_s, POLL_INTERVAL_S) if self.asleep else remaining_s,
                 )
             return future.result()
         finally:
@@ -218,7 +219,7 @@ class TorchEngine:
         """The version that serves requests for version `requested`. None: the newest."""
         return self._earlier.model_serving(requested, self._version)[0]
 
-    def _late(self, deadline_s: float) -> DeadlineExceededError:
+    def _deadline_error(self, deadline_s: float) -> DeadlineExceededError:
         state = (
             f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} "
             f"waiting{', asleep' if self.asleep else ''}"
@@ -270,7 +271,7 @@ class TorchEngine:
         swapped = False
         try:
             self._check_publish(version, verified, adapter)
-            async with self._nobody_admitted("publish", in_flight, deadline_s):
+            async with self._pause_admission("publish", in_flight, deadline_s):
                 self._check_publish(version, verified, adapter)  # another may have come first
                 started = time.perf_counter()
                 if verified is not None:
@@ -301,7 +302,7 @@ class TorchEngine:
         the engine to sleep has to wake it."""
         if self.asleep:
             return
-        async with self._nobody_admitted("sleep", in_flight, deadline_s):
+        async with self._pause_admission("sleep", in_flight, deadline_s):
             if self._asleep_since is None:
                 self._asleep_since = time.monotonic()
             self._weights_changed()
@@ -366,7 +367,7 @@ class TorchEngine:
         }
 
     @asynccontextmanager
-    async def _nobody_admitted(
+    async def _pause_admission(
         self, what: str, in_flight: InFlight, deadline_s: float
     ) -> AsyncIterator[None]:
         """Queued requests wait while the block runs. With "finish" the block begins when all
@@ -376,9 +377,9 @@ class TorchEngine:
         try:
             try:
                 async with asyncio.timeout(deadline_s):
-                    while self._held:
+                    while self._is_admission_paused:
                         await asyncio.sleep(0.001)
-                    holding = self._held = True
+                    holding = self._is_admission_paused = True
                     # Requests that were sent back before the engine fell asleep continue on waking.
                     while in_flight == "finish" and self.scheduler.has_begun and not self.asleep:
                         await asyncio.sleep(
@@ -393,7 +394,7 @@ class TorchEngine:
             yield
         finally:
             if holding:
-                self._held = False
+                self._is_admission_paused = False
                 self._start_pump()
 
     def _start_pump(self) -> None:
@@ -431,7 +432,7 @@ class TorchEngine:
     def _admit(self) -> None:
         """While no new request is admitted, those that have begun continue."""
         self.scheduler.grow()
-        self.scheduler.admit(begun_only=self._held)
+        self.scheduler.admit(begun_only=self._is_admission_paused)
 
     @own_torch_state()
     @torch.inference_mode()

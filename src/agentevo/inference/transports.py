@@ -127,9 +127,9 @@ def _upload(
 
 
 def _download(config: RunConfig) -> WeightSource:
-    from agentevo.inference.object_store import LOOK_S
+    from agentevo.inference.object_store import POLL_INTERVAL_S
 
-    return _object_store(config, look_s=LOOK_S)
+    return _object_store(config, poll_interval_s=POLL_INTERVAL_S)
 
 
 def _broadcast(

@@ -1,4 +1,4 @@
-"""vLLM as an engine. Only this module, `vllm_words` and `vllm_weights` know vLLM's names.
+"""vLLM as an engine. Only this module, `vllm_terms` and `vllm_weights` know vLLM's names.
 
 vLLM runs in separate processes, which this process starts and ends. None of them listens on a
 network. vLLM starts with the model's weights from files in a temporary folder, and gets new weights
@@ -36,7 +36,7 @@ from agentevo.errors import (
     WeightsLostError,
 )
 from agentevo.event_loop import in_thread, to_its_end
-from agentevo.inference.broadcast_files import Incoming
+from agentevo.inference.broadcast_files import IncomingWeights
 from agentevo.inference.engine import (
     NO_VERSION,
     InFlight,
@@ -55,6 +55,16 @@ from agentevo.inference.verified import (
     verify_weights,
 )
 from agentevo.inference.vllm_options import VllmOptions, read_options
+from agentevo.inference.vllm_terms import (
+    VllmTokens,
+    adapter_of,
+    check_sampling,
+    engine_arguments,
+    load_vllm,
+    prompt_of,
+    sampling_params_of,
+    scoring_params,
+)
 from agentevo.inference.vllm_weights import (
     adapter_refusal,
     places_of_workers,
@@ -63,16 +73,6 @@ from agentevo.inference.vllm_weights import (
     write_adapter_weights,
     write_base,
     write_weights,
-)
-from agentevo.inference.vllm_words import (
-    VllmTokens,
-    adapter_of,
-    check_sampling,
-    drawing,
-    engine_arguments,
-    load_vllm,
-    prompt_of,
-    scoring,
 )
 from agentevo.models.adapters import is_adapted
 from agentevo.models.parameters import trained_weights
@@ -179,7 +179,7 @@ class VllmEngine:
         streams = listen is not None or bool(sampling.stop_strings)
         drawn = VllmTokens()
         stopped = False
-        params = drawing(sampling, self._vocabulary, self._unused, streams=streams)
+        params = sampling_params_of(sampling, self._vocabulary, self._unused, streams=streams)
         async with self._open_request(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
                 (output,) = answer.outputs
@@ -244,7 +244,7 @@ class VllmEngine:
         while True:  # again if new weights were loaded in between
             version = self._version
             tokens = VllmTokens()
-            async with self._open_request(all_ids, scoring(), ends - time.monotonic()) as (
+            async with self._open_request(all_ids, scoring_params(), ends - time.monotonic()) as (
                 _,
                 outputs,
             ):
@@ -336,7 +336,7 @@ class VllmEngine:
         return await places_of_workers(self._llm.collective_rpc, self._like, specs)
 
     async def receive(
-        self, version: int, incoming: Incoming, *, in_flight: InFlight, deadline_s: float
+        self, version: int, incoming: IncomingWeights, *, in_flight: InFlight, deadline_s: float
     ) -> None:
         """See ReceivingEngine.receive. vLLM continues to compute until its workers have all
         weights."""
@@ -349,7 +349,7 @@ class VllmEngine:
                 check_publish(version, self._version, None, self._like)
                 self.check()
                 await self._pause(in_flight, deadline_s)
-                await to_its_end(self._take_over(version, came=True))
+                await to_its_end(self._switch_weights(version, has_new_weights=True))
                 self._publishes += 1
                 published = True
         finally:
@@ -377,7 +377,7 @@ class VllmEngine:
                         await self._llm.collective_rpc("read_agentevo_weights", args=files)
 
             await self._pause(in_flight, deadline_s)
-            await to_its_end(self._take_over(version, path, came=path is not None))
+            await to_its_end(self._switch_weights(version, path, has_new_weights=path is not None))
         finally:
             if self._adapter is before:
                 await in_thread(remove_weights, path)
@@ -414,17 +414,19 @@ class VllmEngine:
                 ) from None
             raise
 
-    async def _take_over(self, version: int, path: Path | None = None, *, came: bool) -> None:
-        """Switches a paused vLLM to new weights. `came`: new weights are in `path` or in the
-        workers. If this fails, vLLM may have a mixture of new and old weights, and samples nothing
-        from then on."""
+    async def _switch_weights(
+        self, version: int, path: Path | None = None, *, has_new_weights: bool
+    ) -> None:
+        """Switches a paused vLLM to new weights. `has_new_weights`: new weights are in `path` or in
+        the workers. If this fails, vLLM may have a mixture of new and old weights, and samples
+        nothing from then on."""
         started = time.perf_counter()
         try:
             async with asyncio.timeout(LOAD_S):
                 if path is not None and is_adapted(self._like):
                     self._adapter = adapter_of(path)
                     await self._llm.add_lora(self._adapter)
-                elif came:
+                elif has_new_weights:
                     await self._llm.collective_rpc("load_agentevo_weights")
                 await self._llm.update_weight_version(str(version))
         except Exception as error:

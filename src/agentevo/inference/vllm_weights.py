@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError
-from agentevo.inference.broadcast_files import Incoming
+from agentevo.inference.broadcast_files import IncomingWeights
 from agentevo.inference.broadcast_source import receive_place
 from agentevo.inference.engine import Weights
 from agentevo.inference.verified import check_shapes
@@ -130,7 +130,7 @@ async def places_of_workers(
         return list(await call("place_of_agentevo_weights"))
 
 
-async def receive_in_workers(call: Call, incoming: Incoming, base: Path) -> None:
+async def receive_in_workers(call: Call, incoming: IncomingWeights, base: Path) -> None:
     """Returns when every worker has received the weights. The workers' models have not changed
     then. This always ends, because each step of a worker has a deadline. Raises EngineError."""
     arguments = (msgspec.json.encode(incoming).decode(), str(base))
@@ -174,7 +174,7 @@ class WeightLoader:
         continues to compute."""
 
         def work() -> dict[str, torch.Tensor]:
-            decoded = msgspec.json.decode(incoming, type=Incoming)
+            decoded = msgspec.json.decode(incoming, type=IncomingWeights)
             changed = receive_place(decoded, self.rank, self.device)
             for name, tensor in changed.items():
                 if not torch.isfinite(tensor).all():

@@ -23,7 +23,7 @@ from agentevo.registry import Registry
 if TYPE_CHECKING:
     from torch import nn
 
-    from agentevo.inference.broadcast_files import Incoming
+    from agentevo.inference.broadcast_files import IncomingWeights
     from agentevo.models.parts import Spec
 
 
@@ -91,7 +91,7 @@ class GroupSource(Protocol):
         """The dtype and shape of each tensor of the version. Raises EngineError."""
         ...
 
-    def incoming(self, latest: Latest, places: Sequence[str]) -> Incoming:
+    def incoming(self, latest: Latest, places: Sequence[str]) -> IncomingWeights:
         """Asks for the version on behalf of these receiving processes (`places`), and waits until
         the trainer is ready to send it. The processes must then join immediately. Raises
         WeightsNotSentError after some seconds, and EngineError."""
@@ -113,7 +113,7 @@ class ReceivingEngine(Protocol):
         ...
 
     async def receive(
-        self, version: int, incoming: Incoming, *, in_flight: InFlight, deadline_s: float
+        self, version: int, incoming: IncomingWeights, *, in_flight: InFlight, deadline_s: float
     ) -> None:
         """As `publish`, but each process receives the weights itself. Raises WeightsLostError if
         they did not arrive."""

@@ -168,7 +168,9 @@ class WeightVersions(ABC):
             if held_version is None
             else (held_version.base, delta_of(held_version.tensors, trained))
         )
-        if base is not None and not self._pays(base, num_bytes(change), _specs(trained)):
+        if base is not None and not self._is_delta_small_enough(
+            base, num_bytes(change), _specs(trained)
+        ):
             base = None
 
         if base is None:
@@ -176,12 +178,12 @@ class WeightVersions(ABC):
                 version, _split("weights", trained), full_manifest(version, len(trained))
             )
         else:
-            sums = dict(zip(trained, side_by_side(checksum, trained.values()), strict=True))
+            sums = dict(zip(trained, in_parallel(checksum, trained.values()), strict=True))
             manifest_bytes = self._put(
                 version, _split("delta", change), delta_manifest(version, base, sums)
             )
 
-        latest = self._written(version, manifest_bytes, keep)
+        latest = self._announce(version, manifest_bytes, keep)
         if self._full_every > 1:
             snapshot = {name: tensor.clone() for name, tensor in trained.items()}
             self._held = HeldVersion(base_of(latest, manifest_bytes), snapshot)
@@ -200,7 +202,7 @@ class WeightVersions(ABC):
         if base is not None and not in_full and self._may_follow(base, version):
             how.call_others("compare")
             delta = self._parts.compare()
-            if delta is not None and not self._pays(base, delta.num_bytes, specs):
+            if delta is not None and not self._is_delta_small_enough(base, delta.num_bytes, specs):
                 delta = None
 
         if base is None or delta is None:
@@ -215,7 +217,7 @@ class WeightVersions(ABC):
             with delta.taken() as changes:
                 manifest_bytes = self._put_gathered(version, files, changes, manifest)
 
-        latest = self._written(version, manifest_bytes, keep)
+        latest = self._announce(version, manifest_bytes, keep)
         if self._full_every > 1:
             how.call_others("keep")
             self._parts.keep()
@@ -223,7 +225,7 @@ class WeightVersions(ABC):
 
         return latest.sha256
 
-    def _written(self, version: int, manifest: bytes, keep: int) -> Latest:
+    def _announce(self, version: int, manifest: bytes, keep: int) -> Latest:
         """Announces a version whose files are written."""
         latest = Latest(version, hashlib.sha256(manifest).hexdigest())
         self._put_latest(msgspec.json.encode(latest))
@@ -245,7 +247,7 @@ class WeightVersions(ABC):
             return None
         return held_version if _specs(held_version.tensors) == _specs(trained) else None
 
-    def _pays(self, base: Base, change: int, specs: Mapping[str, Spec]) -> bool:
+    def _is_delta_small_enough(self, base: Base, change: int, specs: Mapping[str, Spec]) -> bool:
         """Whether a delta of this size is smaller than the limits."""
         full_bytes = sum(spec.num_bytes for spec in specs.values())
         if change >= full_bytes:
@@ -301,13 +303,13 @@ class WeightVersions(ABC):
         if self._held is not None and self._held.base.latest == latest:
             return dict(self._held.tensors)
 
-        tensors = self._follow(latest, manifest) if manifest.chain else self._load(manifest)
+        tensors = self._apply_deltas(latest, manifest) if manifest.chain else self._load(manifest)
         if self._full_every > 1:
             self._held = HeldVersion(Base(latest, manifest), tensors)
 
         return dict(tensors)
 
-    def _follow(self, latest: Latest, manifest: VersionManifest) -> dict[str, torch.Tensor]:
+    def _apply_deltas(self, latest: Latest, manifest: VersionManifest) -> dict[str, torch.Tensor]:
         """The tensors of a delta, computed from the held version or from the full version."""
         links = manifest.chain
         held_version = self._held
@@ -345,7 +347,7 @@ class WeightVersions(ABC):
                     "served"
                 ) from error
 
-        checksums = side_by_side(
+        checksums = in_parallel(
             lambda name: checksum(tensors[name], manifest.grids.get(name)), tensors
         )
         actual = dict(zip(tensors, checksums, strict=True))
@@ -393,7 +395,7 @@ class WeightVersions(ABC):
                 ) from error
 
         tensors: dict[str, torch.Tensor] = {}
-        for loaded in side_by_side(load_part, manifest.parts):
+        for loaded in in_parallel(load_part, manifest.parts):
             tensors.update(loaded)
 
         return tensors
@@ -473,7 +475,7 @@ def _split(stem: str, tensors: dict[str, torch.Tensor]) -> list[Content]:
     ]
 
 
-def side_by_side(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+def in_parallel(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
     """Applies the function to each item in threads, and returns the results in order. Hashing and
     reading release Python's lock."""
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:

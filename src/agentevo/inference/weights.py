@@ -29,7 +29,7 @@ from agentevo.inference.version_manifest import (
     folder_name,
     version_numbers,
 )
-from agentevo.inference.weight_versions import Content, WeightVersions, side_by_side
+from agentevo.inference.weight_versions import Content, WeightVersions, in_parallel
 from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import write_files
 
@@ -98,7 +98,7 @@ class WeightsFolder(WeightVersions):
                     raise OSError(f"{self.path(version) / content.file}: {error}") from error
                 return _part(path)
 
-            manifest_bytes = manifest(side_by_side(save, contents))
+            manifest_bytes = manifest(in_parallel(save, contents))
             _write_manifest(staging, manifest_bytes)
 
         sync_to_disk(self.folder)
@@ -113,7 +113,7 @@ class WeightsFolder(WeightVersions):
     ) -> bytes:
         with self._place_version(version) as staging:
             write_files(staging, files, tensors)
-            manifest_bytes = manifest(side_by_side(_part, (staging / file for file in files)))
+            manifest_bytes = manifest(in_parallel(_part, (staging / file for file in files)))
             _write_manifest(staging, manifest_bytes)
         sync_to_disk(self.folder)
         return manifest_bytes

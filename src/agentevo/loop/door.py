@@ -81,7 +81,7 @@ class LoopDoor:
 
         connection: AdmittedConnection = scope["state"]["connection"]
         request = Request(scope, receive)
-        if not await in_thread(self.secret.is_in, request.headers.get("authorization")):
+        if not await in_thread(self.secret.matches_header, request.headers.get("authorization")):
             message = "the key is missing or wrong: it is in the file that the server printed"
             response = _failure_response(401, WireFailure(type="ConfigError", message=message))
             await response(scope, receive, send)

@@ -106,12 +106,12 @@ def _can_enforce(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str
     else:
         return True
 
-    _tell_once(f"`strict` of tools has no effect: {problem}")
+    _note_once(f"`strict` of tools has no effect: {problem}")
     return False
 
 
 @cache
-def _tell_once(line: str) -> None:
+def _note_once(line: str) -> None:
     to_stderr(line)
 
 

@@ -25,7 +25,7 @@ from agentevo.models.aligned import align_activations
 from agentevo.models.fused import use_fused_layers
 from agentevo.models.fused_decoder import use_fused_decoder
 from agentevo.models.linear import use_fast_linear
-from agentevo.models.positions import hold_positions
+from agentevo.models.positions import limit_positions
 from agentevo.models.trial import REMEDY, PlanMissingError, check_layer_types, try_out
 
 NAME = "agentevo"
@@ -139,7 +139,7 @@ def prepare(model: PreTrainedModel, *, on_cpu: bool | None = None) -> PreTrained
         )
 
     check_layer_types(model)
-    hold_positions(model)
+    limit_positions(model)
     try_out(model, NAME)
 
     if on_cpu is None:

@@ -46,7 +46,7 @@ OFFLINE = (
 )
 DOWNLOAD_TIMEOUT_S = 1800.0
 LOCK_TIMEOUT_S = DOWNLOAD_TIMEOUT_S + 600.0
-TELL_EVERY_S = 5.0
+REPORT_EVERY_S = 5.0
 """How often a long preparation reports its progress."""
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ def _reporting(report: Progress, words: Callable[[], str]) -> Iterator[None]:
     started_at = time.monotonic()
 
     def say() -> None:
-        while not over.wait(TELL_EVERY_S):
+        while not over.wait(REPORT_EVERY_S):
             report(f"{words()} ({time.monotonic() - started_at:.0f} s)")
 
     thread = threading.Thread(target=say, name="progress", daemon=True)

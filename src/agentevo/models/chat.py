@@ -97,7 +97,7 @@ class ChatFormat:
         within = {self._end_in_history} - {self.end_of_turn_id}
         self.end_ids = tuple(sorted({self.end_of_turn_id, *declared} - within))
         """The ids that end a completion. They are the engine's stop tokens."""
-        self._said_header = ""
+        self._omitted_header = ""
         """The text before an answer that the template's generation prompt leaves out, so that the
         policy writes it."""
         # Members of a group meet the same environments, so the same messages come again and again.
@@ -146,7 +146,7 @@ class ChatFormat:
         if message.tool_calls or message.reasoning is not None:
             text, end = self._written_with_end(message)
         else:
-            text = self._said_header + self._template.markers.cut(message.text, "assistant")
+            text = self._omitted_header + self._template.markers.cut(message.text, "assistant")
 
         if OPENS_THINKING.search(self.opening):
             thought, text = thought_of(text, message.reasoning, self.opening)
@@ -299,7 +299,7 @@ class ChatFormat:
         prompt = self._template.render([_USER], prompt=True).removesuffix(self.opening)
         rendered = self._template.render([_USER, message], prompt=False)
         answer = rendered.removeprefix(prompt)
-        ends = [self.end_of_turn_id, *(self.end_ids if self._said_header else ())]
+        ends = [self.end_of_turn_id, *(self.end_ids if self._omitted_header else ())]
         marks = map(str, self.tokenizer.convert_ids_to_tokens(ends))
         cuts = ((*answer.rpartition(mark)[:2], end) for mark, end in zip(marks, ends, strict=True))
         text, found_mark, end = next((cut for cut in cuts if cut[1]), ("", "", ends[0]))
@@ -355,7 +355,7 @@ class ChatFormat:
 
         header, sentinel, after_first = once.partition(_FIRST)
         if self.parser.name == HARMONY and header.startswith(generation):
-            self._said_header = header[len(generation) :]
+            self._omitted_header = header[len(generation) :]
             header = generation
 
         if not sentinel or not generation.startswith(header):

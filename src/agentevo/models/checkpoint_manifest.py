@@ -30,16 +30,16 @@ from agentevo.errors import CheckpointError, UnusableCheckpointError
 from agentevo.files import sync_to_disk
 
 NAME = "checkpoint.json"
-OF_TRAINING = frozenset({"trainer.pt", "state.json", NAME})
+TRAINING_FILES = frozenset({"trainer.pt", "state.json", NAME})
 """The files of a checkpoint that are not part of the model. Files in subfolders are not part of it
 either."""
-UNREAD = frozenset({"README.md"})
+UNREAD_FILES = frozenset({"README.md"})
 """Files that may be added to a checkpoint because no loader reads them. Hidden files may be added,
 too."""
-SEEN_S = 90.0
+VISIBLE_S = 90.0
 """How long a file that another machine wrote may take to appear here, because network file systems
 cache folders."""
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 """How often to look for such a file."""
 _CHUNK = 1 << 20
 _READERS = 4
@@ -72,7 +72,7 @@ def seal(
     """Hashes every file below `folder`, syncs the files to the disk, and writes the manifest.
     `known_digests`: the checksums of files that other processes have written, hashed and synced.
     Raises OSError."""
-    deadline = time.monotonic() + SEEN_S
+    deadline = time.monotonic() + VISIBLE_S
     while lacking := [name for name in known_digests if not (folder / name).is_file()]:
         if time.monotonic() > deadline:
             raise OSError(
@@ -82,7 +82,7 @@ def seal(
                 lacking[0],
             )
 
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     own_files = sorted(names - known_digests.keys())
@@ -148,7 +148,7 @@ def verify_model(folder: Path, *, most_bytes: float = math.inf) -> bool:
     manifest = read(folder)
     _refuse_others(folder, manifest)
     files = manifest.files
-    of_model = {n: files[n] for n in files if n not in OF_TRAINING and "/" not in n}
+    of_model = {n: files[n] for n in files if n not in TRAINING_FILES and "/" not in n}
     sizes = {name: (folder / name).stat().st_size for name in of_model if (folder / name).is_file()}
     is_small = sum(sizes.values()) <= most_bytes
     if not is_small:
@@ -172,7 +172,7 @@ def _refuse_others(folder: Path, manifest: CheckpointManifest) -> None:
         for path in (Path(place, name) for name in sorted([*names, *links])):
             inner = path.relative_to(folder)
             is_hidden = any(part.startswith(".") for part in inner.parts)
-            if not is_hidden and inner.as_posix() not in {*manifest.files, NAME, *UNREAD}:
+            if not is_hidden and inner.as_posix() not in {*manifest.files, NAME, *UNREAD_FILES}:
                 raise CheckpointError(
                     f"{path} is not a file of the checkpoint, which was saved without it: loading "
                     "the model may read it. Move it elsewhere and try again; if you added it on "

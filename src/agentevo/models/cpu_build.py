@@ -46,8 +46,8 @@ INSTRUCTIONS = {
 }
 """PyTorch's name of the processor's capability -> the compiler's options."""
 BUILD_TIMEOUT_S = 120.0
-OTHER = "set CC to another compiler"
-ANOTHER = "set AGENTEVO_CACHE to a folder of another disk"
+OTHER_COMPILER = "set CC to another compiler"
+OTHER_DISK = "set AGENTEVO_CACHE to a folder of another disk"
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -77,7 +77,7 @@ def load_library(capability: str | None = None) -> ctypes.CDLL:
         library = ctypes.CDLL(str(_find_or_build((*OPTIONS, *instructions))))
     except OSError as error:  # the disk is full, read-only, or mounted with noexec
         raise KernelsUnavailableError(
-            f"they can't be stored or loaded: {error}", ANOTHER
+            f"they can't be stored or loaded: {error}", OTHER_DISK
         ) from error
 
     library.use_openmp.restype = None
@@ -129,7 +129,7 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
         done = subprocess.run(command, capture_output=True, timeout=BUILD_TIMEOUT_S)
         if done.returncode:
             error_text = done.stderr.decode(errors="replace").strip()[-500:] or "it failed"
-            remedy = ANOTHER if os.strerror(errno.ENOSPC) in error_text else OTHER
+            remedy = OTHER_DISK if os.strerror(errno.ENOSPC) in error_text else OTHER_COMPILER
             raise KernelsUnavailableError(f"{compiler} can't build them: {error_text}", remedy)
 
         os.chmod(unfinished, 0o700)
@@ -138,10 +138,12 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
         return target
     except subprocess.TimeoutExpired:
         raise KernelsUnavailableError(
-            f"{compiler} took more than {BUILD_TIMEOUT_S:g} s to build them", OTHER
+            f"{compiler} took more than {BUILD_TIMEOUT_S:g} s to build them", OTHER_COMPILER
         ) from None
     except OSError as error:
-        raise KernelsUnavailableError(f"{compiler} can't build them: {error}", OTHER) from error
+        raise KernelsUnavailableError(
+            f"{compiler} can't build them: {error}", OTHER_COMPILER
+        ) from error
     finally:
         Path(unfinished).unlink(missing_ok=True)
 

@@ -261,16 +261,16 @@ class CpuKernels:
 
 def cpu_kernels() -> CpuKernels | None:
     """The kernels of this machine, or None if there are none; `why_not` says why."""
-    return _found()[0]
+    return _load_kernels()[0]
 
 
 def why_not() -> tuple[str, str]:
     """Why `cpu_kernels` returns None, and the remedy if there is one. Empty if it does not."""
-    return _found()[1:]
+    return _load_kernels()[1:]
 
 
 @cache
-def _found() -> tuple[CpuKernels | None, str, str]:
+def _load_kernels() -> tuple[CpuKernels | None, str, str]:
     try:
         kernels = CpuKernels(load_library())
         with torch.inference_mode(), torch.device("cpu"):

@@ -89,7 +89,7 @@ class FusedLayer(PackedWeights):
         return self.of_tokens(hidden_states[0], weights, plan, rotation).unsqueeze(0)
 
     @property
-    def stands_in(self) -> bool:
+    def can_replace_layer(self) -> bool:
         """Whether it can compute in place of the layer, judged by the layer's modules."""
         return self._ingredients() is not None
 

@@ -27,7 +27,7 @@ from agentevo.models.linear import PackedMatrix
 DECODERS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 """The classes of decoders that consist of exactly embeddings, rotary positions, layers and norm.
 Subclasses may differ and are not replaced."""
-TAKEN = frozenset({"input_ids", "plan", "position_ids", "use_cache"})
+SUPPORTED_ARGUMENTS = frozenset({"input_ids", "plan", "position_ids", "use_cache"})
 """The arguments that `FusedDecoder` supports. All others must be None."""
 RECORDED = ("output_hidden_states", "output_attentions")
 """The settings of a model's configuration that request more than the last hidden states."""
@@ -41,7 +41,7 @@ class FusedDecoder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the decoder's own `forward`: input_ids [1, T] -> hidden states [1, T, H]."""
-        straight = not args and self._asks_for_states_alone(kwargs)
+        straight = not args and self._wants_only_states(kwargs)
         layers = self._layers() if straight else None
         if layers is None:
             return type(self.decoder).forward(self.decoder, *args, **kwargs)
@@ -56,7 +56,7 @@ class FusedDecoder:
 
         return BaseModelOutputWithPast(last_hidden_state=decoder.norm(x).unsqueeze(0))
 
-    def _asks_for_states_alone(self, kwargs: dict[str, Any]) -> bool:
+    def _wants_only_states(self, kwargs: dict[str, Any]) -> bool:
         """Whether the arguments are input ids and the caller wants only hidden states, in float32
         on a CPU. Elsewhere no layer packs its weights."""
         decoder: Any = self.decoder
@@ -71,7 +71,11 @@ class FusedDecoder:
             and kwargs.get("plan") is not None
             and kwargs.get("position_ids") is not None
             and kwargs.get("use_cache") is False
-            and not any(value is not None for name, value in kwargs.items() if name not in TAKEN)
+            and not any(
+                value is not None
+                for name, value in kwargs.items()
+                if name not in SUPPORTED_ARGUMENTS
+            )
             and not any(getattr(decoder.config, name, False) for name in RECORDED)
         )
 

@@ -1,7 +1,7 @@
 """Models that are split over several processes. This module assembles the whole tensors when such a
 model is written (a checkpoint's folder, or a version for engines).
 
-The code that splits a model registers it once, with `lies_in_parts`. Then `InParts.tensors`
+The code that splits a model registers it once, with `register_in_parts`. Then `InParts.tensors`
 assembles one whole tensor after the other on the first process, which writes them. The other
 processes send their parts when `call_others` calls them.
 """
@@ -21,7 +21,7 @@ from torch import distributed, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from agentevo.models.parts import Spec, WeightPart, Wholes
+from agentevo.models.parts import Spec, WeightPart, WholeTensors
 from agentevo.models.tensor_file import split_files, write_files
 
 FILE_BYTES = 5 * 2**30
@@ -47,16 +47,16 @@ class InParts:
         """The specs of the tensors that `tensors` yields, in its order."""
         return {name: part.spec for name, part in self.own_parts(only_trained).items()}
 
-    def tensors(self, *, only_trained: bool) -> Wholes:
+    def tensors(self, *, only_trained: bool) -> WholeTensors:
         """On the first process: yields (name, whole tensor on the CPU), one after the other."""
         self.call_others("give", only_trained)
-        return Wholes(self.own_parts(only_trained), self.group)
+        return WholeTensors(self.own_parts(only_trained), self.group)
 
 
 _IN_PARTS: WeakKeyDictionary[nn.Module, InParts] = WeakKeyDictionary()
 
 
-def lies_in_parts(model: nn.Module, how: InParts) -> None:
+def register_in_parts(model: nn.Module, how: InParts) -> None:
     """Registers a split model, so that every writer gathers its parts."""
     _IN_PARTS[model] = how
 
@@ -69,7 +69,7 @@ def in_parts(model: nn.Module) -> InParts | None:
 def write_from_parts(
     how: InParts,
     folder: Path,
-    weights: Wholes | None = None,
+    weights: WholeTensors | None = None,
     *,
     file_bytes: int = FILE_BYTES,
 ) -> None:
@@ -83,7 +83,9 @@ def write_from_parts(
         _write_weights(how.skeleton, folder, coming, file_bytes)
 
 
-def _write_weights(model: PreTrainedModel, folder: Path, weights: Wholes, file_bytes: int) -> None:
+def _write_weights(
+    model: PreTrainedModel, folder: Path, weights: WholeTensors, file_bytes: int
+) -> None:
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     specs = {n: s for n, s in weights.specs.items() if n not in ignored}
     layers: dict[str, dict[str, Spec]] = {}

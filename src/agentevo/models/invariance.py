@@ -15,7 +15,7 @@ from agentevo.models.fused import FusedLayer
 from agentevo.models.linear import FastLinear, available
 
 
-def company_matters(model: nn.Module) -> str | None:
+def batch_dependence(model: nn.Module) -> str | None:
     """Why the last digits of a token's results can depend on the other tokens in the pass, for a
     `model` after `prepare`. None if they can't."""
     parameters = list(model.parameters())
@@ -29,7 +29,7 @@ def company_matters(model: nn.Module) -> str | None:
     within = {
         id(part)
         for layer in model.modules()
-        if isinstance(fused := vars(layer).get("forward"), FusedLayer) and fused.stands_in
+        if isinstance(fused := vars(layer).get("forward"), FusedLayer) and fused.can_replace_layer
         for part in layer.modules()
     }
     for name, module in model.named_modules():

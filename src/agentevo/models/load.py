@@ -158,7 +158,7 @@ def _quantization_arguments(kind: str, dtype: torch.dtype, device: torch.device)
     return {"quantization_config": bits, "device_map": {"": device}}
 
 
-def _never_pack(model: PreTrainedModel) -> None:
+def _keep_unpacked(model: PreTrainedModel) -> None:
     """Keeps 4-bit weights in the layout that supports gradients. On a CPU with avx512_bf16
     bitsandbytes packs a layer permanently in its first pass without gradients, and its product of
     packed weights has no backward pass."""
@@ -190,7 +190,7 @@ def _from_pretrained(
     _check_rows(name, model, tokenizer)
     limit_to_tokens(model, tokenizer)
     if quantized:  # already on the device; such weights can't be moved or converted
-        _never_pack(model)
+        _keep_unpacked(model)
         return LoadedModel(model.requires_grad_(False).eval(), tokenizer, name)
 
     return LoadedModel(_place(model, device), tokenizer, name)
@@ -327,14 +327,14 @@ def _read_tokenizer(key: str, folder: Path) -> PreTrainedTokenizerBase:
 
 def _unreadable(key: str, folder: Path, kind: str, error: Exception) -> ModelError:
     remedy = "save or fetch it again"
-    if _looks_or_listens(folder):
+    if _reads_images_or_audio(folder):
         remedy = (
             "it reads images or audio, and AgentEvo supports text models only: name a text model"
         )
     return ModelError(f"{key}: {folder} can't be read as {kind} ({_reason(error)}): {remedy}")
 
 
-def _looks_or_listens(folder: Path) -> bool:
+def _reads_images_or_audio(folder: Path) -> bool:
     """Whether a model's configuration has a part for images or audio."""
     try:
         config = read_json_object(folder / "config.json")

@@ -193,7 +193,7 @@ def own_part(saved: Saved, parameter: torch.Tensor, cut: Cut | None = None) -> t
     )
 
 
-class Wholes:
+class WholeTensors:
     """On the first process: iterates over (name, whole tensor on the CPU) in the order of the
     names, while the other processes call `give`. A consumer that stops early must call `close`,
     which receives the remaining tensors. Leaving it as a context manager does the same. Raises
@@ -257,7 +257,8 @@ class Wholes:
 
 
 def give(parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None = None) -> None:
-    """On the other processes: sends their parts while the first process iterates over `Wholes`."""
+    """On the other processes: sends their parts while the first process iterates over
+    `WholeTensors`."""
     boxes = boxes_of_all(parts, group)
     me = distributed.get_rank(group)
     for name, part in parts.items():

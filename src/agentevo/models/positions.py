@@ -6,7 +6,7 @@ beyond `max_position_embeddings`, and `longrope` (Phi-3-128k, Phi-3.5, Phi-4-min
 `original_max_position_embeddings`. Beyond that border, a token's frequencies depend on the other
 sequences of the pass. Within one sequence they depend on the length of the answer, so a later pass
 computes other log-probs than the engine. Such a model therefore accepts sequences up to the border,
-where it is exact, and `hold_positions` refuses longer ones. Frequencies that are the same on both
+where it is exact, and `limit_positions` refuses longer ones. Frequencies that are the same on both
 sides (`short_factor` and `long_factor` alike) have no border.
 """
 
@@ -59,7 +59,7 @@ def length_advice(config: PretrainedConfig) -> str:
     )
 
 
-def hold_positions(model: PreTrainedModel) -> None:
+def limit_positions(model: PreTrainedModel) -> None:
     """Makes a pass beyond the border raise ModelError, instead of changing the frequencies of the
     other sequences in the pass."""
     borders = list(_borders(model.config.get_text_config()))

@@ -254,9 +254,9 @@ def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
     for module, stand_in in stand_ins:
         module.forward = stand_in
 
-    trial = _Trial()
+    trial = _RouterTrial()
     try:
-        with _Counting() as counting:
+        with _TopkCounter() as counting:
             pass_alone(model, TOKENS, trial)
         facts = trial.facts(len(routers), counting.calls)
         if isinstance(facts, str):
@@ -297,7 +297,7 @@ def _refusal(model: nn.Module, why: str) -> ModelError:
     )
 
 
-class _Counting(TorchFunctionMode):
+class _TopkCounter(TorchFunctionMode):
     """Counts calls of topk, and stores their results."""
 
     def __init__(self) -> None:
@@ -315,7 +315,7 @@ class _Counting(TorchFunctionMode):
         return result
 
 
-class _Forced(Chooser):
+class _ForcedChoice(Chooser):
     """Chooses the experts `experts` [T, K]."""
 
     def __init__(self, experts: torch.Tensor) -> None:
@@ -326,7 +326,7 @@ class _Forced(Chooser):
         return self.experts
 
 
-class _Trial:
+class _RouterTrial:
     """Finds in one pass of the model how each router chooses, and checks that it accepts other
     choices."""
 
@@ -351,7 +351,7 @@ class _Trial:
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Routing.answer_call. Returns the router's own answer."""
-        with _Counting() as counting:
+        with _TopkCounter() as counting:
             answer = router.own_answer(args, kwargs)
 
         outputs = _tensors(answer)
@@ -396,7 +396,7 @@ def _why_not_forced(
 
     for shift in _SHIFTS:
         forced = ((chosen + shift) % num_experts).flip(-1)
-        forced_outputs = _tensors(_Forced(forced).answer_call(router, args, kwargs))
+        forced_outputs = _tensors(_ForcedChoice(forced).answer_call(router, args, kwargs))
         forced_weights = _weights(forced_outputs, forced)
         if forced_weights is None or not any(torch.equal(x, forced) for x in forced_outputs):
             return "chooses again among the results of topk"

@@ -16,7 +16,7 @@ from agentevo.files import atomic_folder
 from agentevo.models.adapters import is_adapted, is_adapter_folder, write_adapter
 from agentevo.models.in_parts import in_parts, write_from_parts
 from agentevo.models.parameters import trained_weights
-from agentevo.models.parts import Wholes
+from agentevo.models.parts import WholeTensors
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -51,7 +51,7 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
-    weights: Wholes | Mapping[str, torch.Tensor] | None = None,
+    weights: WholeTensors | Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Writes model and tokenizer into an existing folder, file by file. If the model has adapters,
     only the active adapter is written. Callers use `atomic_folder` to make the folder appear

@@ -1,7 +1,7 @@
 """Renders messages (as mappings) as text with a tokenizer's chat template. Untrusted templates are
 rendered in a separate process with limits of time, memory and length.
 
-Within `templates_of_strangers`, every new ChatTemplate renders in the separate process. A template
+Within `untrusted_templates`, every new ChatTemplate renders in the separate process. A template
 that exceeded the time limit once is not rendered again.
 """
 
@@ -97,7 +97,7 @@ def current_render() -> Render:
 
 
 @contextmanager
-def templates_of_strangers() -> Iterator[None]:
+def untrusted_templates() -> Iterator[None]:
     """Chat formats that are created in this context render their templates in a separate process,
     which ends with the block."""
     worker = TemplateWorker()

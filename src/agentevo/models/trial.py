@@ -30,13 +30,13 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 recurrences and convolutions, or attention patterns that no plan supports (chunks, indexes)."""
 EAGER = "eager"
 """The model's own attention, computed by the formula."""
-TEXT = 14
+TEXT_TOKENS = 14
 """The number of tokens of the text."""
-OTHER = 9
+OTHER_TOKENS = 9
 """The number of tokens of each other text of the trial."""
-CACHED = 6
+CACHED_TOKENS = 6
 """The number of tokens of the text that the second pass reads from its cache."""
-FARTHEST = 1 << 16
+FARTHEST_POSITION = 1 << 16
 """The last position to try if the model has no limit."""
 TOLERANCE = 1e-3
 """The largest root mean square difference of log-probs in float32, relative to their standard
@@ -63,7 +63,7 @@ class KeyValueSize(NamedTuple):
 
 
 @dataclass
-class _Alone:
+class _SelfOnlyPlan:
     """A plan in which every token attends only to itself."""
 
     sizes: list[KeyValueSize] = field(default_factory=list)
@@ -84,11 +84,11 @@ class _Alone:
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
-class _SideBySide:
+class _PackedTextsPlan:
     """A plan in which a token sees the preceding tokens of its text, in this pass and in the pass
     `before`."""
 
-    def __init__(self, tokens: Sequence[_Token], before: _SideBySide | None = None) -> None:
+    def __init__(self, tokens: Sequence[_Token], before: _PackedTextsPlan | None = None) -> None:
         self.tokens = tokens
         self.before = before
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -143,7 +143,7 @@ def check_layer_types(model: PreTrainedModel) -> None:
 def key_value_sizes(model: PreTrainedModel) -> list[KeyValueSize]:
     """The sizes that each call of attention stores for a token, in the order of a pass of a
     prepared model."""
-    plan = _Alone()
+    plan = _SelfOnlyPlan()
     with _evaluating(model):
         _logits(model, [_Token(0, 0, 0)], plan, [0])
     return plan.sizes
@@ -158,7 +158,7 @@ def pass_alone(model: PreTrainedModel, count: int, routing: Any) -> None:
         _logits(
             model,
             [_Token(number, 0, id) for number, id in enumerate(ids)],
-            _Alone(routing=routing),
+            _SelfOnlyPlan(routing=routing),
             [0],
         )
 
@@ -175,7 +175,7 @@ def try_out(model: PreTrainedModel, implementation: str) -> None:
     with _evaluating(model):
         reference = _own_logits(model, text)
         model.set_attn_implementation(implementation)
-        far = min(context_length(model.config), FARTHEST) - 1
+        far = min(context_length(model.config), FARTHEST_POSITION) - 1
         difference = _difference(_packed_logits(model, text, other_texts, far), reference)
         if not difference <= _tolerance(model):
             cause = _cause(model, implementation, text, other_texts, reference)
@@ -192,10 +192,10 @@ def _cause(
     """Why the two computations differ, if the cause can be found."""
     tolerance = _tolerance(model)
     model.set_attn_implementation(implementation)
-    repeated = [_Token(number, 0, text[3]) for number in range(OTHER)]
-    around = [_Token(OTHER + number, 0, id) for number, id in enumerate(text[:OTHER])]
+    repeated = [_Token(number, 0, text[3]) for number in range(OTHER_TOKENS)]
+    around = [_Token(OTHER_TOKENS + number, 0, id) for number, id in enumerate(text[:OTHER_TOKENS])]
     mixed = [token for pair in zip(repeated, around, strict=True) for token in pair]
-    copies = _logits(model, mixed, _Alone(), list(range(0, len(mixed), 2)))
+    copies = _logits(model, mixed, _SelfOnlyPlan(), list(range(0, len(mixed), 2)))
     if not _difference(copies, copies[:1].expand_as(copies)) <= tolerance:
         return (
             "what it predicts after a token depends on the tokens around it by another way than "
@@ -213,7 +213,7 @@ def _cause(
             "causal language model)"
         )
 
-    positioned = _own_logits(model, text, position_ids=list(range(TEXT)))
+    positioned = _own_logits(model, text, position_ids=list(range(TEXT_TOKENS)))
     if not _difference(positioned, reference) <= tolerance:
         return (
             "its positions do not begin at 0, so training and the engine would use other "
@@ -233,13 +233,17 @@ def _unlike(difference: float) -> str:
 def _texts(model: PreTrainedModel) -> list[list[int]]:
     """The text that is compared, and two others."""
     last = model.config.get_text_config().vocab_size - 1
-    ids = torch.linspace(min(2, last), last, TEXT + 2 * OTHER).long().tolist()
-    return [ids[OTHER : OTHER + TEXT], ids[:OTHER], ids[OTHER + TEXT :]]
+    ids = torch.linspace(min(2, last), last, TEXT_TOKENS + 2 * OTHER_TOKENS).long().tolist()
+    return [
+        ids[OTHER_TOKENS : OTHER_TOKENS + TEXT_TOKENS],
+        ids[:OTHER_TOKENS],
+        ids[OTHER_TOKENS + TEXT_TOKENS :],
+    ]
 
 
 def _own_logits(model: PreTrainedModel, text: list[int], **lists: list[int]) -> torch.Tensor:
-    """The logits [TEXT, V] by transformers alone. `lists` has further arguments, with one number
-    per token."""
+    """The logits [TEXT_TOKENS, V] by transformers alone. `lists` has further arguments, with one
+    number per token."""
     model.set_attn_implementation(EAGER)
     device = next(model.parameters()).device
     inputs = {
@@ -252,19 +256,23 @@ def _own_logits(model: PreTrainedModel, text: list[int], **lists: list[int]) -> 
 def _packed_logits(
     model: PreTrainedModel, text: list[int], other_texts: list[list[int]], far: int | None
 ) -> torch.Tensor:
-    """The logits [TEXT, V] of the text in two passes. The second pass reads the keys of the first
-    one from a cache. `far`: the position of an extra token in the passes."""
+    """The logits [TEXT_TOKENS, V] of the text in two passes. The second pass reads the keys of the
+    first one from a cache. `far`: the position of an extra token in the passes."""
     first, second = (
         [_Token(n, place, id) for place, id in enumerate(ids)]
         for n, ids in enumerate(other_texts, 1)
     )
     tokens = [_Token(0, place, id) for place, id in enumerate(text)]
     far_tokens = [] if far is None else [_Token(3, far, text[0])]
-    plan = _SideBySide([*first, *tokens[:CACHED], *far_tokens])
-    first_logits = _logits(model, plan.tokens, plan, list(range(OTHER, OTHER + CACHED)))
-    later = _SideBySide([*far_tokens, *tokens[CACHED:], *second], before=plan)
+    plan = _PackedTextsPlan([*first, *tokens[:CACHED_TOKENS], *far_tokens])
+    first_logits = _logits(
+        model, plan.tokens, plan, list(range(OTHER_TOKENS, OTHER_TOKENS + CACHED_TOKENS))
+    )
+    later = _PackedTextsPlan([*far_tokens, *tokens[CACHED_TOKENS:], *second], before=plan)
     start = len(far_tokens)
-    rest_logits = _logits(model, later.tokens, later, list(range(start, start + TEXT - CACHED)))
+    rest_logits = _logits(
+        model, later.tokens, later, list(range(start, start + TEXT_TOKENS - CACHED_TOKENS))
+    )
     return torch.cat([first_logits, rest_logits])
 
 

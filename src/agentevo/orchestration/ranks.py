@@ -38,7 +38,7 @@ from agentevo import devices
 from agentevo.config import RunConfig
 from agentevo.config.parallel import world_size
 from agentevo.inference.part_deltas import PublishedParts
-from agentevo.models.in_parts import InParts, lies_in_parts
+from agentevo.models.in_parts import InParts, register_in_parts
 from agentevo.models.parts import give
 from agentevo.models.sharded import skeleton_of
 from agentevo.orchestration.components import load_policy
@@ -333,7 +333,7 @@ class Leader:
             self._model = model
 
         if not self._has_whole:
-            lies_in_parts(
+            register_in_parts(
                 model,
                 InParts(
                     skeleton_of(model),

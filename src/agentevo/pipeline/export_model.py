@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import atomic_folder, must_write
-from agentevo.models.checkpoint_manifest import OF_TRAINING, verify_model
+from agentevo.models.checkpoint_manifest import TRAINING_FILES, verify_model
 
 
 def export_model(source: Path, out: Path) -> None:
@@ -22,7 +22,7 @@ def export_model(source: Path, out: Path) -> None:
     verify_model(source)
     with must_write(out), atomic_folder(out) as staging:
         for path in source.iterdir():
-            if path.name in OF_TRAINING:
+            if path.name in TRAINING_FILES:
                 continue
             if path.is_dir():
                 shutil.copytree(path, staging / path.name)

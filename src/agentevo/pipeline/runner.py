@@ -290,7 +290,7 @@ class _Life:
                     stderr=subprocess.STDOUT,
                     env=os.environ | extra_environment,
                     start_new_session=True,
-                    pass_fds=(self.lock, *(server.process.held_by for server in servers)),
+                    pass_fds=(self.lock, *(server.process.guard_handle for server in servers)),
                 )
         except (OSError, ValueError) as error:  # no such program
             self._not_started(standing, decided, error)

@@ -251,7 +251,7 @@ class SessionRoutes:
             return answer
 
     def _check_admin(self, request: Request) -> None:
-        if not self._secret.is_in(f"Bearer {request.scope['state']['bearer']}"):
+        if not self._secret.matches_header(f"Bearer {request.scope['state']['bearer']}"):
             raise _stranger()
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:

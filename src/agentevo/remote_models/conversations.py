@@ -32,7 +32,7 @@ MAX_COMPLETIONS = 128
 """The most answers of one call."""
 
 
-class AnswersRemotely(Protocol):
+class RemoteAnswerer(Protocol):
     """A remote model, or a replacement for it."""
 
     @property
@@ -62,7 +62,7 @@ class RemoteConversations:
 
     def __init__(
         self,
-        models: Mapping[str, AnswersRemotely],
+        models: Mapping[str, RemoteAnswerer],
         *,
         name: str,
         seed: int,
@@ -140,7 +140,7 @@ class RemoteConversations:
                 cost=sum(reply.cost for reply in replies),
             )
             schemas = json.dumps(list(tools), ensure_ascii=False) if tools else ""
-            _tell(call, messages, schemas, replies)
+            _trace_messages(call, messages, schemas, replies)
             parent, num_known = self._find_extended(model, agent, schemas, messages)
             return [
                 self._record(model, agent, schemas, messages, parent, num_known, reply, seed)
@@ -230,7 +230,7 @@ class RemoteConversations:
         return turn
 
 
-def _tell(
+def _trace_messages(
     call: RunningCall, messages: Sequence[Message], tools: str, replies: Sequence[RemoteReply]
 ) -> None:
     """Adds the messages to the call's span, if there is one."""

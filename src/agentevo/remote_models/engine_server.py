@@ -58,7 +58,7 @@ class EngineServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: asyncio.Task[LocalEngine] | None = None
 
-    def rest(self, seconds: float) -> None:
+    def pause_requests(self, seconds: float) -> None:
         """Does nothing, because an engine queues its requests."""
 
     def post(

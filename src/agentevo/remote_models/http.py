@@ -77,11 +77,11 @@ class ModelServer:
         self._name = name
         self._key = key
         self._key_reference = key_reference
-        self._resting_until = 0.0
+        self._paused_until = 0.0
 
-    def rest(self, seconds: float) -> None:
+    def pause_requests(self, seconds: float) -> None:
         """Pauses the requests of all callers for this time, because the server asked for it."""
-        self._resting_until = max(self._resting_until, time.monotonic() + seconds)
+        self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     def close(self) -> None:
         """Closes its connections."""
@@ -99,12 +99,12 @@ class ModelServer:
         import httpx
 
         until = time.monotonic() + within_s
-        if self._resting_until >= until:
+        if self._paused_until >= until:
             raise self._failure(
                 "its server asked for a longer pause than is left", is_retryable=False
             )
 
-        time.sleep(max(0.0, self._resting_until - time.monotonic()))
+        time.sleep(max(0.0, self._paused_until - time.monotonic()))
         time_left = max(until - time.monotonic(), 0.01)
         timeout = httpx.Timeout(time_left, connect=min(CONNECT_S, time_left))
         try:
@@ -132,7 +132,7 @@ class ModelServer:
         try:
             answer = msgspec.json.decode(content)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise self._nonsense(error, content) from error
+            raise self._invalid_answer(error, content) from error
 
         return self._reply(answer, content), 200
 
@@ -144,7 +144,7 @@ class ModelServer:
             msgspec.convert(msgspec.to_builtins(reply), RemoteReply)  # checks types
             return reply
         except (BadAnswerError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise self._nonsense(error, content) from error
+            raise self._invalid_answer(error, content) from error
 
     def _events(self, response: httpx.Response, until: float, listen: Listen | None) -> Any:
         """Collects the events, and returns the complete body."""
@@ -159,9 +159,11 @@ class ModelServer:
                             listen(delta)
             return streamed.answer()
         except (BadAnswerError, msgspec.MsgspecError, RecursionError) as error:
-            raise self._nonsense(error, data) from error
+            raise self._invalid_answer(error, data) from error
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise self._nonsense(BadAnswerError(f"no event ({_words(error)})"), data) from error
+            raise self._invalid_answer(
+                BadAnswerError(f"no event ({_words(error)})"), data
+            ) from error
 
     def _parts(self, response: httpx.Response, until: float) -> Iterator[bytes]:
         num_bytes = 0
@@ -176,7 +178,7 @@ class ModelServer:
                     f"answers with more than {MAX_ANSWER} bytes", is_retryable=False, may_cost=True
                 )
 
-    def _nonsense(self, error: Exception, content: bytes) -> Unanswered:
+    def _invalid_answer(self, error: Exception, content: bytes) -> Unanswered:
         return self._failure(
             f"sent an unreadable answer ({_words(error)}): {self._shown(content)}",
             status=200,

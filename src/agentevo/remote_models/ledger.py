@@ -125,7 +125,7 @@ class Ledger:
             while True:
                 with self._lock():
                     self._read()
-                    problem = self._beyond(most)
+                    problem = self._exceeded_limit(most)
                     if not problem:
                         self._write(line)
                         self._own += 1
@@ -166,7 +166,7 @@ class Ledger:
             if self._path is not None and self._path.exists():
                 with self._lock():
                     self._read()
-            used = self._most()
+            used = self._largest_usage()
 
         limits = {name: getattr(self._budget, name) for name in Spent.__struct_fields__}
         return {
@@ -175,10 +175,10 @@ class Ledger:
             if limit is not None
         }
 
-    def _beyond(self, most: Spent) -> str:
+    def _exceeded_limit(self, most: Spent) -> str:
         """A sentence about the limit that a request with this usage would exceed, or an empty
         text."""
-        used = self._most()
+        used = self._largest_usage()
         limits = self._budget
         for what, limit, now, extra in (
             ("requests", limits.requests, used.requests, most.requests),
@@ -194,7 +194,7 @@ class Ledger:
 
         return ""
 
-    def _most(self) -> Spent:
+    def _largest_usage(self) -> Spent:
         """The usage so far, plus the maximum of running requests."""
         used = Spent()
         for spent in (self._used, *self._open.values()):
@@ -220,13 +220,13 @@ class Ledger:
         text = msgspec.json.encode(line) + b"\n"
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            if self._half_a_line():  # left by a process that was killed
+            if self._has_partial_line():  # left by a process that was killed
                 text = b"\n" + text
             os.write(handle, text)
         finally:
             os.close(handle)
 
-    def _half_a_line(self) -> bool:
+    def _has_partial_line(self) -> bool:
         assert self._path is not None
         size = self._path.stat().st_size
         if not size:

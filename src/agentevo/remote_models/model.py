@@ -297,7 +297,7 @@ class RemoteModel:
         pause = pause * (0.5 + 0.5 * share)
         if error.retry_after_s is not None:
             pause = error.retry_after_s
-            self._server.rest(pause)
+            self._server.pause_requests(pause)
 
         if attempt + 1 == self.section.max_tries:
             return

@@ -34,7 +34,7 @@ OWN_TASKS = 6
 """The number of AgentEvo's own processes in a sandbox: the wrapper, the supervisor, the
 interpreter."""
 _PERIOD_US = 100_000
-_LOOK_S = 0.005
+_POLL_INTERVAL_S = 0.005
 _NAME = re.compile(rf"{PREFIX}(\d+-\d+-\d+)-\d+")
 _finding = threading.Lock()
 _numbers = itertools.count(1)
@@ -117,7 +117,7 @@ class ControlGroup:
             if not self._folder.exists() or time.monotonic() > until:
                 return
 
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def _write(self, name: str, text: str) -> None:
         with (self._folder / name).open("w") as file:  # only the kernel creates these files
@@ -152,11 +152,11 @@ def place() -> CgroupPlace:
     """Finds the place for groups on this machine, by creating a group and moving a process into it.
     Thread-safe."""
     with _finding:  # two trials at once would use the same name and fail
-        return _found()
+        return _find_place()
 
 
 @cache
-def _found() -> CgroupPlace:
+def _find_place() -> CgroupPlace:
     try:
         folders = _own_folders()
     except OSError as error:

@@ -14,7 +14,7 @@ from agentevo.sandbox.launch import SandboxLaunch
 from agentevo.sandbox.watch import descendants
 
 ENDING_S = 5.0
-_LOOK_S = 0.005
+_POLL_INTERVAL_S = 0.005
 
 _alive: set[tuple[int, subprocess.Popen[bytes], SandboxLaunch]] = set()
 """The sandboxes, each with the process that started it. A fork of this process inherits the set,
@@ -34,7 +34,7 @@ def end_all_of(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
     kill(process, launch)
 
     while time.monotonic() < until and not all(_is_dead(descendant) for descendant in tree):
-        time.sleep(_LOOK_S / 5)
+        time.sleep(_POLL_INTERVAL_S / 5)
 
     if launch.owned_uid is not None:
         _end_user(launch.owned_uid, until)
@@ -75,7 +75,7 @@ def _end_descendants(pid: int, until: float) -> None:
             return
         for survivor in living:
             _kill(survivor)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _end_user(uid: int, until: float) -> None:
@@ -91,7 +91,7 @@ def _end_user(uid: int, until: float) -> None:
         for survivor in living:
             _kill(survivor)
 
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _is_of(process: Path, uid: int) -> bool:

@@ -146,7 +146,7 @@ class LocalSandbox:
             limit = self._section.start_timeout_s
             raise SandboxError(f"{self._kind.name}: not started within {limit:g} s") from error
         except SandboxEnded as ended:
-            reason = await self._complaint()
+            reason = await self._last_line()
             await self._abandon(spawning)
             raise SandboxError(
                 f"{self._kind.name}: it can't be started: {reason or ended}"
@@ -227,7 +227,7 @@ class LocalSandbox:
 
         await self._end()
 
-    async def _complaint(self) -> str:
+    async def _last_line(self) -> str:
         """The last line that the wrapper or the supervisor wrote."""
         process = self._process
         if process is None or process.stderr is None:
@@ -467,7 +467,7 @@ class LocalSandbox:
                 raise violation(f"{length:,} bytes")
             message = msgspec.json.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise SandboxEnded(self._failure or self._how_it_died()) from error
+            raise SandboxEnded(self._failure or self._describe_death()) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise violation("text that is not JSON") from error
 
@@ -476,7 +476,7 @@ class LocalSandbox:
 
         return message
 
-    def _how_it_died(self) -> Failure:
+    def _describe_death(self) -> Failure:
         group = None if self._launch is None else self._launch.group
         if group is not None and group.was_out_of_memory():
             limit = self._section.memory_mib

@@ -5,8 +5,8 @@ A program has its own work folder, which is its home. It sees the system's files
 the named files, and has no network unless requested. `sandboxed` returns the command that starts
 it. In this command, inside/hand_over.py passes the filter of system calls to `bwrap`, and
 inside/become.py sets limits and the user. Its environment variables are those of the process that
-starts it, except HOME and TMPDIR. `Walls` limit the resources of all its processes together, as for
-the sandbox of code.
+starts it, except HOME and TMPDIR. `ProgramConfinement` limit the resources of all its processes
+together, as for the sandbox of code.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _SeenFolders:
     packages: bool = True
 
 
-class Walls:
+class ProgramConfinement:
     """Limits around one program that the words of `sandboxed` start, and its children: a cgroup if
     possible, and the watch of memory, processes and files."""
 
@@ -69,7 +69,7 @@ class Walls:
         )
         self._pid: int | None = None
 
-    def surround(self, pid: int, notify: Callable[[str], None]) -> None:
+    def apply(self, pid: int, notify: Callable[[str], None]) -> None:
         """Called when the program has started, before it writes anything. `notify` is called, in
         the watching thread, with the limit that ended the program. Raises OSError."""
         section = self._section

@@ -19,8 +19,8 @@ from pathlib import Path
 from agentevo.errors import describe_error
 from agentevo.sandbox.cgroups import OWN_TASKS
 
-LOOK_S = 0.1
-FOLDER_LOOK_S = 1.0
+POLL_INTERVAL_S = 0.1
+FOLDER_POLL_INTERVAL_S = 1.0
 MIB = 2**20
 
 
@@ -51,7 +51,7 @@ class WatchedSandbox:
             return
 
         now = time.monotonic()
-        if now - self.looked_at_folder > FOLDER_LOOK_S:
+        if now - self.looked_at_folder > FOLDER_POLL_INTERVAL_S:
             self.looked_at_folder = now
             self._look_at_folder(tree)
 
@@ -97,7 +97,7 @@ class SandboxWatch:
 
     def _run(self) -> None:
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
             with self._lock:
                 if not self._watched:
                     self._thread = None

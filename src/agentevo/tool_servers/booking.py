@@ -176,9 +176,11 @@ class BookingOffice:
         if self._wanted is None:
             return None
         remaining = dict(self._bookings)
-        return float(all(self._takes(stay, remaining) for stay in self._wanted) and not remaining)
+        return float(
+            all(self._take_booking(stay, remaining) for stay in self._wanted) and not remaining
+        )
 
-    def _takes(self, stay: WantedStay, remaining: dict[int, Booking]) -> bool:
+    def _take_booking(self, stay: WantedStay, remaining: dict[int, Booking]) -> bool:
         """Whether `remaining` has the wanted booking. If so, removes it."""
         mine = [
             booking

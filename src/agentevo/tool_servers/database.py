@@ -36,7 +36,7 @@ MAX_MIB = 64
 """The maximum size of one database."""
 HEAP_MIB = 512
 """The memory limit of all SQLite in a process that serves databases."""
-LOOK_OPS = 1000
+OPS_PER_CHECK = 1000
 """The number of SQLite's virtual machine steps between two checks of the clock."""
 SETUP_S = 30.0
 _LIMITS = {
@@ -211,7 +211,7 @@ class DatabaseTools:
         """Runs the task's own SQL. Only its time, memory and files are limited."""
         script = self._task.metadata.get(key, "")
         until = time.monotonic() + SETUP_S
-        connection.set_progress_handler(lambda: time.monotonic() > until, LOOK_OPS)
+        connection.set_progress_handler(lambda: time.monotonic() > until, OPS_PER_CHECK)
         refused: list[str] = []
 
         def authorize_all(action: int, first: str | None, second: str | None, *rest: Any) -> int:
@@ -244,7 +244,7 @@ class DatabaseTools:
 
         connection.create_function("like", 2, like, deterministic=True)
         connection.create_function("like", 3, like, deterministic=True)
-        connection.set_progress_handler(lambda: time.monotonic() > self._until, LOOK_OPS)
+        connection.set_progress_handler(lambda: time.monotonic() > self._until, OPS_PER_CHECK)
         connection.set_authorizer(self._authorize)
 
     def _authorize(self, action: int, first: str | None, second: str | None, *rest: Any) -> int:
@@ -335,7 +335,7 @@ def _matches(pieces: Sequence[str | None], text: str, is_late: Callable[[], bool
     resume = 0
     while at < len(text):
         steps += 1
-        if steps % LOOK_OPS == 0 and is_late():  # SQLite does not check the clock in here
+        if steps % OPS_PER_CHECK == 0 and is_late():  # SQLite does not check the clock in here
             raise TimeoutError
 
         if place < len(pieces) and pieces[place] is None:

@@ -120,13 +120,13 @@ class _Guarded:
         try:
             try:
                 async with asyncio.timeout(BODY_S):
-                    come = await _read(receive)
+                    has_arrived = await _read(receive)
             except TimeoutError:
                 await _refuse(send, 408, f"the body has not come within {BODY_S:g} s")
                 return
 
             async def receive_next() -> Any:
-                return come.pop(0) if come else await receive()
+                return has_arrived.pop(0) if has_arrived else await receive()
 
             async def taken(message: Any) -> None:
                 try:

@@ -111,7 +111,7 @@ class FunctionTools:
                     f"{self._limit_s:g} s (its timeout_s). It is at:\n{thread.format_stack()}"
                 ) from None
 
-            yield _Object(instances[0], self._signatures, thread)
+            yield _AttemptObject(instances[0], self._signatures, thread)
         finally:
             try:
                 if instances and is_async(getattr(instances[0], "close", None)):
@@ -193,7 +193,7 @@ class _ToolFunction:
         return None
 
 
-class _Object:
+class _AttemptObject:
     """One attempt's object of a class."""
 
     instructions = ""

@@ -165,7 +165,9 @@ class ManagerAPI:
         node = nodes[-1] if nodes else None
         if response.status_code >= 400 or not node:
             raise ToolUnavailableError(
-                self._words(f"no node of {image} was made: {_said(response.status_code, body)}")
+                self._words(
+                    f"no node of {image} was made: {_describe_answer(response.status_code, body)}"
+                )
             )
 
         return node, f"{manager}/container/{quote(node, safe='')}{PATH}"
@@ -180,7 +182,7 @@ class ManagerAPI:
             raise ToolUnavailableError(f"no answer within {RELEASE_S:g} s") from None
 
         if response.status_code >= 400:
-            raise ToolUnavailableError(self._words(_said(response.status_code, body)))
+            raise ToolUnavailableError(self._words(_describe_answer(response.status_code, body)))
 
     async def close(self) -> None:
         """Closes its connections."""
@@ -210,21 +212,23 @@ class ManagerAPI:
         response, body = await self._ask(method, url, content)
         status = response.status_code
         if status in (400, 422) and content is not None:
-            raise ToolArgumentsError(self._words(_said(status, body)))
+            raise ToolArgumentsError(self._words(_describe_answer(status, body)))
         if status >= 300:
             # A request refused with "too many requests" had no effect.
-            raise ToolUnavailableError(self._words(_said(status, body)), was_sent=status != 429)
+            raise ToolUnavailableError(
+                self._words(_describe_answer(status, body)), was_sent=status != 429
+            )
 
         try:
             answer = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise ToolUnavailableError(
-                self._words(f"its answer is not JSON ({error}): {_start(body)}"), was_sent=True
+                self._words(f"its answer is not JSON ({error}): {_beginning(body)}"), was_sent=True
             ) from None
 
         if not isinstance(answer, dict):
             raise ToolUnavailableError(
-                self._words(f"its answer is not an object: {_start(body)}"), was_sent=True
+                self._words(f"its answer is not an object: {_beginning(body)}"), was_sent=True
             )
 
         return answer
@@ -353,15 +357,15 @@ def _part(part: Mapping[str, Any]) -> str:
     return f"[image, {head[5:].partition(';')[0]}, {len(data) * 3 // 4:,} bytes]"
 
 
-def _start(body: bytes) -> str:
+def _beginning(body: bytes) -> str:
     return repr(body[:SHOWN].decode(errors="replace"))
 
 
-def _said(status: int, body: bytes) -> str:
+def _describe_answer(status: int, body: bytes) -> str:
     """A description of the answer with that status."""
     try:
         answer = msgspec.json.decode(body)
         detail = answer.get("detail") if isinstance(answer, dict) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         detail = None
-    return f"HTTP {status}: {detail if isinstance(detail, str) else _start(body)}"
+    return f"HTTP {status}: {detail if isinstance(detail, str) else _beginning(body)}"

@@ -23,8 +23,8 @@ from agentevo.console import without_controls
 from agentevo.errors import ToolArgumentsError, ToolUnavailableError, describe_error
 from agentevo.event_loop import in_thread
 from agentevo.extras import load_extra
-from agentevo.sandbox.programs import Walls
-from agentevo.tools.mcp_messages import mend_messages, problem_of
+from agentevo.sandbox.programs import ProgramConfinement
+from agentevo.tools.mcp_messages import problem_of, repair_messages
 from agentevo.tools.mcp_offers import (
     MAX_PAGES,
     RESOURCE_TOOLS,
@@ -261,18 +261,18 @@ class McpConnection:
     async def _transport(self, stack: AsyncExitStack) -> Any:
         server = self._server
         if server.command is not None:
-            walls = None
+            confinement = None
             if server.sandbox is not None:
-                walls = await in_thread(Walls, server.sandbox)
-                stack.push_async_callback(in_thread, walls.end)
+                confinement = await in_thread(ProgramConfinement, server.sandbox)
+                stack.push_async_callback(in_thread, confinement.end)
             errors = stack.enter_context(await self._stderr.open())
             words = [server.command, *server.args]
-            return stdio_transport(words, server.env, server.cwd, errors, walls)
+            return stdio_transport(words, server.env, server.cwd, errors, confinement)
 
         if server.transport == "sse":
             from mcp.client.sse import sse_client
 
-            return mend_messages(
+            return repair_messages(
                 sse_client(str(server.url), headers=dict(server.headers), sse_read_timeout=READ_S)
             )
 
@@ -283,7 +283,7 @@ class McpConnection:
         limits = httpx2.Timeout(CONNECT_S, read=READ_S)
         client = create_mcp_http_client(headers=dict(server.headers), timeout=limits)
         client.event_hooks["response"].append(self._note_status)
-        return mend_messages(
+        return repair_messages(
             streamable_http_client(
                 str(server.url),
                 http_client=await stack.enter_async_context(client),

@@ -88,7 +88,7 @@ class _ManagerSession:
         """The URL of its node's API, once there is one."""
         self._node: str | None = None
         """The id of a node that was made for it."""
-        self._is_suspect = self._tell_restart = False
+        self._is_suspect = self._has_to_tell_restart = False
 
     async def learn_tools(self) -> list[ToolSpec]:
         """Lists the tools of the node's servers. Raises ToolUnavailableError and ConfigError."""
@@ -107,7 +107,7 @@ class _ManagerSession:
             if is_own and self._is_suspect and not await _loop.run(lambda: self._api.answers(url)):
                 await self._release()
                 self.num_losses += 1
-                self._tell_restart = True
+                self._has_to_tell_restart = True
 
             if self._url is None:
                 self._node, self._url = await _loop.run(self._made)
@@ -124,8 +124,8 @@ class _ManagerSession:
             self._is_suspect = True
             raise
 
-        if self._tell_restart:
-            self._tell_restart = False
+        if self._has_to_tell_restart:
+            self._has_to_tell_restart = False
             return msgspec.structs.replace(result, text=RESTARTED + result.text)
 
         return result

@@ -99,7 +99,7 @@ class _McpSession:
         self._failure: str | None = None
         """Why the last attempt to open it failed."""
         self._was_open = False
-        self._tell_restart = False
+        self._has_to_tell_restart = False
 
     async def learn_tools(self, known_server: _KnownServer | None) -> _KnownServer:
         """The server's tools: the known tools, or those that the server lists. Raises
@@ -140,7 +140,7 @@ class _McpSession:
     async def _open(self) -> McpConnection:
         if self._was_open:
             self.num_losses += 1
-            self._tell_restart = self._section.session == "attempt"
+            self._has_to_tell_restart = self._section.session == "attempt"
 
         connection = self._connection = McpConnection(self._server)
         self._num_tries += 1
@@ -166,8 +166,8 @@ class _McpSession:
 
         meta = trace_headers()  # the trace context of this call, read on its own event loop
         result = await _loop.run(lambda: connection.call(name, arguments, meta))
-        if self._tell_restart:
-            self._tell_restart = False
+        if self._has_to_tell_restart:
+            self._has_to_tell_restart = False
             return msgspec.structs.replace(result, text=RESTARTED + result.text)
 
         return result

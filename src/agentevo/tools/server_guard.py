@@ -19,11 +19,11 @@ import sys
 import time
 
 GRACE_S = 2.0
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 """The interval of the checks whether the client is alive."""
 NOT_STARTED = 127
 _PR_SET_CHILD_SUBREAPER = 36
-_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
 
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
     client = int(sys.argv[1])
     program = _start(sys.argv[2:])
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -48,7 +48,7 @@ def _start(words: list[str]) -> int:
     """Starts the program and returns its process id."""
     program = os.fork()
     if program == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
         try:
             os.execvp(words[0], words)
         except OSError as error:
@@ -61,9 +61,9 @@ def _guard(program: int, client: int) -> int:
     code = 0
     has_ended = False
     closing_since: float | None = None
-    is_told = False
+    was_signalled = False
     while True:
-        signal_number = _wait(LOOK_S)
+        signal_number = _wait(POLL_INTERVAL_S)
         exit_codes = _reap()
         if program in exit_codes:
             code = exit_codes[program]
@@ -84,8 +84,8 @@ def _guard(program: int, client: int) -> int:
         if has_ended or closing_s > 2 * GRACE_S:
             _kill_children()
             return code
-        if closing_s > GRACE_S and not is_told:
-            is_told = True
+        if closing_s > GRACE_S and not was_signalled:
+            was_signalled = True
             os.killpg(0, signal.SIGTERM)
 
 
@@ -96,7 +96,7 @@ def _wait(limit_s: float) -> int | None:
         pending = signal.sigpending() - {signal.SIGCHLD}
         return signal.sigwait(pending) if pending else None
 
-    info = signal.sigtimedwait(_HEARD, limit_s)
+    info = signal.sigtimedwait(_HANDLED_SIGNALS, limit_s)
     return None if info is None else info.si_signo
 
 

@@ -157,7 +157,7 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
 
     def make() -> Any:
         tool_class = getattr(importlib.import_module(module), name)
-        return tool_class(config=dict(row.get("config") or {}), tool_schema=_as_verl_has_it(schema))
+        return tool_class(config=dict(row.get("config") or {}), tool_schema=_verl_schema(schema))
 
     try:
         tool = load_in_time(make, f"{where}: the constructor of {path}")
@@ -181,7 +181,7 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
     return spec, tool
 
 
-def _as_verl_has_it(schema: Mapping[str, Any]) -> Any:
+def _verl_schema(schema: Mapping[str, Any]) -> Any:
     """The schema in the class that verl passes to its tools, if verl is installed. Otherwise the
     mapping."""
     try:

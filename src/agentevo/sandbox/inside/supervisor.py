@@ -34,7 +34,7 @@ sys.path.pop(0)
 GRACE_S = 1.0
 """The seconds from the deadline, at which the interpreter interrupts itself, until it is killed."""
 KILLING_S = 2.0
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
@@ -113,7 +113,7 @@ class SandboxSupervisor:
         self._host = host
         self._incoming = frames.Frames(2**31)
         self._interpreter: SandboxedChild | None = None
-        self._has_died = False
+        self._interpreter_died = False
         self._settings = self._wait_for_host()
 
     def serve(self) -> None:
@@ -140,8 +140,8 @@ class SandboxSupervisor:
             self._send({"id": request["id"], **reply})
 
     def _do_run(self, request: dict[str, Any]) -> dict[str, Any]:
-        is_new = self._has_died
-        self._has_died = False
+        is_new = self._interpreter_died
+        self._interpreter_died = False
         if self._interpreter is not None:
             self._reap()
             if self._interpreter.status is not None:
@@ -162,7 +162,7 @@ class SandboxSupervisor:
         except frames.BadFrame as error:
             outcome = _failure("ProtocolViolation", f"the interpreter sent {error}, and was ended")
         except ConnectionError:
-            outcome = self._how_it_died(child)
+            outcome = self._describe_death(child)
 
         is_alive = "value" in outcome
         for output in child.outputs:
@@ -174,7 +174,7 @@ class SandboxSupervisor:
         stdout, stderr = (output.take() for output in child.outputs)
         if not is_alive:
             self._end_interpreter()
-            self._has_died = True
+            self._interpreter_died = True
 
         return {
             "stdout": stdout,
@@ -190,7 +190,7 @@ class SandboxSupervisor:
         if self._interpreter is not None:
             self._kill_all(self._interpreter)
             self._end_interpreter()
-            self._has_died = True
+            self._interpreter_died = True
 
         before = self._folder.snapshot()
         argv = list(request["argv"])
@@ -257,7 +257,7 @@ class SandboxSupervisor:
 
             while (remaining := until - time.monotonic()) > 0:
                 for key, _ in ready.select(
-                    min(remaining, 0.01 if child.control is None else LOOK_S)
+                    min(remaining, 0.01 if child.control is None else POLL_INTERVAL_S)
                 ):
                     if isinstance(key.data, ProgramOutput):
                         if not key.data.read():
@@ -271,7 +271,7 @@ class SandboxSupervisor:
 
                 self._reap(child)
                 if child.status is not None:
-                    return self._how_it_died(child)
+                    return self._describe_death(child)
 
         return _failure("Timeout", f"it ran for {deadline_s:g} s and was killed")
 
@@ -284,7 +284,7 @@ class SandboxSupervisor:
             chunk = b""
 
         if not chunk:
-            return self._how_it_died(child)
+            return self._describe_death(child)
 
         child.messages.feed(chunk)
         while (message := child.messages.next()) is not None:
@@ -322,7 +322,7 @@ class SandboxSupervisor:
                     raise frames.BadFrame("nothing, and does not read what it is sent") from None
                 time.sleep(0.001)
 
-    def _how_it_died(self, child: SandboxedChild) -> dict[str, Any]:
+    def _describe_death(self, child: SandboxedChild) -> dict[str, Any]:
         until = time.monotonic() + GRACE_S
         while child.status is None and time.monotonic() < until:
             self._reap(child)
@@ -413,12 +413,12 @@ class SandboxSupervisor:
 
     def _kill_all(self, child: SandboxedChild) -> None:
         """Ends all processes of the sandbox except this one."""
-        everybody = -1 if self._settings["is_alone"] else -child.pid
+        kill_target = -1 if self._settings["is_alone"] else -child.pid
         until = time.monotonic() + KILLING_S
         while time.monotonic() < until:
             with contextlib.suppress(PermissionError):
                 try:
-                    os.kill(everybody, signal.SIGKILL)
+                    os.kill(kill_target, signal.SIGKILL)
                 except ProcessLookupError:
                     self._reap(child)
                     if child.status is not None:
@@ -440,7 +440,7 @@ class SandboxSupervisor:
         while (message := self._incoming.next()) is None:
             with selectors.DefaultSelector() as ready:
                 ready.register(self._host, selectors.EVENT_READ)
-                while not ready.select(LOOK_S):
+                while not ready.select(POLL_INTERVAL_S):
                     self._reap()
 
             chunk = os.read(self._host, 2**20)

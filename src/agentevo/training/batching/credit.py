@@ -19,7 +19,7 @@ from agentevo.rewards.returned import plain_number
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Trajectory
 
-LONGEST_S = 600.0
+TIME_LIMIT_S = 600.0
 """The time limit of a function for one group, in seconds."""
 MAX_IN_A_ROW = 3
 """If the function fails in this many consecutive groups, the run ends."""
@@ -76,7 +76,7 @@ class CreditAsker:
 
     def _of_group(self, group: Sequence[Trajectory]) -> dict[str, list[float]]:
         copies = [copy_of_trajectory(trajectory) for trajectory in group]
-        returned = call_in_thread(lambda: self._credit(copies), "credit function", LONGEST_S)
+        returned = call_in_thread(lambda: self._credit(copies), "credit function", TIME_LIMIT_S)
         if len(returned) != len(group):
             raise ValueError(f"it returned {len(returned)} lists for {len(group)} attempts")
 

@@ -61,7 +61,7 @@ def null_batches(
     return [pack([shortest], device, merge=merge)] * missing
 
 
-def keep_pace(
+def run_null_batches(
     model: PreTrainedModel,
     nulls: Sequence[PackedBatch],
     backward: Callable[[torch.Tensor], None],
@@ -157,7 +157,7 @@ def backward_through_sums(
     for indices, batch in batches:
         backward((slope * _sums(model, indices, batch, owners, num)).sum())
 
-    keep_pace(model, nulls, backward)
+    run_null_batches(model, nulls, backward)
     return loss.detach(), total.detach()
 
 

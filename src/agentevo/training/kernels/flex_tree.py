@@ -27,9 +27,9 @@ BLOCK = 128
 padding node sees only itself."""
 
 
-NARROWEST = 16
+MIN_HEAD_DIM = 16
 """The smallest head dimension of FlexAttention's kernels."""
-LONG = 2048
+LONG_TEXT = 2048
 """The smallest number of tokens for which a text is worth a separate kernel call."""
 
 
@@ -65,7 +65,7 @@ class FlexTree:
 
         num_padding = len(self.ends) - self.num_nodes
         dim = q.shape[-1]
-        wider = max(0, NARROWEST - dim)  # zeros add nothing to scores and outputs
+        wider = max(0, MIN_HEAD_DIM - dim)  # zeros add nothing to scores and outputs
         heads = [
             (F.pad(x, (0, wider, 0, 0, 0, num_padding)) if num_padding or wider else x)
             .transpose(0, 1)
@@ -122,7 +122,7 @@ class FlexTree:
 def _long_texts(tree: TokenTree) -> list[slice]:
     """The texts of a tree without branches, if all are long. Otherwise empty."""
     tree_segments = segments(tree)
-    if tree.num_nodes < LONG * len(tree_segments) or any(
+    if tree.num_nodes < LONG_TEXT * len(tree_segments) or any(
         segment.end > segment.last for segment in tree_segments
     ):
         return []

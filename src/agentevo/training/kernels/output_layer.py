@@ -28,7 +28,7 @@ from agentevo.models.linear import FastLinear, PackedWeights
 from agentevo.models.token_rows import causal_model, num_token_rows
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
-from agentevo.training.kernels.stages import passed_on, sends_on
+from agentevo.training.kernels.stages import run_stage, sending_stage
 from agentevo.training.kernels.token_masks import LOWEST, mask_scores
 from agentevo.training.kernels.vocabulary import VocabularyLinear, slice_of
 
@@ -46,8 +46,8 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, OutputTail | None]] = WeakKey
 def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [M] of the batch's trained tokens, and entropies [R] of the nodes that predict
     them, in nats; differentiable."""
-    if (stage := sends_on(model)) is not None:
-        return passed_on(model, stage, batch)
+    if (stage := sending_stage(model)) is not None:
+        return run_stage(model, stage, batch)
 
     output = linear_output(model, batch)
     if output is None:
@@ -75,8 +75,8 @@ def token_logprobs_and_squares(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [M] as in `token_logprobs`. Also, for each node that predicts, the sum of p^2 over
     the vocabulary [R], which is the probability that two samples agree. Without gradient."""
-    if (stage := sends_on(model)) is not None:
-        return passed_on(model, stage, batch)
+    if (stage := sending_stage(model)) is not None:
+        return run_stage(model, stage, batch)
 
     output = linear_output(model, batch)
     if output is None:
@@ -101,8 +101,8 @@ def token_logprobs_and_squares(
 
 def all_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     """The logits [R, V] of the nodes that predict, differentiable."""
-    if (stage := sends_on(model)) is not None:
-        _, nodes = passed_on(model, stage, batch)
+    if (stage := sending_stage(model)) is not None:
+        _, nodes = run_stage(model, stage, batch)
         return nodes[:, None].expand(-1, model.config.get_text_config().vocab_size)
     outputs: Any = model(**batch.inputs)
     return outputs.logits.squeeze(0)  # [0] would allocate another gradient as large as the logits

@@ -36,9 +36,9 @@ class Stage:
     """This process's place in a pipeline."""
 
     ranks: Ranks
-    onwards: distributed.ProcessGroup
+    forward_group: distributed.ProcessGroup
     """The group of the same processes, for hidden states only..."""
-    back: distributed.ProcessGroup
+    backward_group: distributed.ProcessGroup
     """...and the one for gradients only, so that neither waits for the other."""
     _sent: dict[int, deque[tuple[distributed.Work, torch.Tensor]]] = field(
         default_factory=lambda: {1: deque(), -1: deque()}
@@ -50,11 +50,13 @@ class Stage:
         """The stage along one dimension of a mesh of all processes. All processes must call it."""
         names = mesh.mesh_dim_names or ()
         pipelines = mesh.mesh.movedim(names.index(dimension), -1).flatten(0, -2).tolist()
-        onwards, back = (distributed.new_subgroups_by_enumeration(pipelines)[0] for _ in range(2))
+        forward_group, backward_group = (
+            distributed.new_subgroups_by_enumeration(pipelines)[0] for _ in range(2)
+        )
         return cls(
             Ranks.of(mesh, dimension),
-            cast(distributed.ProcessGroup, onwards),
-            cast(distributed.ProcessGroup, back),
+            cast(distributed.ProcessGroup, forward_group),
+            cast(distributed.ProcessGroup, backward_group),
         )
 
     @property
@@ -69,7 +71,7 @@ class Stage:
     def send(self, tensor: torch.Tensor, step: int) -> None:
         """Sends a tensor to the neighbour `step` stages away (1 or -1). May return before the
         tensor has arrived."""
-        group = self.onwards if step > 0 else self.back
+        group = self.forward_group if step > 0 else self.backward_group
         sent = self._sent[step]
         buffer = tensor.detach().contiguous()
         work = distributed.isend(buffer, group=group, group_dst=self.ranks.rank + step)
@@ -81,7 +83,7 @@ class Stage:
     def receive(self, shape: torch.Size, like: torch.Tensor, step: int) -> torch.Tensor:
         """Receives a tensor from the neighbour `step` stages away. It has that shape, and the dtype
         and device of `like`."""
-        group = self.back if step > 0 else self.onwards
+        group = self.backward_group if step > 0 else self.forward_group
         received = like.new_empty(shape)
         distributed.recv(received, group=group, group_src=self.ranks.rank + step)
         return received
@@ -129,7 +131,7 @@ def receive_hidden(empty: torch.Tensor, stage: Stage) -> torch.Tensor:
     return out
 
 
-def be_stage(model: PreTrainedModel, stage: Stage) -> None:
+def set_stage(model: PreTrainedModel, stage: Stage) -> None:
     """Makes this process's passes of the model passes of the stage."""
     vars(model.base_model)[_KEY] = stage
 
@@ -140,13 +142,13 @@ def stage_of(model: nn.Module) -> Stage | None:
     return cast("Stage | None", vars(decoder).get(_KEY))
 
 
-def sends_on(model: nn.Module) -> Stage | None:
+def sending_stage(model: nn.Module) -> Stage | None:
     """The model's stage, if another stage computes the log-probs of its passes. Otherwise None."""
     stage = stage_of(model)
     return None if stage is None or stage.is_last else stage
 
 
-def passed_on(
+def run_stage(
     model: PreTrainedModel, stage: Stage, batch: PackedBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes this stage of a pass, and sends its output to the next stage. Returns zeros in place

@@ -34,7 +34,7 @@ class _ToolServerSession:
     """Whether its stream has ended without a later request."""
 
 
-class ToolServerDoor:
+class SessionLimiter:
     """See the module. `app`: the SDK's application, with at most `most` sessions."""
 
     def __init__(self, app: Any, key: str | None, most: int) -> None:

@@ -163,7 +163,7 @@ def engine_arguments(
     }
 
 
-def drawing(
+def sampling_params_of(
     sampling: SamplingParams, vocabulary: int, unused: Iterable[int], *, streams: bool
 ) -> Any:
     """vLLM's sampling parameters of a request. The end-of-text token ends a request only if the
@@ -191,7 +191,7 @@ def drawing(
     )
 
 
-def scoring() -> Any:
+def scoring_params() -> Any:
     """vLLM's sampling parameters of a request for the log-probs of its prompt. vLLM samples at
     least one token."""
     return load_vllm().SamplingParams(
