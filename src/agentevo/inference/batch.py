@@ -167,7 +167,9 @@ def _rows(
     real = steps < counts[bucket, None]  # [n, width]
     take_rows = (lines[:, None] * width + steps)[real]
     take_tokens = tokens[lines][real]
-    in_order = width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
+    is_one_query_each = (
+        width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
+    )
     stretches = zip(starts[bucket], counts[bucket], slots[bucket], lengths[bucket], strict=True)
 
     return CacheRows(
@@ -181,6 +183,6 @@ def _rows(
         first_slot=first if dense else None,
         take_rows=tensor(take_rows),
         take_tokens=tensor(take_tokens),
-        in_order=in_order,
-        even=in_order and dense and int(keys.min()) == int(keys.max()),
+        is_one_query_each=is_one_query_each,
+        has_equal_lengths=is_one_query_each and dense and int(keys.min()) == int(keys.max()),
     )

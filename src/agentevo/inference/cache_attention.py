@@ -21,12 +21,12 @@ up. Keys that a query does not see add zeros. A token's numbers therefore depend
 before it: not on the number of queries that are computed at once, on padding, or on the sequences
 that share the prefix (tests/inference/test_batch_invariance.py).
 
-    own kernels   (`models/cpu_kernels.py`) for any number of queries, with a prefix or without;
-                  not where scores are capped, or a head's numbers are no multiple of a vector
-    few queries   too little work for matrix products, one per sequence and head, each smaller than
-                  its own overhead: scores are sums of the table of keys weighted by the query,
-                  outputs sums of the table of values weighted by attention, one call for all
-    many          matrix products, one sequence and key-value head after the other
+    own kernels   (`models/cpu_kernels.py`) for any number of queries, with or without a prefix.
+                  Not if scores are capped, or if a head's size is not a multiple of a vector.
+    few queries   Matrix products, one per sequence and head, would be smaller than their overhead.
+                  Scores are sums of key rows weighted by the query, and outputs are sums of value
+                  rows weighted by attention. One call computes all of them.
+    many          Matrix products, one sequence and key-value head after the other.
 
 Elsewhere the log-sum-exp joins the two parts of the softmax (cascade attention), and the last
 digits do depend on the other sequences of the step.
@@ -174,12 +174,12 @@ class CacheRows:
     """[n] flat indices b * Q + i of the real queries, in the order of `take_tokens`."""
     take_tokens: torch.Tensor
     """[n] the positions of these queries in the step's token row."""
-    in_order: bool
+    is_one_query_each: bool
     """One query per sequence, and exactly the step's tokens in their order, so no gathering or
     scattering is needed."""
-    even: bool
-    """`in_order`, in adjacent slots, and all of the same length, as in a group that started
-    together."""
+    has_equal_lengths: bool
+    """`is_one_query_each`, in adjacent slots, and all of the same length, as in a group that
+    started together."""
     _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
     _stretch_masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
     _tables: dict[tuple[int, ...], TableRows] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class CacheRows:
         """P, the number of tokens of the segment; 0 without a segment."""
         return 0 if self.segment is None else len(self.segment.ids)
 
-    def few(self, repeat: int) -> bool:
+    def uses_weighted_sums(self, repeat: int) -> bool:
         """Whether weighted sums are used when there are `repeat` queries per token and key-value
         head."""
         num = self.tokens.shape[1] * repeat
@@ -198,7 +198,7 @@ class CacheRows:
         return num <= FEW_QUERIES or num * self.max_length <= FEW_SCORES
 
     @property
-    def where(self) -> slice | torch.Tensor:
+    def slot_index(self) -> slice | torch.Tensor:
         """The slots as an index into the buffers."""
         first = self.first_slot
         return self.slots if first is None else slice(first, first + len(self.tokens))
@@ -208,7 +208,7 @@ class CacheRows:
         if every query sees every key. Cached for all layers with the same arguments."""
         prefix = self.prefix
         num_queries = self.tokens.shape[1]
-        if self.even and (window is None or window >= prefix + self.max_length):
+        if self.has_equal_lengths and (window is None or window >= prefix + self.max_length):
             return None
 
         if (window, repeat) not in self._masks:
@@ -333,7 +333,7 @@ class CacheAttention:
         # 2. Every token attends to its own sequence. Without prompts in the step, no queries are
         # gathered.
         attended = _attend_few_in_order if in_order else _attend_fused
-        straight = own_kernels is None and len(self.rows) == 1 and self.rows[0].in_order
+        straight = own_kernels is None and len(self.rows) == 1 and self.rows[0].is_one_query_each
         if straight and (not in_order or repeat <= FEW_QUERIES):
             return attended(self.rows[0], q, view).reshape(num_tokens, num_heads, dim)
 
@@ -344,7 +344,7 @@ class CacheAttention:
                 _attend_by_own_kernels(rows, q, view, out)
                 continue
 
-            if in_order and not rows.few(repeat):
+            if in_order and not rows.uses_weighted_sums(repeat):
                 _attend_many_in_order(rows, q, view, out)
                 continue
 
@@ -364,7 +364,7 @@ class CacheAttention:
     ) -> None:
         """Writes the new keys and values [T, Hkv, D] into their slots."""
         rows = self.rows[0]
-        if rows.even and rows.first_slot is not None:
+        if rows.has_equal_lengths and rows.first_slot is not None:
             where = slice(rows.first_slot, rows.first_slot + len(k))
             place = rows.max_length - 1
             keys[where, :, place // KEY_BLOCK, :, place % KEY_BLOCK] = k
@@ -456,7 +456,7 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
         for head, v in enumerate(rows.segment.values[layer.call]):
             of_head = weights[:, head, :, :prefix].reshape(-1, prefix)
             rest = _product(of_head[:, ends:], v[ends:].t()) if ends < prefix else q.new_zeros(())
-            values[rows.where, head, places - num :] = rest.expand(batch * num, dim).view(
+            values[rows.slot_index, head, places - num :] = rest.expand(batch * num, dim).view(
                 batch, num, dim
             )
             if prefix_sums is not None:
@@ -532,7 +532,7 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
     """
     length = rows.max_length
     prefix = rows.prefix
-    where = rows.where
+    where = rows.slot_index
     mask = rows.mask(layer.window, q.shape[2] // rows.tokens.shape[1], q.dtype)
     k = in_rows(layer.keys[where, :, : num_blocks(length)])[:, :, :length]
     v = layer.values[where, :, :length]

@@ -189,7 +189,7 @@ def _common(recorded: Sequence[HistoryNode], came: Sequence[int], match: History
     for node, number in zip(recorded, came, strict=False):
         message = match.messages[number]
         place = match.places[number]
-        if not node.means(message, place, serves_clients=match.serves_clients):
+        if not node.matches(message, place, serves_clients=match.serves_clients):
             break
         count += 1
 

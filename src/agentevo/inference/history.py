@@ -84,14 +84,14 @@ class HistoryNode:
         if child._is_keyed:
             self._by_key.setdefault(key_of(form, child.place), []).append(child)
 
-    def exact(self, message: Message) -> list[HistoryNode]:
+    def exact_children(self, message: Message) -> list[HistoryNode]:
         """The children that have this form, the oldest first."""
         if len(self.children) == 1:
             only = self.children[0]
             return self.children if message in only.forms else []
         return self._by_form.get(message, [])
 
-    def alike(self, message: Message, place: int) -> list[HistoryNode]:
+    def equivalent_children(self, message: Message, place: int) -> list[HistoryNode]:
         """The children that mean the same, in any form."""
         if len(self.children) == 1 and self.children[0].came == message:
             return self.children
@@ -109,9 +109,11 @@ class HistoryNode:
             for child in named
             if child is not None and any(names_calls(form, message) for form in child.forms)
         ]
-        return [child for child in dict.fromkeys([*similar, *by_name]) if child._is_alike(message)]
+        return [
+            child for child in dict.fromkeys([*similar, *by_name]) if child._is_equivalent(message)
+        ]
 
-    def means(self, message: Message, place: int, *, serves_clients: bool) -> bool:
+    def matches(self, message: Message, place: int, *, serves_clients: bool) -> bool:
         """Whether the message matches this node. `serves_clients`: messages match in any form."""
         if message in self.forms:
             return True
@@ -122,10 +124,10 @@ class HistoryNode:
             and any(
                 key_of(form, self.place) == key or names_calls(form, message) for form in self.forms
             )
-            and self._is_alike(message)
+            and self._is_equivalent(message)
         )
 
-    def _is_alike(self, message: Message) -> bool:
+    def _is_equivalent(self, message: Message) -> bool:
         """Whether a message with the same key, or with calls of the same ids, matches."""
         return (self.turn is None or self.is_given) and compatible(self.forms, message)
 
@@ -212,7 +214,7 @@ class Histories:
         matched = 0
         for number, message in enumerate(messages if goes_on else messages[:-1]):
             first = reached[0].node
-            if len(reached) == len(first.children) == 1 and first.exact(message):
+            if len(reached) == len(first.children) == 1 and first.exact_children(message):
                 reached[0].node = first.children[0]
             else:
                 following = [
@@ -250,12 +252,12 @@ class Histories:
     ) -> Iterator[_ReachedNode]:
         node = reached.node
         before = reached
-        exact = node.exact(message)
+        exact = node.exact_children(message)
         for child in exact:
             yield _ReachedNode(child, before.num_restyled, before.num_named, before.restyled)
 
         if self.serves_clients and len(exact) < len(node.children):
-            for child in node.alike(message, places[number]):
+            for child in node.equivalent_children(message, places[number]):
                 if child not in exact:
                     step = _HistoryStep(child, number, before.restyled)
                     yield _ReachedNode(child, before.num_restyled + 1, before.num_named, step)
@@ -266,9 +268,9 @@ class Histories:
         for message, place in zip(
             match.messages[match.known :], match.places[match.known :], strict=True
         ):
-            matches = node.exact(message)
+            matches = node.exact_children(message)
             if not matches and self.serves_clients:
-                matches = node.alike(message, place)
+                matches = node.equivalent_children(message, place)
             node = matches[-1] if matches else node.add(message, place)
 
         return node

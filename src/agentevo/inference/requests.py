@@ -67,7 +67,9 @@ class EngineRequest:
         other tokens must be computed, because they predict the scored tokens."""
         return len(self.ids) if self.scored is None else len(self.ids) - len(self.scored) + 1
 
-    def drawn(self, reason: FinishReason, routed: RoutedExperts | None = None) -> Completion:
+    def to_completion(
+        self, reason: FinishReason, routed: RoutedExperts | None = None
+    ) -> Completion:
         """The sampled tokens in the form of the answer."""
         return Completion(
             ids=self.completion,
@@ -93,7 +95,7 @@ class EngineRequest:
             self.logprobs = []
             self.versions = []
 
-    def tell(self, token: int, logprob: float) -> None:
+    def add_token(self, token: int, logprob: float) -> None:
         """Passes the newest token to penalties, grammar and listener. If one of them raises an
         error, only this request ends."""
         if self.penalties is not None:

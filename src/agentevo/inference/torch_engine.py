@@ -519,12 +519,12 @@ class TorchEngine:
             request.versions.append(version)
             sequence.ids.append(token)
 
-            request.tell(token, logprob)
+            request.add_token(token, logprob)
             reason = request.finish_reason(self.tokenizer)
             if reason is not None:
                 finished += 1
                 routed = routed_experts_of(sequence, request, self._routers)
-                self._answer(sequence, request, request.drawn(reason, routed))
+                self._answer(sequence, request, request.to_completion(reason, routed))
 
         self._generated += len(tokens)
         return finished
