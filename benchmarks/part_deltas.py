@@ -30,7 +30,7 @@ from agentevo.config import ModelSection, ParallelSection, TrainerSection
 from agentevo.inference.part_deltas import PublishedParts
 from agentevo.inference.weight_delta import num_bytes
 from agentevo.inference.weights import WeightsFolder
-from agentevo.models.in_parts import InParts, PartsCommand, lies_in_parts
+from agentevo.models.in_parts import InParts, PartsCommand, register_in_parts
 from agentevo.models.load import load_model
 from agentevo.models.sharded import note_change, shard, skeleton_of
 from agentevo.training.batching.packing import pack
@@ -122,7 +122,7 @@ def process(rank: int, asked: argparse.Namespace, folder: str) -> None:
     ids = loaded.tokenizer(text)["input_ids"]
     model = shard(loaded.model, make_meshes(ParallelSection(shard=asked.processes), "cpu").data)
     own = lambda only_trained: weight_parts(model, only_trained)  # noqa: E731
-    lies_in_parts(model, InParts(skeleton_of(model), own, tell))
+    register_in_parts(model, InParts(skeleton_of(model), own, tell))
     KEPT.update({way: PublishedParts(own) for way in WAYS})
 
     every = {"full": 1, "delta": FULL_EVERY}

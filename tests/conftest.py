@@ -211,7 +211,7 @@ CORPUS = (
 def with_and_without_kernels(request, monkeypatch) -> None:
     """Runs a test twice: with the kernels for the CPU where there are any, and without."""
     if request.param == "PyTorch's":
-        monkeypatch.setattr(cpu_kernels, "_found", lambda: (None, "left out", ""))
+        monkeypatch.setattr(cpu_kernels, "_load_kernels", lambda: (None, "left out", ""))
 
 
 @pytest.fixture

@@ -265,7 +265,7 @@ def test_gigabytes_of_output_take_no_memory(program, played):
     (process,) = played.recorded.of_kind("process")
     assert process.attributes["stderr"].endswith("yend")
     assert process.attributes["stdout"].endswith('x\n{"reward": 1}\n')
-    assert all(len(process.attributes[s]) == process_tree.KEPT for s in ("stdout", "stderr"))
+    assert all(len(process.attributes[s]) == process_tree.KEPT_BYTES for s in ("stdout", "stderr"))
 
 
 TREE = """

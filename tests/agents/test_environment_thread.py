@@ -68,7 +68,7 @@ def test_slow_environments_of_a_kind_play_at_the_same_time(monkeypatch):
 
     asyncio.run(work())
     for _ in range(100):
-        pace.took(0.001)
+        pace.record_duration(0.001)
 
     assert pace.grace_s == PATIENCE_S
 
@@ -76,7 +76,7 @@ def test_slow_environments_of_a_kind_play_at_the_same_time(monkeypatch):
 def test_a_few_slow_calls_among_quick_ones_do_not_make_a_kind_slow():
     pace = Pace()
     for number in range(1000):
-        pace.took(1.0 if number % 50 == 0 else 0.001)
+        pace.record_duration(1.0 if number % 50 == 0 else 0.001)
         assert pace.grace_s > 0.0
 
 

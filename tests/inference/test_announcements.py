@@ -9,7 +9,11 @@ import msgspec
 import pytest
 
 from agentevo.inference import announcements
-from agentevo.inference.announcements import Lookout, Signed, StoreAnnouncements
+from agentevo.inference.announcements import (
+    AnnouncementWatcher,
+    SignedAnnouncement,
+    StoreAnnouncements,
+)
 from agentevo.inference.directory import Announcement
 from agentevo.inference.objects import Objects
 from agentevo.inference.secret import RunSecret
@@ -45,7 +49,7 @@ def test_who_has_the_secret_is_believed_and_nobody_else(board, caplog):
 def test_an_entry_that_somebody_changed_is_not_believed(board, tmp_path):
     board().announce(engine("one"))
     (file,) = (tmp_path / "bucket" / "engines").iterdir()
-    signed = msgspec.json.decode(file.read_bytes(), type=Signed)
+    signed = msgspec.json.decode(file.read_bytes(), type=SignedAnnouncement)
     elsewhere = msgspec.structs.replace(signed.announcement, url="https://10.9.9.9:1")
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(signed, announcement=elsewhere)))
     assert board().living() == []
@@ -95,15 +99,15 @@ def test_old_entries_are_swept_up(board, monkeypatch, tmp_path):
 def test_a_store_that_is_away_costs_no_engine(board, monkeypatch):
     board().announce(engine("one"))
     reader = board()
-    lookout = Lookout(reader)
-    asyncio.run(lookout.look())
+    watcher = AnnouncementWatcher(reader)
+    asyncio.run(watcher.look())
 
     def away():
         raise OSError("no route")
 
     monkeypatch.setattr(reader, "living", away)
-    asyncio.run(lookout.look())
-    assert lookout.found == [engine("one")] and "no route" in lookout.trouble
+    asyncio.run(watcher.look())
+    assert watcher.found == [engine("one")] and "no route" in watcher.trouble
 
 
 def test_an_engine_is_announced_while_it_serves(board, tmp_path):

@@ -54,7 +54,7 @@ def test_alone_and_in_company(name, random_model, complete):
 
 @pytest.mark.slow
 def test_alone_and_in_company_without_kernels_of_our_own(random_model, complete, monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "_found", lambda: (None, "left out", ""))
+    monkeypatch.setattr(cpu_kernels, "_load_kernels", lambda: (None, "left out", ""))
     _compare_alone_and_in_company(random_model("llama").model, complete)
 
 

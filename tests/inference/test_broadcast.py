@@ -16,7 +16,7 @@ from broadcast_rounds import assert_has, looked_after, settled, source_of, until
 
 from agentevo.errors import WeightsLostError, WeightsNotSentError
 from agentevo.inference import broadcast_group, broadcast_sender
-from agentevo.inference.broadcast_files import Incoming, PlaceAnswer
+from agentevo.inference.broadcast_files import IncomingWeights, PlaceAnswer
 from agentevo.inference.broadcast_sender import BroadcastSender
 from agentevo.inference.broadcast_source import receive_place
 from agentevo.models.parameters import trained_weights
@@ -116,7 +116,7 @@ def test_every_place_of_an_engine_is_a_member(folder, sender, notes):
 
 
 def test_nobody_is_waited_for_who_has_never_asked(sender, monkeypatch):
-    monkeypatch.setattr(broadcast_sender, "EXPECT_S", 3600.0)
+    monkeypatch.setattr(broadcast_sender, "ENGINE_WAIT_S", 3600.0)
     asyncio.run(sender.begin(0))
     asyncio.run(asyncio.wait_for(sender.publish(1), 300))
 
@@ -166,7 +166,7 @@ def test_an_engine_that_asked_in_vain_has_the_next_version_from_its_publish(fold
         try:
             until(lambda: list((folder / "asks").glob("*.json")))
             asyncio.run(sender.publish(2))
-            assert len(sender._expected) == 1
+            assert len(sender._served) == 1
         finally:
             (found,) = looked_after(sender, *coming)
 
@@ -174,7 +174,7 @@ def test_an_engine_that_asked_in_vain_has_the_next_version_from_its_publish(fold
 
 
 def test_an_engine_that_goes_without_asking_stalls_one_publish(folder, sender, monkeypatch):
-    monkeypatch.setattr(broadcast_sender, "EXPECT_S", 3.0)
+    monkeypatch.setattr(broadcast_sender, "ENGINE_WAIT_S", 3.0)
     source = source_of(folder)
     asyncio.run(sender.begin(1))
 
@@ -185,7 +185,7 @@ def test_an_engine_that_goes_without_asking_stalls_one_publish(folder, sender, m
     asyncio.run(sender.publish(2))
     assert time.monotonic() - began >= 3.0
 
-    monkeypatch.setattr(broadcast_sender, "EXPECT_S", 3600.0)
+    monkeypatch.setattr(broadcast_sender, "ENGINE_WAIT_S", 3600.0)
     asyncio.run(asyncio.wait_for(sender.publish(3), 300))
 
 
@@ -230,7 +230,7 @@ def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
 ):
     """As one behind a firewall. Once that is known it costs the others nothing."""
     monkeypatch.setattr(broadcast_group, "JOIN_S", 3.0)
-    monkeypatch.setattr(broadcast_sender, "EXPECT_S", 60.0)
+    monkeypatch.setattr(broadcast_sender, "ENGINE_WAIT_S", 60.0)
     ended = threading.Event()
 
     def asks_alone():
@@ -259,7 +259,7 @@ def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
         while has[0] < version:
             await sender.look_after()
             await asyncio.sleep(0.02)
-        return dict(sender._broken)
+        return dict(sender._failed_rounds)
 
     asyncio.run(sender.begin(0))
     with ThreadPoolExecutor(2) as threads:
@@ -324,13 +324,15 @@ def test_who_comes_to_a_round_that_is_over_goes_at_once(folder, sender):
     """A worker of vLLM, say, which begins between two long steps of its model."""
     asyncio.run(sender.begin(1))
     sha256 = sender._latest.sha256
-    given = Incoming(str(folder), PlaceAnswer("a" * 32, sha256, "gloo", first_rank=1, world=2))
+    given = IncomingWeights(
+        str(folder), PlaceAnswer("a" * 32, sha256, "gloo", first_rank=1, world=2)
+    )
     with pytest.raises(WeightsLostError, match="the round ended"):
         receive_place(given, 0, CPU)
 
 
 def test_a_newer_version_is_asked_for_in_place_of_the_one_before(folder, sender, monkeypatch):
-    monkeypatch.setattr(broadcast_sender, "EXPECT_S", 0.1)
+    monkeypatch.setattr(broadcast_sender, "ENGINE_WAIT_S", 0.1)
     asyncio.run(sender.begin(1))
 
     source = source_of(folder)

@@ -121,7 +121,7 @@ def test_a_full_disk_is_no_engines_fault(folder, sender, notes, monkeypatch):
         (found,) = looked_after(sender, *coming)
 
     assert_has(found, 1, sender._model)
-    assert sender._broken == {} and len(notes) == 1 and "no room" in notes[0]
+    assert sender._failed_rounds == {} and len(notes) == 1 and "no room" in notes[0]
 
 
 @pytest.mark.parametrize("name", ["", "asks", "answers", "rounds"])

@@ -22,7 +22,7 @@ from agentevo.inference.client_connection import ClientConnection, LostError
 from agentevo.inference.http_server import open_socket, url_of
 from agentevo.inference.messages import MAX_BYTES, MAX_MESSAGES, Release
 from agentevo.inference.secret import RunSecret
-from agentevo.inference.server import EngineDoor, listening
+from agentevo.inference.server import EngineApp, listening
 from agentevo.types import SamplingParams
 
 
@@ -40,7 +40,7 @@ def hurried(patient, monkeypatch) -> None:
 def hurry(monkeypatch) -> None:
     """Strangers have a third of a second."""
     monkeypatch.setattr(admission, "ADMISSION_S", 0.3)
-    monkeypatch.setattr(admission, "LOOK_S", 0.05)
+    monkeypatch.setattr(admission, "POLL_INTERVAL_S", 0.05)
 
 
 UPGRADE = (
@@ -186,7 +186,7 @@ def test_without_a_file_descriptor_left_it_lets_strangers_go_and_goes_on(tmp_pat
     async def work():
         plain = open_socket("127.0.0.1", 0)
         listener = Full(plain.family, plain.type, plain.proto, fileno=plain.detach())
-        door = EngineDoor(CountingEngine(), name="e", secret=RunSecret(tmp_path))
+        door = EngineApp(CountingEngine(), name="e", secret=RunSecret(tmp_path))
         async with listening(door, listener):
             here = Door(tmp_path, EngineAddress(url_of(listener)), door.engine)
             reader, writer = await asyncio.open_connection("127.0.0.1", here.port)
@@ -340,7 +340,7 @@ def test_what_the_system_still_holds_was_not_taken():
         with writer:
             writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
             writer.setblocking(False)
-            assert writer.send(bytes(2**19)) > 2 * admission.UNNOTICED
+            assert writer.send(bytes(2**19)) > 2 * admission.BUFFERED_BYTES
             connection = admission.AdmittedConnection(None, writer, 0.0)
             connection.transport = Written(writer)
-            assert not asyncio.run(connection.took_all(0.05))
+            assert not asyncio.run(connection.received_all(0.05))

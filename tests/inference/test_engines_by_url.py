@@ -16,7 +16,7 @@ from agentevo.inference.directory import EngineDirectory
 from agentevo.inference.http_server import open_socket, url_of
 from agentevo.inference.remote import RemoteEngine
 from agentevo.inference.secret import RunSecret
-from agentevo.inference.server import EngineDoor, listening
+from agentevo.inference.server import EngineApp, listening
 from agentevo.types import SamplingParams
 
 NAME = "ENGINE_SECRET"
@@ -37,7 +37,7 @@ def test_an_engine_elsewhere_serves_beside_the_announced_ones_to_who_has_the_sec
     async def play():
         async with AsyncExitStack() as stack:
             far = CountingEngine()
-            door = EngineDoor(far, name="far", secret=RunSecret(there, REFERENCE))
+            door = EngineApp(far, name="far", secret=RunSecret(there, REFERENCE))
             listener = open_socket("127.0.0.1", 0)
             tls, fingerprint = RunCertificate(there).server_context()
             await stack.enter_async_context(listening(door, listener, tls=tls))
@@ -71,7 +71,7 @@ def test_announced_engines_and_those_by_url_are_known_together(tmp_path):
             await engines.start(1)
 
             secret = RunSecret(tmp_path)
-            door = EngineDoor(CountingEngine(), name="far", secret=secret)
+            door = EngineApp(CountingEngine(), name="far", secret=secret)
             listener = open_socket("127.0.0.1", 0)
             await stack.enter_async_context(listening(door, listener))
             client = RemoteEngine(

@@ -202,20 +202,20 @@ def test_another_runs_place_is_refused(rooms, tmp_path):
 
 def test_an_engine_asks_at_most_every_second(rooms, monkeypatch):
     writer = rooms.writer()
-    reader = rooms.reader(look_s=60)
+    reader = rooms.reader(poll_interval_s=60)
     writer.write(1, made(), keep=2)
     assert reader.latest_version().version == 1
 
     writer.write(2, made(), keep=2)
     assert reader.latest_version().version == 1
-    monkeypatch.setattr(reader, "_look_s", 0)
+    monkeypatch.setattr(reader, "_poll_interval_s", 0)
     assert reader.latest_version().version == 2
 
 
 def test_calls_that_hang_are_left_alone_and_counted(rooms, monkeypatch):
     reader = rooms.reader(call_s=0.05)
     release = threading.Event()
-    monkeypatch.setattr(objects, "MAX_HANGING", 2)
+    monkeypatch.setattr(objects, "MAX_HANGING_CALLS", 2)
     monkeypatch.setattr(reader.objects.files, "info", lambda path: release.wait(300))
 
     try:

@@ -49,7 +49,7 @@ def test_only_the_whole_header_counts(tmp_path):
     secret = RunSecret(tmp_path)
     value = secret.value()
     assert secret.header() == {"Authorization": f"Bearer {value}"}
-    assert secret.is_in(f"Bearer {value}")
+    assert secret.matches_header(f"Bearer {value}")
 
     for wrong in (
         None,
@@ -61,13 +61,16 @@ def test_only_the_whole_header_counts(tmp_path):
         f"Bearer {value.upper()}x",
         "\xe9",
     ):
-        assert not secret.is_in(wrong), wrong
+        assert not secret.matches_header(wrong), wrong
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"z" * 64, b"\xff" * 64], ids=repr)
 def test_a_file_that_is_none_is_said(content, tmp_path):
     (tmp_path / "secret").write_bytes(content)
-    for ask in (RunSecret(tmp_path).value, lambda: RunSecret(tmp_path).is_in("Bearer " + 64 * "0")):
+    for ask in (
+        RunSecret(tmp_path).value,
+        lambda: RunSecret(tmp_path).matches_header("Bearer " + 64 * "0"),
+    ):
         with pytest.raises(EngineError, match=rf"{tmp_path}/secret holds no secret: delete it"):
             ask()
     assert (tmp_path / "secret").read_bytes() == content

@@ -20,8 +20,8 @@ from agentevo.inference import broadcast_group, vllm_engine
 from agentevo.inference.broadcast_sender import BroadcastSender
 from agentevo.inference.broadcast_source import BroadcastSource
 from agentevo.inference.engines import engines
+from agentevo.inference.vllm_terms import engine_arguments
 from agentevo.inference.vllm_weights import write_weights
-from agentevo.inference.vllm_words import engine_arguments
 from agentevo.processes.serve import VersionFollower
 
 pytestmark = [

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentevo.inference import vllm_weights
-from agentevo.inference.broadcast_files import Incoming, PlaceAnswer
+from agentevo.inference.broadcast_files import IncomingWeights, PlaceAnswer
 from agentevo.inference.vllm_weights import WeightLoader
 
 
@@ -47,7 +47,9 @@ def test_a_worker_keeps_none_of_what_it_received_beside_its_model(is_loaded, tmp
     worker.rank = 0
     worker.device = torch.device("cpu")
     worker.model_runner = SimpleNamespace(reload_weights=reload_weights)
-    given = msgspec.json.encode(Incoming("", PlaceAnswer("a" * 32, "", "gloo", 1, 2))).decode()
+    given = msgspec.json.encode(
+        IncomingWeights("", PlaceAnswer("a" * 32, "", "gloo", 1, 2))
+    ).decode()
 
     def receive():
         worker.begin_agentevo_weights(given, str(tmp_path))

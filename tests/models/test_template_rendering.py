@@ -11,7 +11,7 @@ from agentevo.errors import ModelError
 from agentevo.models import template_rendering, template_worker
 from agentevo.models.chat import ChatFormat
 from agentevo.models.chat_template import NO_TOOLS, ChatTemplate, ToolSchemas
-from agentevo.models.template_rendering import templates_of_strangers
+from agentevo.models.template_rendering import untrusted_templates
 from agentevo.types import Message, ToolCall
 
 TOOLS = ToolSchemas.of(
@@ -32,7 +32,7 @@ def test_the_other_process_renders_what_this_one_does(monkeypatch) -> None:
     monkeypatch.setattr(
         template_rendering.JsonWorker, "ask", lambda *given: asked.append(1) or ask(*given)
     )
-    with templates_of_strangers():
+    with untrusted_templates():
         for text in (HERMES, QWEN3, PHI3):
             tokenizer = tokenizer_with(text)
             calls = text != PHI3  # it has no place for them
@@ -75,7 +75,7 @@ def test_no_template_takes_time_or_memory_without_bounds(monkeypatch) -> None:
     """Each is refused, also where it behaves until it meets some message, and the template that
     comes after it is rendered."""
     monkeypatch.setattr(template_rendering, "RENDER_S", 3.0)
-    with templates_of_strangers():
+    with untrusted_templates():
         fine = ChatFormat(tokenizer_with(HERMES))
         expected = fine.first_prompt([Message("user", "fine?")])
         for what, hostile in HOSTILE.items():

@@ -37,7 +37,7 @@ from transformers import (
 
 from agentevo.errors import ModelError
 from agentevo.models.attention import prepare
-from agentevo.models.trial import _SideBySide, key_value_sizes
+from agentevo.models.trial import _PackedTextsPlan, key_value_sizes
 
 SHAPE = {
     "vocab_size": 97,
@@ -183,13 +183,13 @@ def test_a_window_that_is_not_named_to_the_attention_function_is_kept(monkeypatc
     model = Qwen2MoeForCausalLM(
         Qwen2MoeConfig(**SHAPE, **layers, **experts, sliding_window=7, max_window_layers=2)
     )
-    attend = _SideBySide.attend
+    attend = _PackedTextsPlan.attend
 
     def listened(self, q, k, v, scaling, window, softcap):
         windows.append(window)
         return attend(self, q, k, v, scaling, window, softcap)
 
-    monkeypatch.setattr(_SideBySide, "attend", listened)
+    monkeypatch.setattr(_PackedTextsPlan, "attend", listened)
     prepare(model)
     assert windows == [7, None] * 2
 

@@ -22,7 +22,7 @@ from agentevo.orchestration.run_evaluation import RunEvaluation
 
 @pytest.fixture
 def engines(small_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_engines, "LOOK_S", 0.01)
+    monkeypatch.setattr(run_engines, "POLL_INTERVAL_S", 0.01)
     return RunEngines(small_config(tmp_path / "run"))
 
 
@@ -40,7 +40,7 @@ def test_an_engine_that_lost_the_version_has_it_before_the_evaluation_ends(
     folder = tmp_path / "weights"
     notes = []
     sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
-    engines.fed_by(sender.look_after)
+    engines.repair_with(sender.look_after)
     source = BroadcastSource(folder, torch.device("cpu"))
 
     async def evaluate(parts, step, **options):
@@ -69,7 +69,7 @@ def test_nothing_is_sent_any_more_after_it(is_stopped, engines, monkeypatch):
             await asyncio.sleep(0.001)
 
     async def work():
-        engines.fed_by(look_after)
+        engines.repair_with(look_after)
         try:
             await played(engines, lambda: is_stopped and "begun" in looks)
         except StopAskedError:

@@ -121,12 +121,12 @@ def test_sandboxes_that_start_together_find_one_place(tmp_path, monkeypatch):
     tried = []
     monkeypatch.setattr(cgroups, "_own_folders", lambda: [tmp_path])
     monkeypatch.setattr(cgroups, "_try", lambda folder: tried.append(folder) or time.sleep(0.1))
-    cgroups._found.cache_clear()
+    cgroups._find_place.cache_clear()
 
     try:
         with ThreadPoolExecutor(4) as threads:
             places = list(threads.map(lambda _: cgroups.place(), range(4)))
     finally:
-        cgroups._found.cache_clear()
+        cgroups._find_place.cache_clear()
 
     assert {place.folder for place in places} == {tmp_path} and len(tried) == 1

@@ -15,6 +15,6 @@ def test_settings_may_come_after_it_has_looked_for_the_dead(monkeypatch):
         raise ChildProcessError
 
     monkeypatch.setattr(os, "waitpid", nobody_has_died)
-    monkeypatch.setattr(supervisor, "LOOK_S", 0.01)
+    monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.01)
     with host, inside:
         assert supervisor.SandboxSupervisor(inside.fileno())._settings == settings

@@ -17,7 +17,7 @@ from agentevo.inference.client_connection import ClientConnection
 from agentevo.inference.engine import Engine
 from agentevo.inference.http_server import open_socket, url_of
 from agentevo.inference.secret import RunSecret
-from agentevo.inference.server import EngineDoor, listening
+from agentevo.inference.server import EngineApp, listening
 from agentevo.types import Completion, SamplingParams
 
 SOON_S = 60.0
@@ -109,7 +109,7 @@ async def a_door(
     listener = open_socket("127.0.0.1", 0)
     tls, certificate = RunCertificate(folder).server_context() if encrypted else (None, "")
     address = EngineAddress(url_of(listener, encrypted=encrypted), certificate)
-    async with listening(EngineDoor(engine, name="e", secret=RunSecret(folder)), listener, tls=tls):
+    async with listening(EngineApp(engine, name="e", secret=RunSecret(folder)), listener, tls=tls):
         yield Door(folder, address, engine)
 
 

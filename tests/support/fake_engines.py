@@ -9,7 +9,7 @@ from agentevo.inference.directory import Announcement, EngineDirectory
 from agentevo.inference.http_server import open_socket, url_of
 from agentevo.inference.remote import RemoteEngine
 from agentevo.inference.secret import RunSecret
-from agentevo.inference.server import EngineDoor, listening
+from agentevo.inference.server import EngineApp, listening
 from agentevo.types import Completion, SamplingParams
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=5, stop_strings=("x",), seed=2**60 + 3)
@@ -83,7 +83,7 @@ class Engines:
     ) -> FakeEngine:
         engine = kind(number, version)
         name = f"e{number}"
-        door = EngineDoor(engine, name=name, secret=RunSecret(self.directory.folder))
+        door = EngineApp(engine, name=name, secret=RunSecret(self.directory.folder))
         listener = open_socket("127.0.0.1", port)
         announcement = Announcement(url=url_of(listener), name=name, pid=number, started_at=1.0)
         own = self.leave[name] = await self._stack.enter_async_context(AsyncExitStack())

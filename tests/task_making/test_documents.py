@@ -30,7 +30,7 @@ from agentevo.task_making.documents import (
 )
 from agentevo.task_making.scenario import is_held_out
 from agentevo.tools.corpus import Passage
-from agentevo.tools.unspaced import stands_in
+from agentevo.tools.unspaced import contains_words
 
 PASSAGES = [
     Passage(
@@ -95,7 +95,7 @@ def test_documents_without_spaces_give_tasks() -> None:
     ],
 )
 def test_words_stand_in_a_text_as_whole_ones(words: str, text: str, stands: bool) -> None:
-    assert stands_in(words, text) is stands
+    assert contains_words(words, text) is stands
 
 
 def test_no_passage_is_on_both_sides_whatever_the_seed() -> None:

@@ -24,7 +24,7 @@ from agentevo.inference.part_deltas import PublishedParts
 from agentevo.inference.version_manifest import VersionManifest
 from agentevo.inference.weight_delta import num_bytes
 from agentevo.inference.weights import WeightsFolder
-from agentevo.models.in_parts import InParts, PartsCommand, lies_in_parts
+from agentevo.models.in_parts import InParts, PartsCommand, register_in_parts
 from agentevo.models.parameters import trained_weights
 from agentevo.models.sharded import note_change, skeleton_of
 from agentevo.models.tensor_file import TensorFile
@@ -69,7 +69,7 @@ class Published:
         own = lambda only_trained: weight_parts(model, only_trained)  # noqa: E731
         self._parts = PublishedParts(own)
         if self.first:
-            lies_in_parts(model, InParts(skeleton_of(model), own, self._tell))
+            register_in_parts(model, InParts(skeleton_of(model), own, self._tell))
 
     def _tell(self, command: PartsCommand) -> None:
         distributed.broadcast_object_list([command], 0)

@@ -25,7 +25,7 @@ from agentevo.config import AlgorithmSection, ParallelSection
 from agentevo.errors import CheckpointError
 from agentevo.inference.weights import WeightsFolder
 from agentevo.models.attention import prepare
-from agentevo.models.in_parts import InParts, lies_in_parts
+from agentevo.models.in_parts import InParts, register_in_parts
 from agentevo.models.parts import WeightPart, give
 from agentevo.models.sharded import make_plain, skeleton_of
 from agentevo.training import state_parts
@@ -61,7 +61,9 @@ def started(meshes: Meshes | None, weights: Path | None = None) -> Trainer:
     make_plain(model)
     if meshes is not None:
         spread(model, meshes)
-        lies_in_parts(model, InParts(skeleton_of(model), lambda only: weight_parts(model, only)))
+        register_in_parts(
+            model, InParts(skeleton_of(model), lambda only: weight_parts(model, only))
+        )
 
     return Trainer(model, SECTION, ALGORITHM)
 
@@ -166,7 +168,7 @@ def memory_of_writing(meshes: Meshes, folder: Path) -> dict[str, Any]:
         "layer": sum(size for name, size in sizes.items() if ".layers.3." in name),
     }
     expected = whole_tensors(model, dict(model.named_parameters()))
-    lies_in_parts(model, InParts(skeleton_of(model), lambda only: weight_parts(model, only)))
+    register_in_parts(model, InParts(skeleton_of(model), lambda only: weight_parts(model, only)))
 
     first = distributed.get_rank() == 0
     versions = WeightsFolder(folder / "weights")
@@ -260,7 +262,7 @@ def _save_for_ever(process: int, place: Path) -> int:
             found[name] = WeightPart(mine, tuple(parameter.shape), offset)
         return found
 
-    lies_in_parts(model, InParts(model, own))
+    register_in_parts(model, InParts(model, own))
     checkpoints = Checkpoints(place / "checkpoints", 2, is_only_caller=True)
     try:
         for step in range(1, 10**6):

@@ -111,7 +111,7 @@ def overreaches(group):
     ],
 )
 def test_a_group_in_which_a_function_fails_is_left_out_with_the_reason(credit, said, monkeypatch):
-    monkeypatch.setattr(module, "LONGEST_S", 0.2 if credit is hangs else 300.0)
+    monkeypatch.setattr(module, "TIME_LIMIT_S", 0.2 if credit is hangs else 300.0)
 
     def fails_in_g(group):
         if group[0].group_id == "g":

@@ -1,9 +1,9 @@
 """The agent contract: make one attempt at a task with replies from a policy.
 
-An agent's `run` can return: an `Outcome`; a number, which is the reward; a mapping of named parts,
-whose sum is the reward; a list with a reward for each turn, or a mapping from turns to rewards,
-whose sum is the reward; or None. With None the posted rewards count, or else a scorer decides (the
-recipe's `rewards`, or the task's own). A reward of 1 or more counts as success. Turns have the
+An agent's `run` can return an `Outcome`, a number (the reward), a mapping of named parts (whose sum
+is the reward), a list with a reward for each turn or a mapping from turns to rewards (whose sum is
+the reward), or None. With None, the posted rewards count. If none were posted, a scorer decides
+(the recipe's `rewards`, or the task's own). A reward of 1 or more counts as success. Turns have the
 numbers of `Reply.turn`; an agent that uses only its own client counts the turns that it received,
 from 0. In a rollout of several agents such a value is the outcome of all of them, and a mapping
 from their names to such values gives each agent its own outcome.
@@ -51,7 +51,7 @@ not."""
 
 CLOSING_S = 60.0
 """The time limit of an agent's `close`."""
-ALIKE = 0.8
+TYPO_SIMILARITY = 0.8
 """A name at least this similar to an agent's name (difflib's ratio) counts as a typo of it."""
 
 
@@ -66,15 +66,15 @@ class FunctionAgent:
     on its own thread.
 
     A function with one parameter calls the policy through the gateway, with a client of its own.
-    The base URL in the environment and the attempt's context (capture.py) identify the attempt that
-    a call belongs to.
+    The base URL in the environment points to the gateway, and the attempt's context (capture.py)
+    identifies the attempt of a call.
 
     Raises ConfigError for a function with other parameters."""
 
     def __init__(self, function: AgentFunction, player: Any = None) -> None:
-        """`player`: the object of the method. It can have a `close`, async or not."""
+        """`player`: the object of the method. It may have a method `close`, async or not."""
         self.needs_scorer = bool(getattr(player, "needs_scorer", False))
-        """Whether a scorer decides the reward of the player's attempts."""
+        """Whether a scorer decides the reward of the attempts."""
         self._player = player
         self.needs_session = not takes_policy(function)
         """Whether its attempts need the gateway."""
@@ -127,8 +127,8 @@ class FunctionAgent:
             raise
 
     async def close(self) -> None:
-        """Closes everything that attempts share, after the last attempt. A `close` that raises or
-        exceeds CLOSING_S is only reported, since the attempts have their outcomes."""
+        """Closes everything that attempts share, after the last attempt. If `close` raises or
+        exceeds CLOSING_S, this is only reported, since the attempts have their outcomes."""
         close = getattr(self._player, "close", None)
         if close is None:
             return
@@ -189,7 +189,8 @@ def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
 
 
 def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
-    """The outcome for each of several agents. A value without agent names is the outcome of all."""
+    """The outcome for each of several agents. A value without agent names is the outcome of all
+    agents."""
     if isinstance(returned, Outcome):
         by_agent: Mapping[Any, Any] = returned.agents
         returned = msgspec.structs.replace(returned, agents={})
@@ -199,7 +200,7 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
     else:
         by_agent = {}
         if isinstance(returned, Mapping):
-            _check_no_slip(returned, agents)
+            _check_no_typo(returned, agents)
 
     unknown = next((name for name in by_agent if name not in agents), None)
     if unknown is not None:
@@ -207,21 +208,21 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
             f"a reward names {shown(unknown)}, which is not an agent: use {', '.join(agents)}"
         )
 
-    everybody = outcome_of(returned)
-    if everybody.turn_rewards:
+    all_agents = outcome_of(returned)
+    if all_agents.turn_rewards:
         raise ValueError(
             "rewards of turns need the name of their agent: return a mapping such as "
             f'{{"{agents[0]}": [0.0, 1.0]}}'
         )
 
     by_name = {name: outcome_of(reward) for name, reward in by_agent.items()}
-    return msgspec.structs.replace(everybody, agents=by_name)
+    return msgspec.structs.replace(all_agents, agents=by_name)
 
 
-def _check_no_slip(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
+def _check_no_typo(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
     """Raises ValueError if the name of a common reward part is almost an agent's name."""
     for name in parts:
-        meant = difflib.get_close_matches(str(name), agents, n=1, cutoff=ALIKE)
+        meant = difflib.get_close_matches(str(name), agents, n=1, cutoff=TYPO_SIMILARITY)
         if meant:
             raise ValueError(
                 f"{shown(name)} is not an agent; did you mean {meant[0]!r}? A part of the common "
@@ -230,7 +231,7 @@ def _check_no_slip(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
 
 
 def _by_index(outcome: Outcome, received: Mapping[str, Sequence[int]]) -> Outcome:
-    """The outcome of an agent that counts the turns that it received."""
+    """Converts the outcome of an agent that counts its received turns to turn indices."""
 
     def number_rewards(rewards: Mapping[int, float], agent: str) -> dict[int, float]:
         taken = received.get(agent, ())
@@ -336,8 +337,8 @@ def make_agent(
 
 
 def _takes(registered: Any, options: Sequence[Any]) -> bool:
-    """Whether a class takes options. A subclass of a protocol without its own `__init__` gets one
-    from Python that seems to take anything."""
+    """Whether a class takes options. Python gives a subclass of a protocol without its own
+    `__init__` a constructor that seems to accept anything."""
     owner = next(base for base in registered.__mro__ if "__init__" in vars(base))
     if getattr(owner, "_is_protocol", False):
         return False

@@ -1,9 +1,9 @@
 """The files of an attempt in a sandbox: the files of its task, and the files that its code writes.
 
-A task has its files in its metadata (a column `files` of its row): an object of paths, each with a
-text, or {"base64": "..."}. New and changed files are read after each call of the sandbox and stored
+A task has its files in its metadata (a column `files` of its row): an object that maps paths to
+texts or {"base64": "..."}. New and changed files are read after each call of the sandbox and stored
 with the trajectory. So an attempt that fails, is cancelled, or loses its sandbox keeps the files
-from before.
+from earlier calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentevo.store.files import MOST_FILES, check_files, is_inner_path
 from agentevo.types import Task
 
 FILES = "files"
-"""Key of a task's metadata."""
+"""The key of the files in a task's metadata."""
 _MOST_NAMED = 50
 
 
@@ -72,12 +72,12 @@ class AttemptFiles:
 
     @property
     def num_left_out(self) -> int:
-        """The number of the code's files that are not kept in their final state."""
+        """The number of files written by the code whose final state is not kept."""
         return len(self._left_out)
 
     @property
     def announcement(self) -> str:
-        """The announcement of the files to the policy; empty if there are none."""
+        """The text that lists the files for the policy. Empty if there are none."""
         if not self._given:
             return ""
         named = [f"- {path} ({len(content):,} bytes)" for path, content in self._given.items()]
@@ -96,7 +96,7 @@ class AttemptFiles:
         return bool(self._given)
 
     def lost(self) -> None:
-        """Notes that the work folder is gone and the next one is empty. Kept files stay."""
+        """Call this when the work folder is lost and the next one is empty. Kept files stay."""
         self._are_there = False
 
     async def keep(self, sandbox: Sandbox, changed: tuple[str, ...]) -> None:
@@ -118,7 +118,7 @@ class AttemptFiles:
                 call.outcome("failed", str(error))
 
     async def _read(self, sandbox: Sandbox, changed: tuple[str, ...]) -> int:
-        """Returns the number of files that were left out."""
+        """Reads files into the kept ones. Returns the number of files that were left out."""
         sizes = await sandbox.files()
         files = {path: file for path, file in self._policy.files.items() if path not in changed}
         left_out = set[str]()
@@ -131,7 +131,7 @@ class AttemptFiles:
             if fits and is_inner_path(path):
                 content = await sandbox.read_file(path)
                 size += len(content)
-                if size <= self._limit:  # it may have grown since
+                if size <= self._limit:  # the file may have grown in between
                     files[path] = content
                     continue
                 size -= len(content)

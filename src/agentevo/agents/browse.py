@@ -36,7 +36,7 @@ LEFT_OUT = "\n[the rest is left out]"
 FAILED = "[no summary could be made; this is what the tool gave]\n"
 LONGEST_PURPOSE = 2000
 CHARS_PER_TOKEN = 8
-"""Token counting stops at this many characters for each token that the helper may read."""
+"""Only this many characters per token that the helper may read are tokenized to count tokens."""
 CHARS_PER_REMOTE_TOKEN = 4
 """The characters per token if a remote model replaces the policy, since its tokenizer is not
 available."""
@@ -51,10 +51,10 @@ class Browse:
         self.section = section
         self._lock = threading.Lock()
         self._tokenizer: Any = None
-        self._has_told = False
+        self._has_reported = False
 
     def reader(self, policy: Policy) -> PageReader:
-        """The reader of pages for one attempt."""
+        """Creates the reader of pages for one attempt."""
         return PageReader(self, policy)
 
     async def clip_text(self, text: str, policy: Policy) -> tuple[str, bool]:
@@ -84,10 +84,10 @@ class Browse:
         is_long = is_cut or len(ids) > section.min_prompt_length
         return head + LEFT_OUT if is_cut else text, is_long
 
-    def tell(self, problems: list[str]) -> None:
+    def report_failure(self, problems: list[str]) -> None:
         """Reports once in a process that no model could summarise."""
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_reported:
+            self._has_reported = True
             to_stderr(
                 f"agent.browse: no model could summarise a result: {'; '.join(problems)}\n"
                 "(the policy reads the original result with a note; later failures are counted)"
@@ -136,7 +136,7 @@ class PageReader:
 
         self._counts["num_failed_summaries"] += 1
         problems = [line for summary in read if not isinstance(summary, str) for line in summary]
-        self._browse.tell(problems)
+        self._browse.report_failure(problems)
 
         if not any(isinstance(summary, str) for summary in read):
             return Condensed(text=FAILED + text, problem="; ".join(problems))
@@ -165,7 +165,7 @@ class PageReader:
         )
 
     async def _read(self, page: str, purpose: str, until: float) -> str | list[str]:
-        """A page's summary, or the problem of each model."""
+        """Requests a page's summary. Returns it, or the problem of each model."""
         section = self._browse.section
         # Not in one pass, so that a page that contains {purpose} is not changed.
         before, _, after = section.prompt.partition("{content}")

@@ -7,13 +7,13 @@ The attempt's key is in a context variable. A request to the gateway's URL in th
 as a copy with the key in the header HEADER, so many attempts can send the same request object.
 Requests to other URLs are not changed. Covered clients: httpx, httpx2, requests, aiohttp and
 urllib.request. They are patched while an attempt runs, also if they are imported in that time.
-Environment variables point clients to the gateway, and are restored after the last attempt; their
-API key is a placeholder, which attributes nothing.
+Environment variables point clients to the gateway, and are restored after the last attempt. Their
+API key is a placeholder that identifies no attempt.
 
 asyncio's tasks and to_thread, calls submitted to a ThreadPoolExecutor, and new threads inherit the
-context. The limits: a thread that several attempts share belongs to the attempt that started it, so
-start it outside of attempts or let it use `policy.api_key`. Child processes, also forked ones, have
-only the placeholder, since a pool of them serves many attempts.
+context. This has limits. A thread that several attempts share belongs to the attempt that started
+it, so start it outside of attempts or let it use `policy.api_key`. Child processes, also forked
+ones, have only the placeholder, since a process pool may serve many attempts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HEADER = "X-AgentEvo-Session"
 
 
 class _CapturedAttempt(NamedTuple):
-    """The attempt that a context belongs to."""
+    """The attempt of a context."""
 
     gateway_url: str
     key: str
@@ -106,7 +106,7 @@ def _mark_request(request: Any) -> Any:
 
 
 def _answering(answer: Any, marked: Any, request: Any) -> Any:
-    """The answer, with the original request as its request."""
+    """Sets the original request as the answer's request."""
     with contextlib.suppress(AttributeError, RuntimeError):  # httpx: none has been set
         if answer.request is marked:
             answer.request = request
@@ -136,7 +136,7 @@ def _sending_async(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _making(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ClientRequest.__init__` of aiohttp, which is called for every hop of a redirect."""
+    """`ClientRequest.__init__` of aiohttp, which is called for every redirect."""
 
     @wraps(original)
     def init(self: Any, *args: Any, **options: Any) -> None:
@@ -174,7 +174,7 @@ def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Thread.start`: the thread gets the session of its starter."""
+    """`Thread.start`: the new thread gets the attempt of the thread that starts it."""
 
     @wraps(original)
     def start(self: threading.Thread) -> None:
@@ -194,8 +194,8 @@ def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ThreadPoolExecutor.submit`: the call gets the session of its submitter. The pool's threads,
-    which serve others too, have none."""
+    """`ThreadPoolExecutor.submit`: the call gets the attempt of the code that submits it. The
+    pool's threads, which may serve other attempts, have none."""
 
     @wraps(original)
     def submit(self: Any, function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
@@ -282,11 +282,11 @@ class _Capture(importlib.abc.MetaPathFinder):
                 {
                     name: value
                     for name, value in self._before.items()
-                    if os.environ.get(name) == self._set[name]  # else the agent has set it itself
+                    if os.environ.get(name) == self._set[name]  # otherwise the agent has set it
                 }
             )
             for (owner, name), (original, wrapped) in list(self._patches.items()):
-                if vars(owner).get(name) is wrapped:  # else other code has patched it after us
+                if vars(owner).get(name) is wrapped:  # otherwise other code has patched it later
                     setattr(owner, name, original)
                     del self._patches[owner, name]
 
@@ -299,7 +299,7 @@ class _Capture(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Lets the other finders find the module, and patches it after its execution."""
+        """Finds the module through the other finders, and patches it after its execution."""
         if fullname not in _MODULES:
             return None
 
@@ -317,7 +317,7 @@ class _Capture(importlib.abc.MetaPathFinder):
                     if self._num_attempts:
                         self._patch_module(module)
 
-            with contextlib.suppress(AttributeError):  # else the next attempt patches it
+            with contextlib.suppress(AttributeError):  # otherwise the next attempt patches it
                 loader.exec_module = exec_module  # type: ignore[method-assign]
 
         return spec
@@ -325,11 +325,11 @@ class _Capture(importlib.abc.MetaPathFinder):
     def _patch_module(self, module: ModuleType | None) -> None:
         for owner, name, wrap in _MODULES[module.__name__] if module is not None else ():
             patched_class = getattr(module, owner, None)
-            if isinstance(patched_class, type):  # else it is being imported
+            if isinstance(patched_class, type):  # otherwise it is being imported
                 self._patch(patched_class, name, wrap)
 
     def _patch(self, owner: type, name: str, wrap: _Wrap) -> None:
-        """Patches once, even if other code has patched it after us."""
+        """Patches a method once, even if other code has patched it later."""
         now = getattr(owner, name)
         if (owner, name) not in self._patches or now is self._patches[owner, name][0]:
             wrapped = wrap(now)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 PLACEHOLDER_KEY = "agentevo"
-"""A placeholder for clients that require an API key when the attempt is known by other means. It
+"""The API key of clients that require one although the attempt is identified in another way. It
 gives no access."""
 _PROXIES = ("HTTP_PROXY", "ALL_PROXY")
 

@@ -3,8 +3,9 @@ code.
 
 Code as action (Wang et al. 2024, arXiv 2402.01030): the blocks between ```python and ``` of a reply
 run in one interpreter in a sandbox, whose variables live for the whole attempt. The agent's tools
-are functions in it; a JSON result becomes a value, any other a text, and a failure is raised. The
-task's files are in the sandbox, and the files that the code writes are kept (attempt_files.py).
+are functions there. A JSON result becomes a value, any other result a text, and a failure raises an
+exception. The task's files are in the sandbox, and the files that the code writes are kept
+(attempt_files.py).
 
     reward = the tools' outcomes for their final state, if any tool gives one
              + the rewards of tool results - agent.code_penalty for each turn whose code failed
@@ -28,7 +29,7 @@ from agentevo.agents.history import History
 from agentevo.agents.named_by_task import ask_once, asks_once
 from agentevo.agents.policy import Policy
 from agentevo.agents.single_turn import conversation_of, with_examples, with_system
-from agentevo.agents.tools_outcome import outcome_with_tools, said_by
+from agentevo.agents.tools_outcome import outcome_with_tools, tool_outcomes
 from agentevo.config.agents import CodeAgentSection, agents
 from agentevo.errors import RequestTooLongError, ToolError
 from agentevo.rewards.answers import find_answer
@@ -56,8 +57,8 @@ _FUNCTIONS = "The code may call these functions:"
 
 
 def read_code(text: str) -> str | None:
-    """The blocks of code of a reply, joined in their order; None if it has none. A block that is
-    not closed does not count: see `is_unfinished`."""
+    """The blocks of code of a reply, joined in their order; None if it has none. An unclosed block
+    does not count, see `is_unfinished`."""
     blocks = _BLOCK.findall(text)
     return "\n".join(blocks) if blocks else None
 
@@ -68,7 +69,7 @@ def is_unfinished(text: str) -> bool:
 
 
 def rules_of(section: CodeAgentSection) -> str:
-    """The rules for writing code: the recipe's, else RULES."""
+    """The rules for writing code: the recipe's, or RULES."""
     return RULES if section.system_prompt is None else section.system_prompt
 
 
@@ -131,7 +132,7 @@ class CodeAgent:
             interpreter = _AgentInterpreter(sandbox, files, self._section.max_output_chars)
             history = History(messages, self._section.context)
             end = await self._play(history, policy, interpreter, progress)
-            outcomes = await said_by(tools)
+            outcomes = await tool_outcomes(tools)
 
         return outcome_with_tools(
             tools,
@@ -224,7 +225,7 @@ class _AgentInterpreter:
         """The output for the policy, and whether the code failed."""
         async with record_call("tool", "python") as call:
             call.keep(code=code)
-            is_new = await self.files.put(self.sandbox)  # also after a sandbox was lost
+            is_new = await self.files.put(self.sandbox)  # needed again after a sandbox was lost
             execution = await self.sandbox.run(code)
             if is_new:
                 execution = msgspec.structs.replace(execution, is_new=True)
@@ -300,7 +301,7 @@ def _functions_of(schemas: Sequence[Mapping[str, Any]]) -> list[_AgentFunction]:
 
 
 def _python_name(name: str) -> str:
-    """`search-web` is search_web, `7z` _7z, `import` import_."""
+    """A valid Python name: `search-web` becomes search_web, `7z` _7z, `import` import_."""
     name = re.sub(r"\W|^(?=\d)", "_", name)
     return f"{name}_" if keyword.iskeyword(name) else name
 

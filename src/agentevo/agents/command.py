@@ -4,7 +4,7 @@ Its environment variables (`variables`) have the policy's URL, the task and the 
 gives its reward by posting to AGENTEVO_REWARD_URL, or with the last line of its stdout
 (posted_rewards.py). An exit code other than 0 fails the attempt, with the end of stderr as the
 reason. The last 64 KB of stdout and stderr are attributes of the call `process` among the attempt's
-calls: they are recorded for every outcome and stored with the trajectory.
+calls: They are recorded whatever the outcome, and stored with the trajectory.
 
 All processes that it started end with the attempt (process_tree.py).
 """
@@ -43,7 +43,8 @@ SHOWN = 1500
 _ERROR = re.compile(r"(?:Uncaught )?[\w.]*(?:Error|Exception)\b[^\n]*")
 """The start of a line that names an exception, as Python, Node and the JVM write it."""
 ENDING_S = GRACE_S + KILLING_S + 1.0
-"""How long a cancelled attempt waits for the end of its processes, which end in any case."""
+"""How long a cancelled attempt waits for the end of its processes. They also end if the wait is too
+short."""
 
 
 @agents.register("command")
@@ -138,8 +139,8 @@ class CommandAgent:
 
 
 def _reason(stderr: str) -> str:
-    """The line with the reason of a program's end: the last one that names an error (Node writes
-    its stack and version after it), or else the last line."""
+    """The line with the reason of a program's end: the last line that names an error (Node writes
+    its stack and version after it), or the last line."""
     lines = stderr.splitlines() or ["it wrote nothing to stderr"]
     return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 

@@ -7,8 +7,8 @@ the observation after the actions. The format sets where an answer has the actio
     answer        <answer>Up</answer>
     think_answer  <think>...</think><answer>Up</answer>
 
-An environment runs on its own thread (environment_thread.py): one that hangs fails its attempt
-after `agent.step_timeout_s` or `agent.timeout_s`.
+An environment runs on its own thread (environment_thread.py). If it hangs, its attempt fails after
+`agent.step_timeout_s` or `agent.timeout_s`.
 
 Text outside of the tags is allowed around `answer`, not around `think_answer`. If the chat template
 itself opens a thought, `plain` and `answer` read the text after it. A turn that breaks the format
@@ -164,7 +164,7 @@ class EnvironmentAgent:
             environments.append(self._make())
             return environments[0]
 
-        def close() -> None:  # also for an environment that was made after its time limit
+        def close() -> None:  # also of an environment that is made too late
             for environment in environments:
                 environment.close()
 

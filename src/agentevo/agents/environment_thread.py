@@ -1,11 +1,11 @@
-"""Runs an environment on its own thread, so that one that hangs costs only its attempt.
+"""Runs an environment on its own thread, so that an environment that hangs fails only its attempt.
 
-Calls of quick environments block the event loop, as if there were no thread, so that the next turns
-of all attempts join one step of the engine. Calls of a kind of environment that is mostly slow are
-awaited while the event loop runs, and so is the rest of any call after GRACE_S. All calls of an
-environment run on the same thread, as some require, in the caller's context, so that a server can
-identify the attempt (trace_header.py). A thread can't be killed: one that never returns stays until
-the process ends, and a process tolerates a limited number of them.
+Calls of quick environments block the event loop, so that the next turns of all attempts join one
+step of the engine. If a kind of environment is mostly slow, the event loop runs during its calls.
+It also runs during any call after GRACE_S. All calls of an environment run on the same thread, as
+some require, in the caller's context, so that a server can identify the attempt (trace_header.py).
+A thread can't be killed. A thread that never returns stays until the process ends, and the number
+of such threads in a process is limited.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from agentevo.tracebacks import format_stack
 T = TypeVar("T")
 
 SLOW_S = 0.05
-"""A call that takes longer is slow: with many concurrent attempts, blocking the event loop for it
-costs more than a fixed order of events is worth."""
+"""A call that takes longer counts as slow. With many concurrent attempts, blocking the event loop
+that long costs more than a fixed order of events is worth."""
 GRACE_S = 0.25
-"""The longest time to block the event loop: a quick environment on a busy machine."""
+"""The longest time to block the event loop. It allows for a quick environment on a busy machine."""
 SLOW_CALLS = 3.0
 """The number of slow calls after which a kind of environment counts as slow; every 1 / FORGOTTEN
 quick calls cancel one slow call."""
 FORGOTTEN = 0.05
 CLOSE_S = 2.0
-"""The longest wait for an environment to close: the episode is over, and counts."""
+"""The longest wait for an environment to close. The finished episode counts in any case."""
 MAX_HUNG = 500
 """The maximum number of environments that hang in one process."""
 
 _hung: set[EnvironmentThread] = set()
-"""Abandoned threads with a call that has not returned, which can also be the close."""
+"""Abandoned threads with a call, possibly `close`, that has not returned."""
 
 
 class Pace:
@@ -55,7 +55,7 @@ class Pace:
         """How long the next call can block the event loop."""
         return GRACE_S if self._slow_calls < SLOW_CALLS else 0.0
 
-    def took(self, seconds: float) -> None:
+    def record_duration(self, seconds: float) -> None:
         """Records the duration of one call."""
         change = 1.0 if seconds > SLOW_S else -FORGOTTEN
         self._slow_calls = min(max(self._slow_calls + change, 0.0), SLOW_CALLS + 1.0)
@@ -98,7 +98,7 @@ class EnvironmentThread:
         return answer.result()
 
     def call_now(self, function: Callable[[], T], within_s: float) -> T:
-        """The same outside of an event loop. Raises EnvironmentFailure if it takes longer."""
+        """As `call`, outside of an event loop. Raises EnvironmentFailure if it takes longer."""
         answer = self._ask(function)
         try:
             error = answer.exception(timeout=within_s)
@@ -116,8 +116,8 @@ class EnvironmentThread:
         return answer.result()
 
     def end_now(self, close: Callable[[], None]) -> str | None:
-        """The same as `end`, outside of an event loop. Returns the reason if the close failed;
-        nothing is lost by that."""
+        """As `end`, outside of an event loop. Returns the reason if the close failed, which has no
+        other effect."""
         idle = not self.is_busy
         closing = self._ask(close)
         error: BaseException | None = EnvironmentFailure("one of its calls hangs")
@@ -144,7 +144,7 @@ class EnvironmentThread:
                     await self._wait(closing, None, within_s=CLOSE_S)
         finally:
             if not closing.done():
-                _hung.add(self)  # before the thread can end, which removes it
+                _hung.add(self)  # before the thread can end and remove itself
             self._calls.put(None)
 
         if idle and closing.done():
@@ -180,7 +180,7 @@ class EnvironmentThread:
                     result = function()
                 finally:
                     self.last_call_s = time.monotonic() - started
-                    self._pace.took(self.last_call_s)
+                    self._pace.record_duration(self.last_call_s)
             except BaseException as error:  # noqa: BLE001 (passed to the waiter)
                 answer.set_exception(_as_failure(error, self._who))
             else:
@@ -190,7 +190,7 @@ class EnvironmentThread:
 
 
 def _as_failure(error: BaseException, who: str) -> Exception:
-    """The exception in a form that a coroutine can raise and that fails only its attempt."""
+    """Converts an exception to one that a coroutine can raise and that fails only its attempt."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     failure = OverreachError(error, who)

@@ -1,5 +1,5 @@
-"""The history that the policy sees in an agent of many turns: the task, and a round for each reply
-with its results. `agent.context` cuts it when it grows long.
+"""The history that the policy sees in an agent of many turns: the task, and one round for each
+reply with its results. The section `agent.context` decides how it is cut when it becomes long.
 
 A cut edits the history, so the next prompt branches at the edit. The turns before and after it are
 trained as the policy saw them.
@@ -61,8 +61,8 @@ class History:
         self._rounds.append(HistoryRound(reply, answers))
 
     async def look(self, turn: int, policy: Policy, tools: Tools = None) -> None:
-        """Cuts the history if the prompt and the reply of `turn` have more than `max_tokens`
-        tokens."""
+        """Cuts the history if the prompt and the reply of `turn` together have more than
+        `max_tokens` tokens."""
         limit = self.section.max_tokens
         if limit is not None and _num_tokens(policy, turn) > limit:
             await self.cut(policy, tools)
@@ -70,8 +70,8 @@ class History:
     async def ask_within_context(
         self, ask: Callable[[list[Message]], Awaitable[T]], policy: Policy
     ) -> T:
-        """Returns the result of `ask` for the history, and cuts the history while it is too long
-        for the context. Raises RequestTooLongError if nothing is left to cut."""
+        """Calls `ask` with the history and returns the result. Cuts the history as long as it is
+        too long for the context. Raises RequestTooLongError if nothing is left to cut."""
         while True:
             try:
                 return await ask(self.messages)
@@ -81,7 +81,7 @@ class History:
 
     async def cut(self, policy: Policy, tools: Tools = None) -> bool:
         """Shortens the history; returns false if nothing is left to cut. `tools` are the schemas
-        that the policy sees. Raises what the request for a summary raises, except
+        that the policy sees. Raises the errors of the request for a summary, except
         RequestTooLongError."""
         section = self.section
         keep = self.section.keep_turns

@@ -1,7 +1,7 @@
 """The agent that a task names: the row's `agent_name`, as in verl's data.
 
-`single_turn_agent` makes one request, without tools; any other name is the recipe's own agent, or
-verl's name for it. The recipe's agent plays a task without a name.
+`single_turn_agent` makes one request, without tools. Any other name means the recipe's own agent,
+or is verl's name for it. The recipe's agent plays a task without a name.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from agentevo.registry import nearest
 from agentevo.types import Message, Outcome, Task
 
 ONCE = ("single_turn", "single_turn_agent")
-"""Names of the agent that makes one request."""
+"""The names of the agent that makes one request."""
 NAMES = {
     "single_turn": ONCE,
     "tool_agent": (*ONCE, "tool_agent", "tool_agent_loop"),
     "code_agent": (*ONCE, "code_agent"),
 }
-"""`agent.type` -> the names that its tasks can have; agents of other types use any names."""
+"""`agent.type` -> the names that its tasks can have; tasks of other agent types can have any
+name."""
 
 
 def check_known_name(name: str) -> None:
-    """Raises ConfigError for a name that is almost that of a built-in agent, since no agent would
-    play its tasks. Any other name can be that of a user's agent."""
+    """Raises ConfigError for a name that is almost the name of a built-in agent, since no agent
+    would play its tasks. Any other name may belong to a user's agent."""
     known_names = sorted({*NAMES, *(name for names in NAMES.values() for name in names)})
     if name in known_names:
         return

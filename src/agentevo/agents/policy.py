@@ -1,5 +1,5 @@
 """The policy as an agent sees it: a history goes in and a reply comes out. Every token is recorded
-as the engine emitted it (inference/conversation.py). One `Policy` serves one attempt.
+exactly as the engine sampled it (inference/conversation.py). One `Policy` serves one attempt.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Policy:
     ) -> None:
         """`texts` replace the agent's default texts. `remote` has the attempt's conversations with
         remote models, if the recipe names any. `agents` has the conversation of each of several
-        agents by name; `conversation` is then the one that represents the attempt. `remote_agents`
-        maps further agents to the remote models that play them."""
+        agents by name. `conversation` then represents the whole attempt. `remote_agents` maps
+        further agents to the remote models that play them."""
         self.conversation = conversation
         self.remote = remote
         self.texts = Texts() if texts is None else texts
@@ -466,8 +466,8 @@ def _check_prompt(prompt: Prompt) -> list[Message] | list[int]:
 def overrides_of(
     sampling: SamplingOverrides | Mapping[str, Any] | None, stop: str | Sequence[str] | None
 ) -> SamplingOverrides | None:
-    """The sampling overrides of a call; None if there are none. Raises BadRequestError for values
-    that no engine can use."""
+    """The sampling overrides of a call, or None. Raises BadRequestError for values that no engine
+    can use."""
     values = sampling.given() if isinstance(sampling, SamplingOverrides) else dict(sampling or {})
     if stop is not None:
         values["stop_strings"] = [stop] if isinstance(stop, str) else stop

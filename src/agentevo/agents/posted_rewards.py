@@ -66,16 +66,16 @@ def check_posted(reward: PostedReward) -> None:
 
 
 class RewardSums:
-    """The sums of the rewards posted so far, for each agent: its parts by name, and its turns,
-    whose rewards add up."""
+    """The sums of the rewards posted so far for each agent: by name, and by turn. Rewards of the
+    same name or turn add up."""
 
     def __init__(self) -> None:
         self._parts: dict[str | None, dict[str, float]] = {}
         self._turns: dict[str | None, dict[int, float]] = {}
 
     def add(self, rewards: Sequence[PostedReward]) -> None:
-        """Adds all of the rewards or none. Raises TypeError or ValueError for rewards that don't
-        fit into one outcome with the earlier ones."""
+        """Adds either all of the rewards or none. Raises TypeError or ValueError for rewards that
+        don't fit into one outcome with the earlier ones."""
         parts = dict(self._parts)
         turns = dict(self._turns)
         for reward in rewards:
@@ -106,21 +106,21 @@ class RewardSums:
 def outcome_of_rewards(
     rewards: Sequence[PostedReward], received: Mapping[str, Sequence[int]] | None = None
 ) -> Outcome:
-    """The outcome of posted rewards, in their order. Rewards of one turn add up; for a name and for
-    the attempt the last one counts. Without a reward of the attempt, its value is the sum of its
-    parts, or else of its turns; without any reward, a scorer decides. Named agents have their own
-    outcomes. `received`: for each agent, the indices of the turns that its client received, in the
-    order in which it counts them; without it, turns are given by index. Raises TypeError or
-    ValueError."""
+    """The outcome of posted rewards, in their order. Rewards of one turn add up. For a name and for
+    the attempt, the last reward counts. Without a reward of the attempt, its value is the sum of
+    its parts or, without parts, of its turns. Without any reward, a scorer decides. Named agents
+    have their own outcomes. `received`: for each agent, the indices of the turns that its client
+    received, in the order in which the client counts them. Without it, turns are given by index.
+    Raises TypeError or ValueError."""
 
     def outcome(agent: str | None) -> Outcome:
         turns = None if received is None else received.get(agent or "", ())
         return _outcome([reward for reward in rewards if reward.agent == agent], turns)
 
     names = dict.fromkeys(reward.agent for reward in rewards if reward.agent is not None)
-    everybody = outcome(None)
+    all_agents = outcome(None)
     agents = {name: outcome(name) for name in names}
-    return msgspec.structs.replace(everybody, agents=agents)
+    return msgspec.structs.replace(all_agents, agents=agents)
 
 
 def _outcome(rewards: Sequence[PostedReward], received: Sequence[int] | None) -> Outcome:
@@ -148,7 +148,7 @@ def _outcome(rewards: Sequence[PostedReward], received: Sequence[int] | None) ->
 
 
 def _turn(number: int, received: Sequence[int] | None) -> int:
-    """The index of a client's turn."""
+    """The turn index of a client's turn number."""
     if received is None:
         return number
     if not 0 <= number < len(received):

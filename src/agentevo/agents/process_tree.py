@@ -1,12 +1,12 @@
 """Runs a process, and ends it together with all processes that it starts.
 
 The process has its own session, so that Ctrl-C does not reach it. Its descendants are found by
-their parents, and by a value in their environment that no other process has; that also finds those
-that left the session and lost their parent. The remaining processes get SIGTERM, and are killed
-GRACE_S later: when the process has ended, when `stop` is called, and at the end of this process. A
-process that changed both its environment and its parents is not found.
+their parents, and by a unique value in their environment. The value also finds processes that left
+the session and lost their parent. The remaining processes get SIGTERM, and are killed GRACE_S
+later. This happens when the process has ended, when `stop` is called, and at the end of this
+process. A process that changed both its environment and its parents is not found.
 
-The last KEPT bytes of its output are kept, and any amount can be written.
+The last KEPT_BYTES bytes of its output are kept, and any amount can be written.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from typing import IO
 
 import psutil
 
-KEPT = 64 * 2**10
-"""The number of bytes that are kept of each stream."""
+KEPT_BYTES = 64 * 2**10
+"""The number of bytes of each stream that are kept."""
 GRACE_S = 1.0
 KILLING_S = 2.0
-"""How long to search for further processes to kill: a process can start others in that time."""
-LOOK_S = 0.02
+"""How long to search for further processes to kill, since processes can start others in that
+time."""
+POLL_INTERVAL_S = 0.02
 DRAIN_S = 0.3
 _CHUNK = 2**16
 
@@ -62,15 +63,15 @@ class ProcessTree:
         self._process: subprocess.Popen[bytes] | None = None
         self._written = {"stdout": bytearray(), "stderr": bytearray()}
         self.ended = threading.Event()
-        """`run` has returned or raised, and all processes of the tree have ended."""
+        """Set when `run` has returned or raised, and all processes of the tree have ended."""
 
     def stop(self) -> None:
-        """Starts to end the tree, which takes seconds; see `ended`."""
+        """Begins to end the tree, which takes seconds. `ended` is set afterwards."""
         self._stopped.set()
 
     def written(self, stream: str) -> str:
-        """The end of its output to `stdout` or `stderr`."""
-        return bytes(self._written[stream][-KEPT:]).decode("utf-8", "replace")
+        """The last part of the process's output to `stdout` or `stderr`."""
+        return bytes(self._written[stream][-KEPT_BYTES:]).decode("utf-8", "replace")
 
     def run(self) -> EndedProcess:
         """Runs the process until it ends or is stopped. Raises OSError if it can't be started."""
@@ -116,7 +117,7 @@ class ProcessTree:
         while self._read(streams, 0.0) and time.monotonic() < until:
             continue
 
-    def _read(self, streams: selectors.BaseSelector, within_s: float = LOOK_S) -> bool:
+    def _read(self, streams: selectors.BaseSelector, within_s: float = POLL_INTERVAL_S) -> bool:
         """Reads one piece of the available output. Returns whether there was any."""
         if not streams.get_map():
             self._stopped.wait(within_s)
@@ -133,8 +134,8 @@ class ProcessTree:
                 has_read = True
                 recent: bytearray = key.data
                 recent += chunk
-                if len(recent) > 4 * KEPT:
-                    del recent[:-KEPT]
+                if len(recent) > 4 * KEPT_BYTES:
+                    del recent[:-KEPT_BYTES]
 
         return has_read
 
@@ -147,7 +148,7 @@ class ProcessTree:
 
         asked_at = time.monotonic()
         while living and time.monotonic() - asked_at < grace_s:
-            time.sleep(LOOK_S / 2)
+            time.sleep(POLL_INTERVAL_S / 2)
             living = self._living(living, is_thorough=False)
 
         living = self._living(living)
@@ -156,7 +157,7 @@ class ProcessTree:
             for process in living.values():
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            time.sleep(LOOK_S / 2)
+            time.sleep(POLL_INTERVAL_S / 2)
             living = self._living(living)
 
     def _living(
@@ -194,6 +195,7 @@ class ProcessTree:
 
 @atexit.register
 def _kill_all() -> None:
-    """Kills the remaining processes if the interpreter ends at once, as after a second Ctrl-C."""
+    """Kills the remaining processes if the interpreter ends immediately, as after a second
+    Ctrl-C."""
     for tree in list(_alive):
         tree.kill(grace_s=0.0)

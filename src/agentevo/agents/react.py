@@ -25,7 +25,7 @@ from agentevo.tools.tool import ToolResult
 from agentevo.types import Message, ToolCall
 
 STOP = "\nObservation:"
-"""The stop string of a reply: the policy does not write the observation."""
+"""The stop string of a reply, so that the policy does not write the observation."""
 _ACTION = re.compile(r"^Action:[ \t]*(?P<name>[^\n]*)$", re.MULTILINE)
 _INPUT = re.compile(r"\s*^Action Input:(?P<text>.*)\Z", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
@@ -51,7 +51,7 @@ class ReActFormat:
         self.tools: Tools = None
 
     def opening(self, messages: list[Message]) -> list[Message]:
-        """See ToolFormat.opening: the rules are at the end of the system message."""
+        """See ToolFormat.opening. The rules are at the end of the system message."""
         rules = _RULES.format(tools=tools_as_text(self._schemas))
         if messages[0].role == "system":
             return [Message("system", f"{messages[0].text}\n\n{rules}"), *messages[1:]]
@@ -73,8 +73,8 @@ class ReActFormat:
 
 
 def read_action(text: str) -> tuple[list[ToolCall], list[MalformedCall]]:
-    """The action of a reply, or a malformed one; neither for a final answer. Text after `Final
-    Answer:` is not an action."""
+    """The action of a reply as a call, or as a malformed call. A final answer has neither. Text
+    after `Final Answer:` is not an action."""
     text = text.split(STOP, 1)[0]
     action = _ACTION.search(text)
     final = text.find("Final Answer:")

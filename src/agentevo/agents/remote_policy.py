@@ -1,6 +1,6 @@
-"""A remote model that replaces the policy: agents use it like the policy, without training.
+"""A remote model that replaces the policy. Agents use it like the policy, but it is not trained.
 
-Its replies have no token ids here. A turn of such an attempt is text only: `prompt_ids` and
+Its replies have no token ids. A turn of such an attempt has only text: `prompt_ids` and
 `completion_ids` are empty, and the number of tokens comes from the server (`policy_tokens` among
 the trajectory's metrics). Tool calls come from the server's answer; no parser extracts them from
 the text.
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from agentevo.inference.conversation import Conversation
 
 POLICY_TOKENS = "policy_tokens"
-"""Metric of a trajectory: the number of tokens that its policy generated, if their ids are
+"""The metric with the number of tokens that a trajectory's policy generated, if their ids are
 unknown."""
 
 
 class RemotePolicyConversation:
-    """The Conversation of a policy that is a remote model: a view of the remote turns of the
-    policy."""
+    """The Conversation of a policy that is a remote model. It is a view of the policy's remote
+    turns."""
 
     slept_s = 0.0
     oldest_version = None
     broken: BaseException | None = None
-    """Never set: a failure of the server fails the attempt, like any exception of an agent."""
+    """Always None. A failure of the server fails the attempt, like any exception of an agent."""
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class RemotePolicyConversation:
         return [view for turn, view in views if turn.index in new]
 
     def opening(self, turn: Turn) -> str:
-        """See Conversation.opening: always empty, since a server shows no part of a prompt."""
+        """See Conversation.opening. Always empty, since a server does not show the prompt's
+        text."""
         return ""
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
@@ -128,7 +129,7 @@ class RemotePolicyConversation:
 
 
 def _views(remote_turns: Sequence[RemoteTurn], rewards: Mapping[int, float]) -> list[Turn]:
-    """The turns in order, with the rewards by index."""
+    """The turns in order. `rewards` has their rewards by index."""
     numbers: dict[int | None, int] = {
         turn.index: number for number, turn in enumerate(remote_turns)
     }
@@ -151,7 +152,7 @@ def _views(remote_turns: Sequence[RemoteTurn], rewards: Mapping[int, float]) -> 
 
 
 class RemoteModelPolicy(Policy):
-    """See the module. `policy.base_url` is the gateway, where every model name means this model,
+    """See the module. `policy.base_url` is the gateway. There, every model name means this model,
     except the names of the recipe's other models."""
 
     def __init__(
@@ -164,9 +165,9 @@ class RemoteModelPolicy(Policy):
     ) -> None:
         super().__init__(cast("Conversation", conversation), gateway, remote, texts=texts)
         self.remote_model = model
-        self._talk = conversation
+        self._conversation = conversation
         self._remote_agents = {"": model}
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
         """See Policy.num_tokens."""
-        return self._talk.num_tokens(turn)
+        return self._conversation.num_tokens(turn)

@@ -1,5 +1,5 @@
-"""Runs an agent function that is not async on its own thread, so that one that hangs costs only its
-attempt.
+"""Runs an agent function that is not async on its own thread, so that a function that hangs fails
+only its attempt.
 
 The thread (daemon_threads.py) has the context of the attempt. When the attempt ends, the thread is
 abandoned, and its policy no longer answers.
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 class BlockingPolicy:
-    """The policy for a function that is not async: `generate` returns the answer. In a coroutine
-    (the function can run its own event loop) it is awaited as usual."""
+    """The policy for a function that is not async: `generate` returns the answer directly. If the
+    function runs its own event loop, coroutines await `generate` as usual."""
 
     def __init__(self, policy: Policy, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Created on the sampler's event loop, unless `loop` is given; any thread can use it."""
@@ -77,7 +77,7 @@ class BlockingPolicy:
         return self._answer(self._policy.generate(prompt, **options))
 
     def ask(self, question: Callable[[Policy], Coroutine[Any, Any, T]]) -> T | Any:
-        """The result of a coroutine of the policy, which runs on the sampler's loop. Within a
+        """Runs a coroutine of the policy on the sampler's loop, and returns its result. Within a
         coroutine, returns an awaitable."""
         return self._answer(question(self._policy))
 

@@ -40,7 +40,7 @@ class SearchTags:
         self._parameter = next(iter(function["parameters"].get("properties") or {"query": {}}))
 
     def opening(self, messages: list[Message]) -> list[Message]:
-        """See ToolFormat.opening: the rules come before the question, as in the paper."""
+        """See ToolFormat.opening. The rules come before the question, as in the paper."""
         if messages[0].role == "system":
             return messages
         first = messages[0]

@@ -1,5 +1,5 @@
 """Runs an environment outside of attempts and event loops: in the checks before a run, for the
-vocabulary of a tiny policy, for demonstrations. As in an attempt, any exception becomes an
+vocabulary of a tiny policy, and for demonstrations. As in an attempt, any exception becomes an
 EnvironmentFailure, and an environment that hangs is abandoned."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from agentevo.tracebacks import describe_failure
 T = TypeVar("T")
 
 MAX_HUNG = 3
-"""The number of environments that can hang before no further one is tried."""
+"""After this many environments hang, no further environment is tried."""
 
 
 class SoloEnvironment:
-    """See the module. The time limit of every call is `within_s`. `note` gets a message for a
-    close() that fails, which has no other effect."""
+    """See the module. The time limit of every call is `within_s`. If close() fails, `note` gets a
+    message, and there is no other effect."""
 
     def __init__(
         self, make: Callable[[], TextEnvironment], *, within_s: float, note: Callable[[str], None]
@@ -54,8 +54,8 @@ class SoloEnvironment:
         return type(self._made[0]).__name__
 
     def call(self, work: Callable[[TextEnvironment], T]) -> T:
-        """The result of `work` with the environment, or with a new one if it hung before. Raises
-        EnvironmentFailure."""
+        """Calls `work` with the environment, or with a new one if the last one hung, and returns
+        the result. Raises EnvironmentFailure."""
         if self._thread.is_busy:
             self._thread.end_now(partial(_close_all, self._made))
             self._num_hung += 1

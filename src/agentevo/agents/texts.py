@@ -45,20 +45,20 @@ class Declared:
 
 @dataclass
 class Texts:
-    """See the module. All agents of one attempt share one. `keep` is called with each text before
-    it is used."""
+    """The named texts of one attempt, shared by all its agents. See the module. `keep` is called
+    with each text before it is used."""
 
     overrides: Mapping[str, str] = field(default_factory=dict)
     keep: Callable[[str], None] = lambda text: None
     on_declared: Callable[[str, Declared], object] = lambda name, declared: None
     """Called with each requested text."""
     declared: dict[str, Declared] = field(default_factory=dict)
-    """Every requested text, by name."""
+    """Name -> each text that was requested."""
     digests: dict[str, str] = field(default_factory=dict)
     """The texts that were not empty: name -> digest."""
 
     def text(self, name: str, default: str | None = None, kind: Kind = "text") -> str:
-        """The text of that name, or else the agent's `default`, which can contain anything. Raises
+        """The text of that name, or the agent's `default`, which can contain anything. Raises
         BadRequestError for a wrong name, and for a name with two defaults."""
         default_text = "" if default is None else default
         problem = text_problem(name, "" if isinstance(default_text, str) else default_text)
@@ -86,8 +86,8 @@ class Texts:
         return content
 
     def replacing(self, name: str, default: str | None) -> str | None:
-        """The same as `text`, but None if no text is given and the agent has no default. An empty
-        text counts as given."""
+        """As `text`, but for an agent without a default: None if no text is given. An empty text
+        counts as given."""
         content = self.text(name, default)
         return content if content or default is not None or name in self.overrides else None
 
@@ -98,14 +98,15 @@ class Texts:
         return [message for conversation in examples_of(name, text) for message in conversation]
 
     def all_given(self) -> Mapping[str, str]:
-        """All given texts, noted as used: for a program that gets all texts at once."""
+        """All given texts. They are recorded as used, for a program that gets all texts at once."""
         for name in self.overrides:
             self.text(name)
         return self.overrides
 
     def of_tools(self, schemas: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The tools' schemas (in OpenAI's form) with the given descriptions: `tools.NAME`, and
-        `tools.NAME.PARAMETER` for a parameter. The turn's `tools` have the other descriptions."""
+        """The tools' schemas (in OpenAI's form) with the given descriptions: the texts
+        `tools.NAME`, and `tools.NAME.PARAMETER` for parameters. Other descriptions are
+        unchanged."""
         return [self._of_tool(schema) for schema in schemas]
 
     def _of_tool(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -130,7 +131,7 @@ class Texts:
         return schema if changed == function else {**schema, "function": changed}
 
     def _description(self, name: str, default: Any) -> str:
-        """The text that replaces a tool's description; empty if none is given."""
+        """The text that replaces a tool's description. Empty if none is given."""
         default_text = default if isinstance(default, str) else ""
         if name in self.overrides:
             return self.text(name, default_text, "tool")
@@ -144,7 +145,7 @@ class Texts:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """A block in which this module's `text` and `examples` use these texts."""
+        """While the block runs, this module's `text` and `examples` use these texts."""
         token = _current.set(self)
         try:
             yield
@@ -194,9 +195,9 @@ def as_examples(conversations: Sequence[Sequence[Message]]) -> str:
 
 
 class TextKeeper:
-    """Stores each text once, in full, under its digest in a run's folder. Nothing is stored if the
-    folder does not exist (an evaluation that writes nothing), for a text that can't be given again,
-    or beyond MAX_TEXTS in a process."""
+    """Stores each text once, in full, under its digest in a run's folder. Stores nothing if the
+    folder does not exist (as in an evaluation that writes nothing), if a text could not be used in
+    a recipe, or beyond MAX_TEXTS in a process."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

@@ -24,7 +24,7 @@ from agentevo.agents.react import ReActFormat
 from agentevo.agents.search_tags import SearchTags
 from agentevo.agents.single_turn import opening_of, with_system
 from agentevo.agents.tool_format import NativeFormat, ParsedReply, ToolFormat
-from agentevo.agents.tools_outcome import outcome_with_tools, said_by
+from agentevo.agents.tools_outcome import outcome_with_tools, tool_outcomes
 from agentevo.config.agents import ToolAgentSection, agents
 from agentevo.errors import RequestTooLongError
 from agentevo.rewards.answers import find_answer
@@ -36,7 +36,7 @@ from agentevo.types import Message, Outcome, Task, ToolCall
 ENDS = ("answer", "turns", "tokens", "context", "repeats")
 """How an attempt can end: with the final answer, or by a limit."""
 WRONG = ("num_unknown_tools", "num_wrong_arguments")
-"""Metrics of calls that cost `agent.call_penalty`, in addition to the malformed ones."""
+"""The metrics of wrong calls, which cost `agent.call_penalty`. Malformed calls cost it, too."""
 _FORMATS: dict[str, type[ToolFormat]] = {
     "native": NativeFormat,
     "react": ReActFormat,
@@ -54,7 +54,7 @@ class _ToolProgress:
     earned: float = 0.0
     """The rewards of tool results."""
     num_wrong: int = 0
-    """Turns with a wrong call."""
+    """The number of turns with a wrong call."""
     num_calls: int = 0
     num_malformed: int = 0
     num_repeats: int = 0
@@ -97,7 +97,7 @@ class ToolAgent:
             )
             history = History(opening, self._section.context)
             end = await self._play(form, history, policy, tools, progress)
-            outcomes = await said_by(tools)
+            outcomes = await tool_outcomes(tools)
 
         return outcome_with_tools(
             tools,
@@ -143,8 +143,8 @@ class ToolAgent:
             if self._repeats(parsed, progress):
                 return "repeats"
 
-            # Also for the last reply, whose results are not read: calls change state and earn
-            # rewards.
+            # Also make the calls of the last reply, although the policy does not read their
+            # results: calls change state and earn rewards.
             answers = await self._answers(form, parsed, tools, progress)
             if section.max_tokens is not None and num_tokens >= section.max_tokens:
                 return "tokens"
@@ -194,7 +194,7 @@ class ToolAgent:
     def _split(
         self, calls: Sequence[ToolCall], progress: _ToolProgress
     ) -> tuple[Sequence[ToolCall], list[ToolResult]]:
-        """The calls that are made, and the refusals of the others."""
+        """Splits the calls into those that are made and refusals of the others."""
         section = self._section
         num_allowed = section.max_calls_per_turn
         why = f"a reply may hold {num_allowed} calls, and this one is beyond them"

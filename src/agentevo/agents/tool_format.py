@@ -1,5 +1,5 @@
-"""The formats of tools, calls and results: how the policy reads tools and results, and how its
-calls are parsed."""
+"""The formats of tools, calls and results: they decide how the policy reads tools and results, and
+how its calls are parsed."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class ParsedReply:
 
 
 class ToolFormat(Protocol):
-    """One object per attempt."""
+    """The format of one attempt."""
 
     def __init__(self, policy: Policy, schemas: Sequence[Mapping[str, Any]]) -> None: ...
 
     tools: Tools
-    """The `tools` of each request."""
+    """The tools' schemas in each request; empty if they are in the text."""
 
     def opening(self, messages: list[Message]) -> list[Message]:
         """The conversation before the first reply."""
         ...
 
     async def ask(self, messages: Sequence[Message]) -> ParsedReply:
-        """The policy's reply to the conversation. Raises what Policy.generate raises."""
+        """The policy's reply to the conversation. Raises the errors of Policy.generate."""
         ...
 
     def answers(self, parsed: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
@@ -93,7 +93,7 @@ class NativeFormat:
         problems = [
             f"Error: failed to decode the tool call: {call.problem}" for call in parsed.malformed
         ]
-        # These answer no parsed call.
+        # These results belong to no parsed call.
         return answered + [Message("user", problem) for problem in problems]
 
 

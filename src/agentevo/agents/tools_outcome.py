@@ -10,9 +10,8 @@ from agentevo.tools.toolbox import METRICS, AttemptTools
 from agentevo.types import Outcome
 
 
-async def said_by(tools: AttemptTools) -> dict[str, Outcome]:
-    """The outcome of each toolset that gives one, requested once. Raises what the toolset
-    raises."""
+async def tool_outcomes(tools: AttemptTools) -> dict[str, Outcome]:
+    """The outcome of each toolset that gives one, requested once. Raises the toolset's errors."""
     return {name: outcome_of(returned) for name, returned in (await tools.outcomes()).items()}
 
 

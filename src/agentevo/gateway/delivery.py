@@ -230,7 +230,7 @@ async def _end_of(scope: Scope, send: Send) -> bool:
     """Ends an answer that has been sent completely. False if its client does not have it: the
     connection is cut then."""
     connection: AdmittedConnection = scope["state"]["connection"]
-    is_delivered = await connection.took_all(READER_S)
+    is_delivered = await connection.received_all(READER_S)
     if not is_delivered:
         connection.cut()
     await send(_part(b"", has_more=False))

@@ -15,7 +15,7 @@ PIN = "#sha256="
 
 
 class EngineAddress(NamedTuple):
-    """See the module."""
+    """The address of one engine. See the module's docstring."""
 
     url: str
     certificate: str = ""
@@ -24,14 +24,14 @@ class EngineAddress(NamedTuple):
 
     @property
     def pinned_url(self) -> str:
-        """The URLs that `read` accepts."""
+        """The URLs that `EngineAddress.read` accepts."""
         return f"{self.url}{PIN}{self.certificate}" if self.certificate else self.url
 
     @classmethod
     def read(cls, text: str, *, what: str = "an engine", printed_by: str = "serve") -> Self:
-        """The address that `agentevo serve` prints, or the command that `printed_by` names. Raises
-        ConfigError for text that is not such a URL, and for a URL that would get the key
-        unprotected."""
+        """Parses the address that `agentevo serve` prints, or the command in `printed_by`. Raises
+        ConfigError for text that is not such a URL, and for a URL to which the key would travel
+        unencrypted."""
         url, pin, certificate = text.partition(PIN)
         try:
             parts = urlsplit(url)

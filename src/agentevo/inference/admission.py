@@ -1,16 +1,16 @@
-"""Who may connect to an engine's server, and for how long without the run's secret.
+"""Limits connections to an engine's server: how many there are, and how long each may stay open
+before it shows the run's secret.
 
-A connection is a stranger's from its acceptance until the server admits it (`admit`), which happens
-once a request has shown the secret. A stranger that has not shown it within ADMISSION_S is cut off
-in any state: before the first byte, in the TLS handshake, in a header or after a refusal. There are
-at most MAX_STRANGERS. When there are too many, the oldest one makes room, silent connections before
-those that have sent something, so a peer that only holds connections open keeps no client out. A
-connection gets a transport and a protocol only with its first byte. While strangers displace one
-another, accepting takes ACCEPTING_SHARE of the event loop's time, because the engine's steps need
-the rest. At most MAX_CLIENTS are admitted. Other servers than the engine's may have other
-`AdmissionLimits`.
+A new connection belongs to a stranger until the server admits it (`admit`). The server admits it
+when a request on it shows the secret. A stranger that has not shown it within ADMISSION_S is cut
+off in any state: before the first byte, in the TLS handshake, in a header or after a refusal. There
+are at most MAX_STRANGERS. When there are too many, the oldest one makes room, silent connections
+before those that have sent something, so a peer that only holds connections open can't keep clients
+out. A connection gets a transport and a protocol only with its first byte. While strangers displace
+one another, accepting takes ACCEPTING_SHARE of the event loop's time, because the engine's steps
+need the rest. At most MAX_CLIENTS are admitted. Other servers may set other `AdmissionLimits`.
 
-Not promised: an answer to every client while another one connects faster than that.
+While a peer connects faster than that, some clients may get no answer.
 """
 
 from __future__ import annotations
@@ -38,26 +38,27 @@ ADMISSION_S = 5.0
 MAX_STRANGERS = 128
 MAX_CLIENTS = 256
 ACCEPTED_AT_ONCE = 64
-"""The most connections to accept between two steps of the engine, on the same event loop."""
+"""The most connections that are accepted between two steps of the engine, which run on the same
+event loop."""
 ACCEPTING_SHARE = 0.1
-TAKEN_S = 0.01
-"""How often to check whether a long answer was taken."""
-LOOK_S = 0.5
-"""How often to check the strangers' times."""
-FULL_S = 0.1
+DELIVERY_POLL_S = 0.01
+"""How often to check whether the client has received a long answer."""
+POLL_INTERVAL_S = 0.5
+"""How often to check how long the strangers have been connected."""
+NO_HANDLE_PAUSE_S = 0.1
 """The pause before the next try when the process has no file descriptor left."""
 SHUTDOWN_S = 1.0
-"""How long TLS may take to shut down."""
-UNNOTICED = 65536
-"""The number of unsent bytes of an answer for which the server does not wait: a client's own
-buffers take as many."""
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""The time limit for closing TLS."""
+BUFFERED_BYTES = 65536
+"""The number of unsent bytes of an answer that the server does not wait for: the client's own
+buffers may hold as many."""
+_NO_HANDLE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """How many connections there may be, and how long one that has its answer may stay, in
-    seconds."""
+    """How many connections there may be, and how many seconds a connection may stay open after its
+    answer."""
 
     strangers: int = field(default_factory=lambda: MAX_STRANGERS)
     clients: int = field(default_factory=lambda: MAX_CLIENTS)
@@ -70,35 +71,36 @@ class AdmittedConnection:
     def __init__(self, admission: Admission, accepted: socket.socket, until: float) -> None:
         self._admission = admission
         self.socket: socket.socket | None = accepted
-        """None once the connection is being opened."""
+        """None once `_open` has begun."""
         self.until = until
-        """When the connection is cut off, as long as it is a stranger's."""
+        """The time at which the connection is cut off if it still belongs to a stranger."""
         self.opening: asyncio.Task[None] | None = None
-        """From the first byte until TLS is established."""
+        """The task that opens the connection, from the first byte until TLS is established."""
         self.transport: asyncio.Transport | None = None
-        self.protocol: _Http | None = None
+        self.protocol: _HttpProtocol | None = None
         self.is_lost = False
         self._had_all = False
-        """Whether no bytes were in flight when the connection was lost."""
+        """Whether the peer had received all bytes when the connection was lost."""
         self._when_lost: Callable[[], None] | None = None
 
-    def watch(self, when_lost: Callable[[], None] | None) -> None:
-        """Calls `when_lost` when the connection is lost, or at once if it is; None stops the watch.
-        The request's body has been read. Later bytes are read too, because only reading reveals
-        that a client hangs up."""
-        self._when_lost = when_lost
-        if when_lost is not None and self.is_lost:
-            when_lost()
-        elif when_lost is not None and self.protocol is not None:
+    def watch(self, on_lost: Callable[[], None] | None) -> None:
+        """Calls `on_lost` when the connection is lost, or immediately if it is lost already. None
+        stops the watch. Call this after the request's body was read. The watch also reads later
+        bytes, because only reading reveals that a client hangs up."""
+        self._when_lost = on_lost
+        if on_lost is not None and self.is_lost:
+            on_lost()
+        elif on_lost is not None and self.protocol is not None:
             self.protocol.flow.resume_reading()
 
-    async def took_all(self, within_s: float) -> bool:
-        """Whether the peer has all bytes that were written to it, except UNNOTICED bytes, which its
-        machine may hold unread. False once the connection is lost, or the peer has taken nothing
-        more for `within_s`. The answer has not ended: its end begins the next request."""
+    async def received_all(self, within_s: float) -> bool:
+        """Whether the peer has received all written bytes, except at most BUFFERED_BYTES bytes,
+        which may still be in its machine's buffers. False if the connection is lost, or the peer
+        received nothing more for `within_s`. Call this before the answer ends, since the next
+        request begins after that."""
         if self.is_lost or self.transport is None or self.transport.is_closing():
             return False  # a transport that closes discards what is written to it
-        if (num_remaining := self._num_left()) <= UNNOTICED:
+        if (num_remaining := self._num_undelivered()) <= BUFFERED_BYTES:
             return True
 
         lost_event = asyncio.Event()
@@ -109,11 +111,11 @@ class AdmittedConnection:
         try:
             while num_remaining and not self.is_lost:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(TAKEN_S):
+                    async with asyncio.timeout(DELIVERY_POLL_S):
                         await lost_event.wait()
 
                 before = num_remaining
-                num_remaining = self._num_left()
+                num_remaining = self._num_undelivered()
                 if num_remaining < before:
                     until = loop.time() + within_s
                 elif num_remaining and loop.time() >= until:
@@ -123,18 +125,18 @@ class AdmittedConnection:
 
         return self._had_all if self.is_lost else True
 
-    def _num_left(self) -> int:
-        """The number of written bytes that the peer's machine has not acknowledged; where this
-        system does not report that, the number of bytes that it has not taken over itself. More
-        than UNNOTICED where the number is unknown."""
+    def _num_undelivered(self) -> int:
+        """The number of written bytes that the peer's machine has not acknowledged; if this system
+        does not report it, the number of bytes that are still in this process. More than
+        BUFFERED_BYTES if the number is unknown."""
         assert self.transport is not None
         if self.is_lost:
             return 0
 
         try:
             waiting = self.transport.get_write_buffer_size()
-        except AttributeError:  # asyncio's TLS, closed twice, has forgotten its connection
-            return UNNOTICED + 1
+        except AttributeError:  # asyncio's TLS after a second close
+            return BUFFERED_BYTES + 1
 
         connected = self.transport.get_extra_info("socket")
         if connected is None or not sys.platform.startswith("linux"):
@@ -148,21 +150,22 @@ class AdmittedConnection:
         return int(waiting) + int.from_bytes(unacknowledged, sys.byteorder)
 
     def cut(self) -> None:
-        """Ends the connection at once, including unsent data."""
+        """Closes the connection immediately and discards unsent data."""
         if self.transport is not None:
             self.transport.abort()
 
     def admit(self) -> bool:
-        """The connection has shown the secret. False if there are too many clients already."""
+        """Marks the connection as a client's, because it showed the secret. False if there are too
+        many clients already."""
         return self._admission.admit(self)
 
     def leave(self) -> None:
-        """The connection has its answer, and should end soon."""
+        """Marks the connection as one that has its answer and should end soon."""
         self._admission.leave(self)
 
     def lost(self, error: Exception | None = None) -> None:
-        """`error`: why, unless the other side has closed it."""
-        self._had_all = error is None and self.transport is not None and not self._num_left()
+        """Records that the connection is lost. `error`: the reason; None if the peer closed it."""
+        self._had_all = error is None and self.transport is not None and not self._num_undelivered()
         self.is_lost = True
         self._admission.forget(self)
         if self._when_lost is not None:
@@ -188,15 +191,15 @@ class Admission:
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._silent: dict[AdmittedConnection, None] = {}
-        """Strangers that have not sent a byte; the oldest first."""
+        """Strangers that have not sent a byte, the oldest first."""
         self._strangers: dict[AdmittedConnection, None] = {}
-        """The others; the one that sent its first byte first comes first."""
+        """Strangers that have sent a byte, or have their answer, in this order."""
         self._clients: set[AdmittedConnection] = set()
-        self._looking: asyncio.TimerHandle | None = None
-        self._waiting: asyncio.TimerHandle | None = None
+        self._check_timer: asyncio.TimerHandle | None = None
+        self._pause_timer: asyncio.TimerHandle | None = None
         listener.setblocking(False)
         self._listen()
-        self._look()
+        self._cut_expired()
 
     def admit(self, connection: AdmittedConnection) -> bool:
         if len(self._clients) >= self._limits.clients:
@@ -218,8 +221,8 @@ class Admission:
         self._silent.pop(connection, None)
 
     def close(self) -> None:
-        """Stops accepting and cuts strangers off; clients stay."""
-        for timer in (self._looking, self._waiting):
+        """Stops accepting and cuts strangers off. Clients stay connected."""
+        for timer in (self._check_timer, self._pause_timer):
             if timer is not None:
                 timer.cancel()
         self._loop.remove_reader(self._listener)
@@ -227,21 +230,21 @@ class Admission:
             self._cut(connection)
 
     async def wait_closed(self) -> None:
-        """uvicorn requires this method of its servers; there is nothing to wait for."""
+        """Does nothing. uvicorn calls this method on its servers."""
 
     def _listen(self) -> None:
         self._loop.add_reader(self._listener, self._accept)
 
     def _pause(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener)
-        self._waiting = self._loop.call_later(seconds, self._listen)
+        self._pause_timer = self._loop.call_later(seconds, self._listen)
 
-    def _look(self) -> None:
+    def _cut_expired(self) -> None:
         now = self._loop.time()
         for connection in [*self._silent, *self._strangers]:
             if now >= connection.until:
                 self._cut(connection)
-        self._looking = self._loop.call_later(LOOK_S, self._look)
+        self._check_timer = self._loop.call_later(POLL_INTERVAL_S, self._cut_expired)
 
     def _accept(self) -> None:
         started_at = time.perf_counter()
@@ -253,10 +256,10 @@ class Admission:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 break
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in _NO_HANDLE_ERRORS:
                     raise
                 self._make_room()
-                self._pause(FULL_S)
+                self._pause(NO_HANDLE_PAUSE_S)
                 return
 
             if len(self._silent) + len(self._strangers) >= self._limits.strangers:
@@ -288,7 +291,7 @@ class Admission:
             connection.transport.abort()
 
     def _begin(self, connection: AdmittedConnection, accepted: socket.socket) -> None:
-        """The connection has sent something, or has ended."""
+        """Handles a connection that has sent something or has ended."""
         try:
             is_gone = not accepted.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -314,7 +317,7 @@ class Admission:
         connection.socket = None
         try:
             await self._loop.connect_accepted_socket(
-                lambda: _Http(
+                lambda: _HttpProtocol(
                     config=self._config,
                     server_state=self._state,
                     app_state={"connection": connection},
@@ -331,7 +334,7 @@ class Admission:
                 accepted.close()
 
 
-class _Transport:
+class _ClosableTransport:
     """A transport that ignores calls after its close. asyncio's TLS transport forgets its protocol
     when it is closed twice, and then raises AttributeError."""
 
@@ -358,16 +361,16 @@ class _Transport:
         return getattr(self._transport, name)
 
 
-class _Http(H11Protocol):
-    """Reports the state of the transport to its connection. Data that is no HTTP gets an error
-    answer unless another answer is under way, and always ends the connection without a line in the
-    log."""
+class _HttpProtocol(H11Protocol):
+    """Reports the state of the transport to its connection. Data that is not HTTP gets an error
+    answer, unless another answer is being sent. It always ends the connection, without a line in
+    the log."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         connection = self.app_state["connection"]
         connection.transport = transport
         connection.protocol = self
-        super().connection_made(_Transport(transport))  # type: ignore[arg-type]
+        super().connection_made(_ClosableTransport(transport))  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.app_state["connection"].lost(exc)
@@ -387,8 +390,8 @@ class _Http(H11Protocol):
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Reports to its connection that it is lost. Sends no error answer on a WebSocket that is
-    closed, as at the server's end; uvicorn would end with an AssertionError."""
+    """Reports the loss of a WebSocket to its connection. Sends no error answer on a closed
+    WebSocket, as at the end of the server: uvicorn would raise AssertionError."""
 
     def send_500_response(self) -> None:
         if not self.conn.eof_sent:

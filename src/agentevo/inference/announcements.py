@@ -2,10 +2,9 @@
 share no folder with them: engines/NAME-URL.json under rollout.weights.url.
 
 An announcement is signed with the run's secret. A writer that has access to the store but not the
-secret therefore can't send samplers, and the secret with them, to a machine of its own. An
+secret therefore can't direct samplers, and the secret that they send, to its own machine. An
 announcement is rewritten every BEAT_S. A reader relies on changes, timed by its own clock, and not
-on timestamps. While the store is unreachable, the known engines stay known until it answers
-again.
+on timestamps. While the store is unreachable, the known engines stay known until it answers again.
 """
 
 from __future__ import annotations
@@ -30,42 +29,44 @@ from agentevo.inference.secret import RunSecret
 LOG = logging.getLogger(__name__)
 
 FOLDER = "engines"
-BEAT_S = 5.0
-LOOK_S = 2.0
+RENEW_S = 5.0
+POLL_INTERVAL_S = 2.0
 DEAD_S = 60.0
-"""An engine that has not renewed its announcement for this long counts as dead for readers that
-have no connection to it."""
-LEAVE_S = 5.0
-"""How long an engine that ends waits for an announcement that is being written."""
-MOST = 4096
+"""An engine that has not renewed its announcement for this long counts as dead, unless the reader
+has a connection to it."""
+WITHDRAW_S = 5.0
+"""How long an engine that shuts down waits for a write of its announcement to finish."""
+MAX_ANNOUNCEMENTS = 4096
 """The maximum number of announcements of a run."""
 
 
-class Signed(msgspec.Struct, frozen=True):
-    """An object under engines/."""
+class SignedAnnouncement(msgspec.Struct, frozen=True):
+    """The content of an object under `engines/`."""
 
     announcement: Announcement
     at: float
-    """Unix time in seconds of the machine that wrote it; only cleaning up uses it."""
+    """Unix time in seconds by the writer's clock. Only `forget_dead` uses it."""
     mac: str
     """HMAC-SHA256 of `announcement` and `at` with the run's secret, in hexadecimal."""
 
 
 class StoreAnnouncements:
-    """See the module. Methods that are not async block, and raise OSError."""
+    """The announcements in the object store. See the module. Methods that are not async block, and
+    raise OSError."""
 
     def __init__(self, objects: Objects, secret: RunSecret) -> None:
         self._objects = objects
         self._secret = secret
         self._seen: dict[str, tuple[str, float, Announcement | None]] = {}
-        """Name of the object -> (its state, when that was first seen by the monotonic clock, its
-        announcement; None if it is not of this run)."""
+        """Name of an object -> (its state, the monotonic time when this process first saw that
+        state, its announcement). The announcement is None if the object does not belong to this
+        run."""
         self._warned = False
 
     def announce(self, announcement: Announcement) -> None:
-        """Writes the announcement, in place of this engine's earlier one."""
+        """Writes the announcement, and replaces this engine's earlier one."""
         at = time.time()
-        signed = Signed(announcement, at, self._mac(announcement, at))
+        signed = SignedAnnouncement(announcement, at, self._mac(announcement, at))
         self._objects.put(_path(announcement), msgspec.json.encode(signed))
 
     def withdraw(self, announcement: Announcement) -> None:
@@ -75,7 +76,7 @@ class StoreAnnouncements:
 
     def forget_dead(self, *, after_s: float = FORGET_S) -> None:
         """Deletes announcements older than `after_s`, by their writers' clocks. An engine that
-        still runs writes its own again."""
+        still runs writes its announcement again."""
         for name in self._objects.under(FOLDER):
             signed = self._read(name)
             if signed is not None and time.time() - signed.at > after_s:
@@ -83,11 +84,11 @@ class StoreAnnouncements:
                     self._objects.delete(f"{FOLDER}/{name}")
 
     def living(self) -> list[Announcement]:
-        """The engines whose announcement changed within the last DEAD_S seconds, as this object saw
-        it. Sorted by name."""
+        """The engines whose announcement changed within the last DEAD_S seconds, by this object's
+        observations. Sorted by name."""
         entries = {}
         objects = self._objects.under(FOLDER)
-        if len(objects) > MOST:
+        if len(objects) > MAX_ANNOUNCEMENTS:
             raise OSError(f"{self._objects.url}/{FOLDER} has {len(objects):,} objects: not a run's")
 
         for name, info in sorted(objects.items()):
@@ -121,7 +122,7 @@ class StoreAnnouncements:
         announcement: Announcement,
         *,
         serves: Callable[[], int | None],
-        every_s: float = BEAT_S,
+        every_s: float = RENEW_S,
     ) -> AsyncIterator[None]:
         """Keeps the engine announced while the block runs. Retries if the store is unreachable."""
         ending = asyncio.Event()
@@ -151,16 +152,18 @@ class StoreAnnouncements:
         finally:
             # A cancelled write continues in its thread, and would restore what is withdrawn.
             ending.set()
-            await asyncio.wait({keeping}, timeout=LEAVE_S)
+            await asyncio.wait({keeping}, timeout=WITHDRAW_S)
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
             with suppress(OSError):  # readers then see that it is no longer renewed
                 await in_thread(self.withdraw, announcement)
 
-    def _read(self, name: str) -> Signed | None:
-        """None for an object that no engine has written."""
+    def _read(self, name: str) -> SignedAnnouncement | None:
+        """The announcement in an object; None if no engine wrote it."""
         try:
-            return msgspec.json.decode(self._objects.get(f"{FOLDER}/{name}"), type=Signed)
+            return msgspec.json.decode(
+                self._objects.get(f"{FOLDER}/{name}"), type=SignedAnnouncement
+            )
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
 
@@ -182,16 +185,18 @@ class StoreAnnouncements:
             )
 
 
-class Lookout:
-    """Looks for announcements in the background. `found` are the announcements of the last look to
-    which the store replied."""
+class AnnouncementWatcher:
+    """Looks for announcements in the background. `found` has the announcements of the last look
+    that reached the store."""
 
-    def __init__(self, announcements: StoreAnnouncements, *, every_s: float = LOOK_S) -> None:
+    def __init__(
+        self, announcements: StoreAnnouncements, *, every_s: float = POLL_INTERVAL_S
+    ) -> None:
         self._announcements = announcements
         self._every_s = every_s
         self.found: list[Announcement] = []
         self.trouble = ""
-        """The error of the last look; empty if there was none."""
+        """The error of the last look; empty if it succeeded."""
 
     async def look(self) -> None:
         """Looks once."""
@@ -201,14 +206,15 @@ class Lookout:
         except (OSError, EngineError) as error:
             self.trouble = f"looking for announced engines failed: {error}"
 
-    async def keep_looking(self) -> None:
-        """Looks every `every_s`, without end."""
+    async def keep_polling(self) -> None:
+        """Looks every `every_s`, until it is cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(self._every_s)
 
 
 def _path(announcement: Announcement) -> str:
-    """Two engines of one name, on two machines, have different paths."""
+    """The path of an announcement. It contains the URL, so that engines with the same name on two
+    machines have different paths."""
     place = hashlib.sha256(announcement.url.encode()).hexdigest()[:12]
     return f"{FOLDER}/{announcement.name}-{place}.json"

@@ -13,7 +13,7 @@ from agentevo.inference.kv_cache import KVCache
 from agentevo.inference.scheduler import Sequence
 
 MAX_CHUNK = 512
-"""Most new tokens of one sequence in a step: bounds the attention mask."""
+"""The most new tokens of one sequence in a step. It limits the size of the attention mask."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class StepBatch:
     """Inputs of one forward pass over the new tokens of several sequences, concatenated."""
 
     work: list[tuple[Sequence, int]]
-    """Each sequence with how many of its tokens this step computes."""
+    """Each sequence, and how many of its tokens this step computes."""
     input_ids: torch.Tensor
     """[1, T]"""
     position_ids: torch.Tensor
@@ -30,14 +30,15 @@ class StepBatch:
     sampled: list[Sequence]
     """Sequences whose last token is in this step, so that the next one can be sampled."""
     scored: list[tuple[Sequence, int]]
-    """Sequences whose given tokens this step predicts, each with how many of them."""
+    """Sequences whose given tokens this step scores, and how many tokens of each."""
     logit_rows: torch.Tensor
-    """Places in the row that predict: first those of `sampled`, then those of `scored`."""
+    """Positions in the token row whose logits are needed: first those of `sampled`, then those of
+    `scored`."""
 
 
 def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequence, int]]:
-    """Every sequence that needs one token gets it; longer stretches share `prefill_tokens`, first
-    come first served."""
+    """Chooses how many tokens of each sequence a step computes. A sequence that needs one token
+    gets it. Sequences that need more share `prefill_tokens`, first come first served."""
     work = []
     remaining = prefill_tokens
     for sequence in running:
@@ -98,8 +99,8 @@ def build_batch(
 def _sequences_to_score(
     work: list[tuple[Sequence, int]], starts: np.ndarray
 ) -> tuple[list[tuple[Sequence, int]], list[int]]:
-    """The sequences whose given tokens are predicted by tokens of this step, each with how many,
-    and the places in the row that do."""
+    """The sequences whose given tokens this step scores, how many tokens of each, and the positions
+    in the token row that predict them."""
     scored: list[tuple[Sequence, int]] = []
     rows: list[int] = []
     for (sequence, count), start in zip(work, starts.tolist(), strict=True):
@@ -115,9 +116,9 @@ def _sequences_to_score(
 
 
 def _buckets(kinds: list[tuple[int, int]]) -> list[np.ndarray]:
-    """Indices of sequences, each given by its segment and its number of tokens: in a bucket all
-    have the same segment, and none is padded to more than about twice its tokens; single tokens
-    are a bucket of their own."""
+    """Groups sequences, given by their segments and numbers of tokens, into buckets of indices. All
+    sequences in a bucket have the same segment, and none is padded to more than about twice its
+    tokens. Sequences with a single token have their own bucket."""
     order = sorted(range(len(kinds)), key=lambda index: kinds[index])
     buckets: list[list[int]] = []
     for index in order:
@@ -142,7 +143,8 @@ def _rows(
     tensor: object,
     num_slots: int,
 ) -> CacheRows:
-    """The attention rows of one bucket. `lengths`: keys in each slot after the step."""
+    """The attention rows of one bucket. `lengths`: the number of keys in each slot after the
+    step."""
     assert callable(tensor)
 
     first = int(slots[bucket[0]])
@@ -152,7 +154,7 @@ def _rows(
     batch = span if dense else len(bucket)
     lines = (
         slots[bucket] - first if dense else np.arange(len(bucket))
-    )  # row of each sequence; a dense span may hold idle slots between
+    )  # row of each sequence; a dense span may include idle slots
 
     width = int(counts[bucket].max())
     tokens = np.zeros((batch, width), dtype=np.int64)
@@ -165,7 +167,9 @@ def _rows(
     real = steps < counts[bucket, None]  # [n, width]
     take_rows = (lines[:, None] * width + steps)[real]
     take_tokens = tokens[lines][real]
-    in_order = width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
+    is_one_query_each = (
+        width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
+    )
     stretches = zip(starts[bucket], counts[bucket], slots[bucket], lengths[bucket], strict=True)
 
     return CacheRows(
@@ -179,6 +183,6 @@ def _rows(
         first_slot=first if dense else None,
         take_rows=tensor(take_rows),
         take_tokens=tensor(take_tokens),
-        in_order=in_order,
-        even=in_order and dense and int(keys.min()) == int(keys.max()),
+        is_one_query_each=is_one_query_each,
+        has_equal_lengths=is_one_query_each and dense and int(keys.min()) == int(keys.max()),
     )

@@ -1,5 +1,5 @@
-"""The files that trainer and engines write for each other if weights go over a process group.
-They are small, each appears whole or not at all, and none holds a tensor.
+"""The files through which trainer and engines coordinate when weights go over a process group. The
+files are small, appear atomically, and hold no tensors.
 
     RUN/weights/latest.json            the version, and the SHA-256 of...
                 tensors-SHA256.json    ...its contents: names, dtypes and shapes
@@ -34,10 +34,10 @@ from agentevo.inference.weight_transport import LAST_VERSION, Latest
 from agentevo.models.parts import Spec
 
 STALE_S = 15.0
-"""An ask that was not renewed for this long belongs to an engine that is gone."""
+"""An ask that was not renewed for this long belongs to an engine that no longer runs."""
 RENEW_S = 1.0
-MOST_PLACES = 256
-"""Members of a round without the trainer; engines that do not fit join the next one."""
+MAX_PLACES = 256
+"""The most receiving processes in a round. Engines that do not fit join the next round."""
 _ASK_BYTES = 2**16
 _FILE_BYTES = 2**26
 _Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -55,8 +55,8 @@ class Contents(msgspec.Struct, frozen=True):
 
     version: Annotated[int, msgspec.Meta(ge=0, le=LAST_VERSION)]
     written: _Id
-    """Unique to this publication: it distinguishes another one of the same version by a later
-    trainer."""
+    """A random id of this publication. It differs if a later trainer publishes the same version
+    again."""
     tensors: list[TensorEntry]
 
     @classmethod
@@ -69,8 +69,8 @@ class Contents(msgspec.Struct, frozen=True):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """In the order in which the tensors are sent. Raises EngineError for dtypes that this torch
-        does not have."""
+        """The tensors in the order in which they are sent. Raises EngineError for dtypes that this
+        PyTorch does not have."""
         specs = {}
         for entry in self.tensors:
             dtype = getattr(torch, entry.dtype, None)
@@ -85,44 +85,44 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 class PlaceRequest(msgspec.Struct, frozen=True):
-    """The ask of an engine that waits."""
+    """The ask of a waiting engine."""
 
     id: _Id
     engine: _Id
-    """The same in all of its asks."""
+    """A name that is the same in all asks of this engine."""
     sha256: str
-    """Of the contents that it wants."""
-    places: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PLACES)]
-    """The device of each of its processes that receive, see `devices.identity`."""
+    """The checksum of the contents that the engine wants."""
+    places: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PLACES)]
+    """The device of each of its processes that receive weights, see `devices.identity`."""
     where: str
-    """For messages."""
+    """The engine's name in messages."""
 
 
 class PlaceAnswer(msgspec.Struct, frozen=True):
-    """The round that an ask is in."""
+    """The answer to an ask: the round in which the engine receives weights."""
 
     round: _Id
     sha256: str
-    """Of what is sent."""
+    """The checksum of the contents that are sent."""
     backend: Literal["gloo", "nccl"]
-    """Of the tensors."""
+    """The process group's back end for the tensors."""
     first_rank: Annotated[int, msgspec.Meta(ge=1)]
-    """Of the asking engine's places; the trainer's is 0."""
-    world: Annotated[int, msgspec.Meta(ge=2, le=MOST_PLACES + 1)]
+    """The rank of the engine's first receiving process. The trainer has rank 0."""
+    world: Annotated[int, msgspec.Meta(ge=2, le=MAX_PLACES + 1)]
 
     def __post_init__(self) -> None:
         if self.first_rank >= self.world:
             raise ValueError(f"place {self.first_rank} of {self.world}")
 
 
-class Incoming(msgspec.Struct, frozen=True):
+class IncomingWeights(msgspec.Struct, frozen=True):
     """Weights that the processes of an engine are about to receive."""
 
     folder: str
     answer: PlaceAnswer
 
 
-class Sent(msgspec.Struct, frozen=True):
+class SentRecord(msgspec.Struct, frozen=True):
     """The trainer's record of what it sent to the group of a round."""
 
     sha256: str
@@ -140,7 +140,7 @@ class BroadcastFiles:
 
     def begin(self) -> None:
         """At the start of a trainer: deletes the answers and rounds of the previous trainer, which
-        no engine uses any more."""
+        no engine uses now."""
         for folder in (self._answers, self._rounds):
             shutil.rmtree(folder, ignore_errors=True)
         self.make_folders()
@@ -173,7 +173,7 @@ class BroadcastFiles:
         return self._read_decoded(path, Latest) if path.exists() else None
 
     def is_whole(self, latest: Latest) -> bool:
-        """Whether this version is announced, and its contents can be read."""
+        """Whether this version is announced and its contents can be read."""
         try:
             self.contents(latest.sha256)
             return self.latest_version() == latest
@@ -188,12 +188,13 @@ class BroadcastFiles:
         return self._decode(path, raw, Contents)
 
     def ask(self, ask: PlaceRequest) -> None:
-        """Writes the ask, also a second time."""
+        """Writes the ask. A second call replaces it."""
         write_atomic(self._ask(ask.id), msgspec.json.encode(ask))
 
     def renew(self, ask: PlaceRequest) -> bool:
-        """Renews the ask. False if it was taken, or deleted. An existing answer is visible from now
-        on: on a network disk, its absence may be cached until the folder changes."""
+        """Renews the ask. False if the trainer took it, or it was deleted. After this call an
+        existing answer is visible. Without it, a network disk could still report a cached
+        absence."""
         probe = self._answers / f".{ask.engine}"
         probe.touch()
         probe.unlink()
@@ -206,7 +207,7 @@ class BroadcastFiles:
         return True
 
     def withdraw(self, ask: PlaceRequest) -> bool:
-        """Deletes the ask. False if it was taken, or deleted."""
+        """Deletes the ask. False if the trainer took it, or it was deleted already."""
         try:
             self._ask(ask.id).unlink()
         except FileNotFoundError:
@@ -214,7 +215,7 @@ class BroadcastFiles:
         return True
 
     def answer(self, ask: PlaceRequest) -> PlaceAnswer | None:
-        """The answer to the ask; None if there is none yet."""
+        """The answer to the ask, or None."""
         path = self._answer(ask.id)
         return self._read_decoded(path, PlaceAnswer) if path.exists() else None
 
@@ -222,7 +223,7 @@ class BroadcastFiles:
         """The asks for these weights. Asks of engines that no longer run are deleted."""
         clock = self._asks / ".clock"
         clock.unlink(missing_ok=True)
-        clock.touch()  # by the clock of the folder's machine; refreshes the listing
+        clock.touch()  # the time of the folder's machine; writing also refreshes the listing
         now = clock.stat().st_mtime
         asks = []
         for entry in os.scandir(self._asks):
@@ -250,8 +251,8 @@ class BroadcastFiles:
 
     @contextmanager
     def round(self, round_id: str, answers: Mapping[str, PlaceAnswer]) -> Iterator[Path]:
-        """A round's folder, announced to the engines that asked (ask's id -> answer), until the
-        round is over."""
+        """Creates a round's folder and answers the asks (ask's id -> answer). Deletes the folder at
+        the end of the block."""
         folder = self.path(round_id)
         try:
             folder.mkdir(parents=True)
@@ -265,7 +266,7 @@ class BroadcastFiles:
             shutil.rmtree(folder, ignore_errors=True)
 
     def take(self, asks: Iterable[PlaceRequest]) -> list[PlaceRequest]:
-        """Deletes those that still exist, and returns them."""
+        """Deletes the asks that still exist, and returns them."""
         taken = []
         for ask in asks:
             with suppress(FileNotFoundError):
@@ -274,14 +275,14 @@ class BroadcastFiles:
         return taken
 
     def path(self, round_id: str) -> Path:
-        """A round's folder."""
+        """The folder of a round."""
         return self._rounds / round_id
 
-    def write_sent(self, round_id: str, sent: Sent) -> None:
+    def write_sent(self, round_id: str, sent: SentRecord) -> None:
         write_atomic(self.path(round_id) / "sent.json", msgspec.json.encode(sent))
 
-    def sent(self, round_id: str) -> Sent:
-        return self._read_decoded(self.path(round_id) / "sent.json", Sent)
+    def sent(self, round_id: str) -> SentRecord:
+        return self._read_decoded(self.path(round_id) / "sent.json", SentRecord)
 
     def _contents(self, sha256: str) -> Path:
         return self.folder / f"tensors-{sha256}.json"
@@ -322,7 +323,7 @@ class BroadcastFiles:
 
 
 def _remove(path: Path) -> None:
-    """Deletes a file or folder that is not read."""
+    """Deletes a file or folder that is ignored."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,11 +1,12 @@
-"""A round of weights over a process group: the trainer is rank 0, the others receive.
+"""Sends weights over a process group in one round: the trainer is rank 0, and the other ranks
+receive.
 
     join -> buckets of bytes -> sent.json -> compare -> agree
 
-A round has a group of its own, separate from the other groups of these processes. All calls except
-those for tensors go over gloo. Tensors go over NCCL if trainer and receivers each have their own
-CUDA device, and otherwise over gloo as well. Tensors follow one another in buckets of at most
-BUCKET_BYTES, so the trainer needs one bucket and one tensor at a time.
+Each round creates a new group, separate from the other groups of these processes. Everything but
+the tensors goes over gloo. Tensors go over NCCL if trainer and receivers each have their own CUDA
+device, and otherwise over gloo as well. Tensors are packed into buckets of at most BUCKET_BYTES, so
+the trainer holds one bucket and one tensor at a time.
 
 Invariant: `receive` returns exactly the bits that `send` was given, or raises WeightsLostError. The
 fingerprints that prove it are in the run's folder and are not sent over the group.
@@ -31,29 +32,28 @@ from torch import distributed
 
 from agentevo import devices
 from agentevo.errors import ConfigError, EngineError, WeightsLostError
-from agentevo.inference.broadcast_files import BroadcastFiles, PlaceAnswer, Sent
+from agentevo.inference.broadcast_files import BroadcastFiles, PlaceAnswer, SentRecord
 from agentevo.inference.fingerprints import fingerprint
 from agentevo.models.parts import Spec, as_bytes
 
 BUCKET_BYTES = 2**28
 JOIN_S = 20.0
-"""Longest time for all members of a round to meet."""
+"""The time limit for all members of a round to join."""
 BUCKET_S = 60.0
-"""Longest time for one bucket, including the time in which the trainer gathers it."""
-SEEN_S = 15.0
-"""Longest time for a file to become visible to other machines after it was written, on a network
-disk."""
+"""The time limit for one bucket. It includes the time in which the trainer gathers the bucket."""
+VISIBLE_S = 15.0
+"""The time limit for a file on a network disk to become visible to other machines."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _CPU = torch.device("cpu")
 _ENVIRONMENT = threading.Lock()
-_KEPT: deque[object] = deque(maxlen=8)
-"""The stores of the last rounds. A store whose file is deleted during its destruction ends the
-process, in C++; by the time of the next round the file is gone, or stays."""
+_KEPT_STORES: deque[object] = deque(maxlen=8)
+"""The stores of the last rounds. The C++ code ends the process if a store's file is deleted while
+the store is being destroyed. Later rounds drop a store when its file is already gone, or stays."""
 
 
 def check_network() -> None:
-    """Raises ConfigError if gloo finds no address to listen on, so that a process that would break
-    off every round reports it before the first one."""
+    """Raises ConfigError if gloo finds no address to listen on. Otherwise the process would only
+    fail in each round."""
     interfaces = os.environ.get(INTERFACE, "")
     try:
         for interface in filter(None, interfaces.split(",")):
@@ -103,7 +103,7 @@ def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[BroadcastPiec
 
 
 def backend_of(places: Iterable[str]) -> Literal["gloo", "nccl"]:
-    """The back end by which tensors travel between these devices (`devices.identity`)."""
+    """The process group's back end for tensors between these devices (`devices.identity`)."""
     return "nccl" if devices.are_joined_by_nccl(places) else "gloo"
 
 
@@ -112,13 +112,13 @@ class BroadcastGroup:
 
     def __init__(self, answer: PlaceAnswer, store: str, rank: int, device: torch.device) -> None:
         self.device = device if answer.backend == "nccl" else _CPU
-        """Of the tensors that are broadcast."""
-        with _broken_off():
+        """The device of the tensors that are broadcast."""
+        with _reporting_lost_members():
             self._join(answer, store, rank, device)
 
     def _join(self, answer: PlaceAnswer, store: str, rank: int, device: torch.device) -> None:
         file = distributed.FileStore(store, answer.world)
-        _KEPT.append(file)
+        _KEPT_STORES.append(file)
 
         file.set_timeout(timedelta(seconds=JOIN_S))
         self._control: Any = distributed.ProcessGroupGloo(
@@ -137,32 +137,32 @@ class BroadcastGroup:
                 raise
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """From rank 0."""
+        """Broadcasts from rank 0."""
         group = self._control if tensor.device.type == "cpu" else self._tensors
         options = distributed.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=BUCKET_S)
-        with _broken_off():
+        with _reporting_lost_members():
             group.broadcast([tensor], options).wait(timedelta(seconds=BUCKET_S))
 
     def refusals(self, refuses: bool) -> int:
-        """How many members refuse."""
+        """The number of members that refuse."""
         count = torch.tensor([int(refuses)], dtype=torch.int64, device=_CPU)
         options = distributed.AllreduceOptions()
         options.timeout = timedelta(seconds=BUCKET_S)
-        with _broken_off():
+        with _reporting_lost_members():
             self._control.allreduce([count], options).wait(timedelta(seconds=BUCKET_S))
         return int(count)
 
     def close(self) -> None:
-        """Shows members that still wait for this one that it is gone."""
+        """Closes the group. Members that still wait for this one then see that it left."""
         for group in {id(group): group for group in (self._tensors, self._control)}.values():
             group.abort()
 
 
 def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
-    """A process group of NCCL. With TORCH_NCCL_BLOCKING_WAIT, which is read here, a missing member
-    is an error in the member that waits; else PyTorch ends the process."""
+    """A process group of NCCL. PyTorch reads TORCH_NCCL_BLOCKING_WAIT here. If it is set, a missing
+    member raises an error in the waiting member; otherwise PyTorch ends the process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     if device.index is not None:
         devices.take(device, device.index)
@@ -183,8 +183,8 @@ def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
 
 
 @contextmanager
-def _broken_off() -> Iterator[None]:
-    """Wraps calls that need the other members."""
+def _reporting_lost_members() -> Iterator[None]:
+    """Turns errors of calls that need the other members into WeightsLostError."""
     try:
         yield
     except RuntimeError as error:
@@ -216,13 +216,13 @@ def send(
     opened: Callable[[], AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]],
     device: torch.device,
 ) -> int:
-    """On the trainer: sends the tensors, in the order of `specs`, to all others; they are `opened`
-    once all members have joined. Returns how many members received other bits than these. Raises
-    WeightsLostError, and OSError for files."""
+    """On the trainer: sends the tensors to all other members, in the order of `specs`. `opened`
+    opens the tensors after all members have joined. Returns how many members received other bits.
+    Raises WeightsLostError, and OSError for files."""
     with _join_group(files, answer, 0, device) as group, opened() as tensors:
         coming = iter(tensors)
         fingerprints = dict[str, str]()
-        buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
+        buffer = torch.empty(_buffer_size(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = 0
             for piece in bucket:
@@ -235,7 +235,7 @@ def send(
             if filled:
                 group.broadcast(buffer[:filled])
 
-        files.write_sent(answer.round, Sent(answer.sha256, fingerprints))
+        files.write_sent(answer.round, SentRecord(answer.sha256, fingerprints))
         group.broadcast(torch.ones(1, dtype=torch.uint8, device=_CPU))
         return group.refusals(False)
 
@@ -261,12 +261,12 @@ def receive(
     place: int,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """On a place of an engine: receives the tensors, on `device` if they come over NCCL, else on
-    the CPU. Raises WeightsLostError."""
+    """In a receiving process of an engine: receives the tensors, on `device` with NCCL, otherwise
+    on the CPU. Raises WeightsLostError."""
     with _join_group(files, answer, answer.first_rank + place, device) as group:
         tensors = dict[str, torch.Tensor]()
         fingerprints = dict[str, str]()
-        buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
+        buffer = torch.empty(_buffer_size(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = sum(piece.end - piece.begin for piece in bucket)
             if filled:
@@ -302,7 +302,7 @@ def receive(
         except WeightsLostError:
             if not is_right:
                 raise
-            # Another member is gone. These weights have arrived.
+            # Another member left, but these weights have arrived.
 
     if not is_right:
         raise WeightsLostError(
@@ -313,13 +313,14 @@ def receive(
     return tensors
 
 
-def _room(specs: Mapping[str, Spec]) -> int:
+def _buffer_size(specs: Mapping[str, Spec]) -> int:
     return min(BUCKET_BYTES, sum(spec.num_bytes for spec in specs.values()))
 
 
-def _sent(files: BroadcastFiles, round_id: str) -> Sent:
-    """The trainer has written the file; another machine may see it later."""
-    ends = time.monotonic() + SEEN_S
+def _sent(files: BroadcastFiles, round_id: str) -> SentRecord:
+    """Waits for `sent.json`: after the trainer writes the file, another machine may see it
+    later."""
+    ends = time.monotonic() + VISIBLE_S
     while True:
         try:
             return files.sent(round_id)

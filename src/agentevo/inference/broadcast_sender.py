@@ -1,14 +1,14 @@
-"""The trainer's side of weights that go over a process group.
+"""The trainer's side of sending weights over a process group.
 
-`publish` announces a version, waits at most EXPECT_S for the engines that had the one before, or
-asked for it, and sends it in rounds to all that ask. `look_after` sends it to engines that ask
-later: new ones, and those whose round was broken off. Between these calls the model changes, and
-nothing is sent.
+`publish` announces a version. It waits at most ENGINE_WAIT_S for the engines that have the previous
+version, or asked for it. Then it sends the new version in rounds to all engines that ask.
+`look_after` sends it to engines that ask later: new engines, and those whose round failed. Between
+these calls the model changes, and nothing is sent.
 
-An engine that is gone costs at most one wait and one round: its ask is answered once, and an engine
-that did not ask for a version is not waited for at the next one. An engine that asks and never
-joins (behind a firewall, say) soon has rounds of its own, which are rare, and keeps no other engine
-from the weights.
+A dead engine costs at most one wait and one round: its ask is answered once, and `publish` does not
+wait for an engine that did not ask for the previous version. An engine that asks and never joins
+(behind a firewall, say) soon gets separate rounds at long intervals, so it does not delay the other
+engines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError
 from agentevo.event_loop import in_thread, to_its_end
 from agentevo.inference.broadcast_files import (
-    MOST_PLACES,
+    MAX_PLACES,
     BroadcastFiles,
     Contents,
     PlaceAnswer,
@@ -39,21 +39,21 @@ from agentevo.models.in_parts import in_parts
 from agentevo.models.parameters import trained_weights
 from agentevo.models.parts import Spec
 
-EXPECT_S = 10.0
-"""How long `publish` waits for an engine that had the version before, or asked for it."""
-MOST_BROKEN = 3
-"""The maximum number of broken rounds in one `publish`; `look_after` serves the engines that are
-still waiting."""
-ALONE_AFTER = 2
-"""Broken rounds in a row after which an engine has rounds of its own..."""
+ENGINE_WAIT_S = 10.0
+"""How long `publish` waits for an engine that has the previous version, or asked for it."""
+MAX_FAILED_ROUNDS = 3
+"""The most failed rounds in one `publish`. After them, `look_after` serves the engines that still
+wait."""
+SEPARATE_AFTER = 2
+"""After this many consecutive failed rounds, an engine gets separate rounds..."""
 PAUSE_S = 60.0
-"""...and, where these are broken off too, the additional pause before each."""
-LONGEST_PAUSE_S = 600.0
-LOOK_S = 0.05
+"""...and after each separate round that fails, the pause before the next one grows by this much."""
+MAX_PAUSE_S = 600.0
+POLL_INTERVAL_S = 0.05
 
 
 class BroadcastSender:
-    """A WeightSender, see the module. `note` gets a message when a round was broken off."""
+    """A WeightSender, see the module. `note` gets a message when a round fails."""
 
     def __init__(self, folder: Path, model: nn.Module, *, note: Callable[[str], None]) -> None:
         self._files = BroadcastFiles(folder)
@@ -63,100 +63,102 @@ class BroadcastSender:
         self._latest: Latest | None = None
         """The announced version; None if it could not be written."""
         self._has_begun = False
-        self._expected: set[str] = set()
-        """Engines that have this version, and are waited for at the next one."""
-        self._broken: dict[str, tuple[int, float]] = {}
-        """Engine -> its consecutive rounds that were broken off, and when it may have another
+        self._served: set[str] = set()
+        """Engines that have this version. `publish` waits for them when it sends the next one."""
+        self._failed_rounds: dict[str, tuple[int, float]] = {}
+        """Engine -> the number of its consecutive failed rounds, and the earliest time of its next
         one."""
-        self._said = ""
-        """The last reported problem; each is reported once."""
+        self._last_reported = ""
+        """The last reported problem. A problem is reported once."""
 
     async def begin(self, version: int) -> None:
-        """See WeightSender.begin. Engines keep the weights that they have of a later version."""
+        """See WeightSender.begin. Engines that have a later version keep it."""
         await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """See WeightSender.publish. `look_after` announces later what can't be announced now."""
-        missing = self._expected | await self._still_asking()
-        num_broken = 0
+        """See WeightSender.publish. If the version can't be announced now, `look_after` announces
+        it later."""
+        missing = self._served | await self._still_asking()
+        num_failed = 0
         self._version = version
         self._latest = None
-        self._expected = set()
+        self._served = set()
 
-        while num_broken < MOST_BROKEN:
-            asks = await self._waiting(missing)
-            chosen = self._chosen(asks)
+        while num_failed < MAX_FAILED_ROUNDS:
+            asks = await self._wait_for_asks(missing)
+            chosen = self._choose_asks(asks)
             if not chosen:
                 return
 
-            went_well = await self._sent(chosen)
-            num_broken += not went_well
-            done = {ask.engine for ask in chosen} if went_well else set[str]()
+            is_complete = await self._send_in_thread(chosen)
+            num_failed += not is_complete
+            done = {ask.engine for ask in chosen} if is_complete else set[str]()
             missing = {ask.engine for ask in asks if self._is_due(ask.engine)} - done
             if not missing:
                 return
 
     async def look_after(self) -> None:
-        """See WeightSender.look_after. Reads two files and lists one folder as long as no engine
-        asks."""
-        chosen = self._chosen(await self._waiting(set()))
+        """See WeightSender.look_after. While no engine asks, it reads two files and lists one
+        folder."""
+        chosen = self._choose_asks(await self._wait_for_asks(set()))
         if chosen:
-            await self._sent(chosen)
+            await self._send_in_thread(chosen)
 
-    async def _sent(self, asks: Sequence[PlaceRequest]) -> bool:
-        """See `_send`. A round that has begun reads the model to its end: a caller that is
-        cancelled waits for that, and may change the model then."""
+    async def _send_in_thread(self, asks: Sequence[PlaceRequest]) -> bool:
+        """Runs `_send` in a thread. A round reads the model until it ends, so a cancelled caller
+        waits for its end before the model may change."""
         return await to_its_end(in_thread(self._send, asks))
 
     async def _still_asking(self) -> set[str]:
-        """Engines that wait for the announced version, and will want the next one."""
+        """Engines that wait for the announced version, and will also want the next one."""
         if self._latest is None:
             return set()
         try:
             asks = await in_thread(self._files.asks, self._latest.sha256)
-        except OSError:  # which `_waiting` reports
+        except OSError:  # which `_wait_for_asks` reports
             return set()
         return {ask.engine for ask in asks if self._is_due(ask.engine)}
 
-    def _chosen(self, asks: Sequence[PlaceRequest]) -> list[PlaceRequest]:
-        """The engines of the next round: all together, except those whose last rounds were broken
-        off. Each of these has a round of its own, after the others', at growing intervals."""
-        isolated = [ask for ask in asks if self._broken_rounds(ask.engine) >= ALONE_AFTER]
+    def _choose_asks(self, asks: Sequence[PlaceRequest]) -> list[PlaceRequest]:
+        """Chooses the engines of the next round: all together, except those whose last rounds
+        failed. Each of these gets a separate round after the others, at growing intervals."""
+        isolated = [ask for ask in asks if self._num_failed_rounds(ask.engine) >= SEPARATE_AFTER]
         together = list[PlaceRequest]()
         num_places = 0
         for ask in asks:
-            fits = num_places + len(ask.places) <= MOST_PLACES
+            fits = num_places + len(ask.places) <= MAX_PLACES
             if fits and ask not in isolated:
                 together.append(ask)
                 num_places += len(ask.places)
 
         return together or [ask for ask in isolated if self._is_due(ask.engine)][:1]
 
-    def _broken_rounds(self, engine: str) -> int:
-        return self._broken.get(engine, (0, 0.0))[0]
+    def _num_failed_rounds(self, engine: str) -> int:
+        return self._failed_rounds.get(engine, (0, 0.0))[0]
 
     def _is_due(self, engine: str) -> bool:
-        return time.monotonic() >= self._broken.get(engine, (0, 0.0))[1]
+        return time.monotonic() >= self._failed_rounds.get(engine, (0, 0.0))[1]
 
-    async def _waiting(self, missing: set[str]) -> list[PlaceRequest]:
-        """The asks for the version, once all these engines ask or EXPECT_S have passed."""
-        ends = time.monotonic() + EXPECT_S
+    async def _wait_for_asks(self, missing: set[str]) -> list[PlaceRequest]:
+        """Waits until all these engines ask for the version or ENGINE_WAIT_S has passed, and
+        returns the asks."""
+        ends = time.monotonic() + ENGINE_WAIT_S
         try:
             latest = await in_thread(self._latest_version)
             while True:
                 asks = await in_thread(self._files.asks, latest.sha256)
                 if missing <= {ask.engine for ask in asks} or time.monotonic() > ends:
                     return asks
-                await asyncio.sleep(LOOK_S)
-        except OSError as error:  # the folder is away, or full: try again at the next look
-            self._say(
+                await asyncio.sleep(POLL_INTERVAL_S)
+        except OSError as error:  # the folder is unavailable or full: the next call tries again
+            self._report(
                 f"version {self._version} can't be sent, and is tried again while the run waits "
                 f"for attempts: {self._files.folder}: {error.strerror or error}"
             )
             return []
 
     def _latest_version(self) -> Latest:
-        """The version as engines see it, written again if it was damaged."""
+        """The version as engines see it. Writes it again if it was damaged."""
         if not self._has_begun:
             self._files.begin()
             self._has_begun = True
@@ -166,7 +168,7 @@ class BroadcastSender:
         return self._latest
 
     def _send(self, asks: Sequence[PlaceRequest]) -> bool:
-        """One round, for these engines; whether it was completed."""
+        """Runs one round for these engines. Returns whether it was completed."""
         latest = self._latest
         assert latest is not None  # otherwise no engine could have asked for it
 
@@ -192,38 +194,38 @@ class BroadcastSender:
                 answer = next(iter(answers.values()))
                 refusals = send(self._files, answer, specs, self._tensors, device)
         except WeightsLostError as error:
-            self._was_broken_off(asks, str(error))
+            self._record_failed_round(asks, str(error))
             return False
-        except (EngineError, OSError, torch.OutOfMemoryError) as error:  # the trainer's own trouble
-            self._say_not_reached(asks, str(error))
+        except (EngineError, OSError, torch.OutOfMemoryError) as error:  # the trainer's error
+            self._report_failed_round(asks, str(error))
             return False
 
         if refusals:
-            self._was_broken_off(
+            self._record_failed_round(
                 taken, f"{refusals} of {len(places)} received other bits than were sent"
             )
             return False
 
         for ask in taken:
-            self._expected.add(ask.engine)
-            self._broken.pop(ask.engine, None)
+            self._served.add(ask.engine)
+            self._failed_rounds.pop(ask.engine, None)
 
-        self._said = ""
+        self._last_reported = ""
         return True
 
-    def _was_broken_off(self, asks: Sequence[PlaceRequest], why: str) -> None:
+    def _record_failed_round(self, asks: Sequence[PlaceRequest], why: str) -> None:
         for ask in asks:
-            count = self._broken_rounds(ask.engine) + 1
-            pause_s = min(PAUSE_S * max(count - ALONE_AFTER, 0), LONGEST_PAUSE_S)
-            self._broken[ask.engine] = (count, time.monotonic() + pause_s)
-        self._say_not_reached(asks, why)
+            count = self._num_failed_rounds(ask.engine) + 1
+            pause_s = min(PAUSE_S * max(count - SEPARATE_AFTER, 0), MAX_PAUSE_S)
+            self._failed_rounds[ask.engine] = (count, time.monotonic() + pause_s)
+        self._report_failed_round(asks, why)
 
-    def _say_not_reached(self, asks: Sequence[PlaceRequest], why: str) -> None:
-        of_whom = ", ".join(sorted(ask.where for ask in asks)[:5])
-        whom = "an engine" if len(asks) == 1 else f"{len(asks)} engines"
-        self._say(
-            f"the round that sends version {self._version} to {whom} ({of_whom}) was broken off; "
-            f"engines that still run keep their weights and ask again: {why}"
+    def _report_failed_round(self, asks: Sequence[PlaceRequest], why: str) -> None:
+        engine_names = ", ".join(sorted(ask.where for ask in asks)[:5])
+        recipients = "an engine" if len(asks) == 1 else f"{len(asks)} engines"
+        self._report(
+            f"the round that sends version {self._version} to {recipients} ({engine_names}) "
+            f"was broken off; engines that still run keep their weights and ask again: {why}"
         )
 
     def _specs(self) -> dict[str, Spec]:
@@ -242,13 +244,14 @@ class BroadcastSender:
         return next(iter(trained_weights(self._model).values())).device
 
     def _tensors(self) -> AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]:
-        """In the order of `_specs`; gathered one by one from a model in parts."""
+        """The tensors in the order of `_specs`. If the model is in parts, each is gathered when it
+        is needed."""
         how = in_parts(self._model)
         if how is not None:
             return how.tensors(only_trained=True)
         return nullcontext(trained_weights(self._model).items())
 
-    def _say(self, line: str) -> None:
-        if line != self._said:
-            self._said = line
+    def _report(self, line: str) -> None:
+        if line != self._last_reported:
+            self._last_reported = line
             self._note(line)

@@ -1,8 +1,9 @@
-"""An engine's side of weights that go over a process group: it asks for the newest version, waits
-for the round that the trainer answers with, and receives.
+"""An engine's side of receiving weights over a process group. The engine asks for the newest
+version, waits until the trainer answers with a round, and receives the weights in that round.
 
-One ask exists at a time. It is renewed while a caller waits here, and names the version that was
-newest when it was written. Once there is a newer version, the engine asks for that one instead.
+There is one ask at a time. It names the version that was the newest when the engine wrote it, and
+is renewed while a caller waits. When a newer version appears, the engine asks for that version
+instead.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from agentevo.errors import EngineError, WeightsLostError, WeightsNotSentError
 from agentevo.inference.broadcast_files import (
     RENEW_S,
     BroadcastFiles,
-    Incoming,
+    IncomingWeights,
     PlaceAnswer,
     PlaceRequest,
 )
@@ -32,23 +33,24 @@ from agentevo.inference.weight_transport import Latest
 from agentevo.models.parts import Spec
 
 WAIT_S = 2.0
-"""Longest wait of one call, in seconds; the ask remains."""
+"""The longest wait of one call, in seconds. The ask remains after it."""
 ANSWER_S = 3.0
-"""An ask that is gone for this long without an answer was deleted, and is rewritten."""
-LOOK_S = 0.1
+"""If an ask is missing for this long and there is no answer, it was deleted, and is written
+again."""
+POLL_INTERVAL_S = 0.1
 
 
 class BroadcastSource:
-    """A WeightSource and a GroupSource, see the module. `device`: where `read` receives tensors
-    over NCCL."""
+    """A WeightSource and a GroupSource, see the module. `device`: the device on which `read`
+    receives tensors over NCCL."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._files = BroadcastFiles(folder)
         self._device = device
         self._engine = uuid.uuid4().hex
         self._asked: PlaceRequest | None = None
-        self._gone_at: float | None = None
-        """When the ask was first seen to be taken."""
+        self._taken_at: float | None = None
+        """The time at which this process first saw that the ask was taken."""
         self._has_ended = False
 
     @property
@@ -65,7 +67,7 @@ class BroadcastSource:
         return self._files.latest_version()
 
     def read(self, version: int, *, sha256: str | None = None) -> Weights:
-        """See WeightSource.read. On this engine's device if they come over NCCL."""
+        """See WeightSource.read. Tensors that come over NCCL are on this engine's device."""
         latest = self._files.latest_version()
         if latest is None or latest.version != version or sha256 not in (None, latest.sha256):
             raise WeightsNotSentError(f"version {version} is no longer the newest")
@@ -75,7 +77,7 @@ class BroadcastSource:
         """See GroupSource.specs."""
         return self._files.contents(latest.sha256).specs
 
-    def incoming(self, latest: Latest, places: Sequence[str]) -> Incoming:
+    def incoming(self, latest: Latest, places: Sequence[str]) -> IncomingWeights:
         """See GroupSource.incoming."""
         try:
             answer = self._answer_for(latest, list(places))
@@ -89,14 +91,14 @@ class BroadcastSource:
         if answer.sha256 != latest.sha256:
             raise WeightsLostError(f"the answer is for other weights than version {latest.version}")
 
-        return Incoming(str(self._files.folder), answer)
+        return IncomingWeights(str(self._files.folder), answer)
 
     def withdraw(self) -> None:
-        """See GroupSource.withdraw. If a round is answered already, the thread that waits for it
-        joins it."""
+        """See GroupSource.withdraw. If the trainer has already answered, the waiting thread still
+        joins the round."""
         self._has_ended = True
         ask = self._asked
-        with suppress(OSError):  # the ask is stale soon
+        with suppress(OSError):  # the ask soon expires
             if ask is not None and self._files.withdraw(ask):
                 self._asked = None
 
@@ -109,7 +111,7 @@ class BroadcastSource:
             ask = PlaceRequest(uuid.uuid4().hex, self._engine, latest.sha256, places, where)
             self._files.ask(ask)
             self._asked = ask
-            self._gone_at = None
+            self._taken_at = None
 
         ends = time.monotonic() + WAIT_S
         renewed = time.monotonic()
@@ -124,23 +126,25 @@ class BroadcastSource:
             if time.monotonic() - renewed > RENEW_S:
                 renewed = time.monotonic()
                 if self._files.renew(ask):
-                    self._gone_at = None
-                elif self._gone_at is None:
-                    self._gone_at = renewed
-                elif renewed - self._gone_at > ANSWER_S:
+                    self._taken_at = None
+                elif self._taken_at is None:
+                    self._taken_at = renewed
+                elif renewed - self._taken_at > ANSWER_S:
                     self._asked = None
                     break
 
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
 
         raise WeightsNotSentError(f"version {latest.version} was asked for and is not sent yet")
 
 
-def receive_place(incoming: Incoming, place: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The weights that one process of an engine receives, see `receive`. Raises EngineError."""
+def receive_place(
+    incoming: IncomingWeights, place: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Receives the weights in one process of an engine, see `receive`. Raises EngineError."""
     files = BroadcastFiles(Path(incoming.folder))
     specs = files.contents(incoming.answer.sha256).specs
     try:
         return receive(files, incoming.answer, specs, place, device)
-    except (RuntimeError, MemoryError) as error:  # no room for them, for example
+    except (RuntimeError, MemoryError) as error:  # for example, out of memory
         raise EngineError(f"weights can't be received ({error}): not served") from error

@@ -3,8 +3,8 @@ against a shared prefix.
 
     build_batch (batch.py) -> CacheAttention: CacheRows, sequences of like length with one prefix
     attend, per layer      -> _write: new keys and values into their slots
-                           -> _by_own_kernels, _attend_few_in_order, _attend_many_in_order: on a
-                              CPU in float32, in order
+                           -> _attend_by_own_kernels, _attend_few_in_order, _attend_many_in_order:
+                              on a CPU in float32, in order
                            -> _attend_fused: elsewhere, with PyTorch's own attention
 
 Letters in shapes: T new tokens of the step, B sequences, Q queries of a sequence, K keys, H heads,
@@ -21,12 +21,12 @@ up. Keys that a query does not see add zeros. A token's numbers therefore depend
 before it: not on the number of queries that are computed at once, on padding, or on the sequences
 that share the prefix (tests/inference/test_batch_invariance.py).
 
-    own kernels   (`models/cpu_kernels.py`) for any number of queries, with a prefix or without;
-                  not where scores are capped, or a head's numbers are no multiple of a vector
-    few queries   too little work for matrix products, one per sequence and head, each smaller than
-                  its own overhead: scores are sums of the table of keys weighted by the query,
-                  outputs sums of the table of values weighted by attention, one call for all
-    many          matrix products, one sequence and key-value head after the other
+    own kernels   (`models/cpu_kernels.py`) for any number of queries, with or without a prefix.
+                  Not if scores are capped, or if a head's size is not a multiple of a vector.
+    few queries   Matrix products, one per sequence and head, would be smaller than their overhead.
+                  Scores are sums of key rows weighted by the query, and outputs are sums of value
+                  rows weighted by attention. One call computes all of them.
+    many          Matrix products, one sequence and key-value head after the other.
 
 Elsewhere the log-sum-exp joins the two parts of the softmax (cascade attention), and the last
 digits do depend on the other sequences of the step.
@@ -47,19 +47,19 @@ from agentevo.models.routers import Routing
 
 NEG_INF = float("-inf")
 FEW_QUERIES = 16
-"""Up to this many queries of a sequence and key-value head, weighted sums are faster on a CPU than
-matrix products (`benchmarks/passes.py`)."""
+"""For at most this many queries of a sequence and key-value head, weighted sums are faster than
+matrix products on a CPU (`benchmarks/passes.py`)."""
 FEW_SCORES = 8192
-"""The same holds for more queries over few keys: up to this many scores of a sequence and key-value
-head."""
+"""Weighted sums are also faster for more queries over few keys: at most this many scores of a
+sequence and key-value head."""
 BLOCK_SCORES = 512 * 1024
-"""Scores that are computed at once, so that they stay in the processor's cache."""
+"""The number of scores that are computed at once, so that they fit into the processor's cache."""
 FEWEST_KEYS = 32
-"""Rows that are shorter than a vector register go through a softmax of their own in PyTorch, which
-sums in another order."""
-UNSEEN = -1e30
-"""The score of a prefix's key that a query does not see, if a row can see none: a log-sum-exp of
--inf would make the join a NaN."""
+"""PyTorch uses another softmax, which sums in another order, for rows that are shorter than a
+vector register."""
+MASKED_SCORE = -1e30
+"""The score of a masked key of a prefix if all keys of a row may be masked: with -inf, the
+log-sum-exp would be -inf, and the join NaN."""
 
 
 def attention(
@@ -118,8 +118,9 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 class TableRows(NamedTuple):
-    """Which rows of the buffers, seen as tables [slots * Hkv * blocks * D, KEY_BLOCK] and [slots *
-    Hkv * (capacity + scratch), D], each query sums: flat lists with their starts, int32."""
+    """The rows of the key and value buffers that each query sums, as flat lists of row numbers with
+    their starts, int32. The buffers are seen as tables [slots * Hkv * blocks * D, KEY_BLOCK] and
+    [slots * Hkv * (capacity + scratch), D]."""
 
     keys: torch.Tensor
     key_starts: torch.Tensor
@@ -128,7 +129,7 @@ class TableRows(NamedTuple):
 
 
 def _flat(lists: torch.Tensor) -> torch.Tensor:
-    """The lists concatenated, as embedding_bag takes them."""
+    """The lists concatenated, in the form that embedding_bag takes."""
     return lists.to(torch.int32).view(-1)
 
 
@@ -141,11 +142,11 @@ class Stretch(NamedTuple):
     """The new tokens of one sequence in a step."""
 
     start: int
-    """Its first place in the step's token row."""
+    """Its first position in the step's token row."""
     num_tokens: int
     slot: int
     length: int
-    """Keys in the slot after this step."""
+    """The number of keys in the slot after this step."""
 
 
 @dataclass(eq=False)
@@ -153,63 +154,65 @@ class CacheRows:
     """Sequences that a step computes together: the same number of query tokens each, after padding,
     and the same prefix.
 
-    `tokens` [B, Q] are places in the step's flat token row (padding repeats a real one), `lengths`
-    [B] the keys in the slot after this step, `queries` [B] how many of the Q are real, 0 of an idle
-    slot.
+    `tokens` [B, Q] are positions in the step's flat token row; padding repeats a real one.
+    `lengths` [B] is the number of keys in the slot after this step. `queries` [B] is the number of
+    real tokens among the Q; 0 for an idle slot.
     """
 
     stretches: list[Stretch]
     segment: PrefixSegment | None
     slots: torch.Tensor
-    """[B]; there may be idle ones between those in use."""
+    """[B]. Idle slots may be between used ones."""
     tokens: torch.Tensor
     queries: torch.Tensor
     lengths: torch.Tensor
     max_length: int
     first_slot: int | None
-    """When set, slots are exactly first_slot .. first_slot + B - 1, so that the buffers are viewed
-    instead of copied."""
+    """If set, the slots are first_slot .. first_slot + B - 1, so the buffers are viewed instead of
+    copied."""
     take_rows: torch.Tensor
-    """[n] flat places b * Q + i of the real queries, in the order of `take_tokens`."""
+    """[n] flat indices b * Q + i of the real queries, in the order of `take_tokens`."""
     take_tokens: torch.Tensor
-    """[n] the places in the step's token row that these queries are."""
-    in_order: bool
-    """One query per sequence, and exactly the step's tokens in their order: no gathering or
+    """[n] the positions of these queries in the step's token row."""
+    is_one_query_each: bool
+    """One query per sequence, and exactly the step's tokens in their order, so no gathering or
     scattering is needed."""
-    even: bool
-    """In order, in adjacent slots, and all of the same length: a group that started together."""
+    has_equal_lengths: bool
+    """`is_one_query_each`, in adjacent slots, and all of the same length, as in a group that
+    started together."""
     _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
     _stretch_masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
     _tables: dict[tuple[int, ...], TableRows] = field(default_factory=dict)
 
     @property
     def prefix(self) -> int:
-        """P, the tokens of the segment; 0 without one."""
+        """P, the number of tokens of the segment; 0 without a segment."""
         return 0 if self.segment is None else len(self.segment.ids)
 
-    def few(self, repeat: int) -> bool:
-        """Whether weighted sums are used for `repeat` queries per token and key-value head."""
+    def uses_weighted_sums(self, repeat: int) -> bool:
+        """Whether weighted sums are used when there are `repeat` queries per token and key-value
+        head."""
         num = self.tokens.shape[1] * repeat
         if self.segment is not None:
             return num <= repeat  # the capacity of the scratch rows
         return num <= FEW_QUERIES or num * self.max_length <= FEW_SCORES
 
     @property
-    def where(self) -> slice | torch.Tensor:
-        """The slots as an index of the buffers."""
+    def slot_index(self) -> slice | torch.Tensor:
+        """The slots as an index into the buffers."""
         first = self.first_slot
         return self.slots if first is None else slice(first, first + len(self.tokens))
 
     def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask [B, 1, Q * repeat, P + K]: causal at the end of each sequence, and `window`
-        back; None if every query sees every key. Kept for all layers that are alike."""
+        """Additive mask [B, 1, Q * repeat, P + K]: causal, and limited to `window` keys back. None
+        if every query sees every key. Cached for all layers with the same arguments."""
         prefix = self.prefix
         num_queries = self.tokens.shape[1]
-        if self.even and (window is None or window >= prefix + self.max_length):
+        if self.has_equal_lengths and (window is None or window >= prefix + self.max_length):
             return None
 
         if (window, repeat) not in self._masks:
-            # Places count from the front of the slot, so those of the prefix are negative.
+            # Positions count from the start of the slot, so positions in the prefix are negative.
             key = torch.arange(-prefix, self.max_length, device=self.lengths.device)  # [P + K]
             query = (
                 self.lengths[:, None]
@@ -223,7 +226,7 @@ class CacheRows:
         return self._masks[window, repeat]
 
     def stretch_mask(self, index: int, window: int | None) -> torch.Tensor:
-        """Additive mask [num_tokens, P + length] of one stretch, kept for all layers."""
+        """The additive mask [num_tokens, P + length] of one stretch. Cached for all layers."""
         if (window, index) not in self._stretch_masks:
             stretch = self.stretches[index]
             key = torch.arange(-self.prefix, stretch.length)
@@ -234,13 +237,13 @@ class CacheRows:
     def table_rows(
         self, groups: int, num_queries: int, dim: int, blocks_each: int, places: int
     ) -> TableRows:
-        """The rows that each of `num_queries` queries per key-value head sums: D rows of every
-        block of its head's keys (one per number of the query), then one row per value. The first of
-        these is the part of the prefix, if there is one, at the end of the head's `places`. The
-        same for all layers of like heads."""
+        """The rows that each of `num_queries` queries per key-value head sums: D rows of every key
+        block of its head (one per number of the query), then one row per value. If there is a
+        prefix, the first value row is its part, at the end of the head's `places`. Cached for all
+        layers with the same heads."""
         shape = (groups, num_queries, dim, blocks_each, places)
         if shape not in self._tables:
-            # The place of a query's key-value head among all slots' heads.
+            # The index of a query's key-value head among the heads of all slots.
             heads = (self.slots[:, None] * groups + torch.arange(groups)).view(-1)  # [B * G]
             heads = heads.repeat_interleave(num_queries)  # [B * G * Q]
             # Keys are stored in blocks [D, KEY_BLOCK]: D consecutive rows per block.
@@ -271,8 +274,8 @@ class CacheRows:
 def _additive(
     key: torch.Tensor, query: torch.Tensor, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """0 if a query at place `query` [..., Q] sees the key at place `key` [K], itself included,
-    -inf elsewhere: [..., Q, K]."""
+    """The additive mask [..., Q, K]: 0 if the query at position `query` [..., Q] sees the key at
+    position `key` [K], its own included, otherwise -inf."""
     is_visible = key <= query[..., None]
     if window is not None:
         is_visible &= key > query[..., None] - window
@@ -290,12 +293,12 @@ class CacheAttention:
     ) -> None:
         self.cache = cache
         self.slots = slots  # [T]: the slot of each token
-        self.places = places  # [T]: its place there
+        self.places = places  # [T]: its position there
         self.blocks = places // KEY_BLOCK
         self.offsets = places % KEY_BLOCK
         self.rows = rows
         self.routing: Routing | None = None
-        """Records the experts that are chosen (models/routers.py)."""
+        """Records the chosen experts (models/routers.py)."""
         self._calls = 0
 
     def attend(
@@ -309,7 +312,7 @@ class CacheAttention:
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [T, H, D] -> [T, H, D]."""
         # 1. The new tokens' keys and values join their sequences in the cache. The calls of a pass
-        # are distinguished by their order: a layer may attend twice, or be passed several times.
+        # are told apart by their order, because a layer may attend several times.
         layer = self._calls
         self._calls += 1
         num_tokens, num_heads, dim = q.shape
@@ -327,9 +330,10 @@ class CacheAttention:
             q = q.contiguous()  # some models lay out their heads one after the other
 
         q = q.reshape(num_tokens, groups, repeat, dim)
-        # 2. Every token against its own sequence. Decoding alone needs no gathering of queries.
+        # 2. Every token attends to its own sequence. Without prompts in the step, no queries are
+        # gathered.
         attended = _attend_few_in_order if in_order else _attend_fused
-        straight = own_kernels is None and len(self.rows) == 1 and self.rows[0].in_order
+        straight = own_kernels is None and len(self.rows) == 1 and self.rows[0].is_one_query_each
         if straight and (not in_order or repeat <= FEW_QUERIES):
             return attended(self.rows[0], q, view).reshape(num_tokens, num_heads, dim)
 
@@ -337,10 +341,10 @@ class CacheAttention:
         for rows in self.rows:
             num_queries = rows.tokens.shape[1]
             if own_kernels is not None:
-                _by_own_kernels(rows, q, view, out)
+                _attend_by_own_kernels(rows, q, view, out)
                 continue
 
-            if in_order and not rows.few(repeat):
+            if in_order and not rows.uses_weighted_sums(repeat):
                 _attend_many_in_order(rows, q, view, out)
                 continue
 
@@ -358,9 +362,9 @@ class CacheAttention:
     def _write(
         self, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        """The new keys and values [T, Hkv, D] into their slots."""
+        """Writes the new keys and values [T, Hkv, D] into their slots."""
         rows = self.rows[0]
-        if rows.even and rows.first_slot is not None:
+        if rows.has_equal_lengths and rows.first_slot is not None:
             where = slice(rows.first_slot, rows.first_slot + len(k))
             place = rows.max_length - 1
             keys[where, :, place // KEY_BLOCK, :, place % KEY_BLOCK] = k
@@ -371,7 +375,7 @@ class CacheAttention:
 
 
 class _Layer(NamedTuple):
-    """The inputs of a layer's attention other than queries."""
+    """The inputs of a layer's attention, without the queries."""
 
     call: int
     keys: torch.Tensor
@@ -379,11 +383,11 @@ class _Layer(NamedTuple):
     values: torch.Tensor
     """[slots, G, capacity + scratch, D]"""
     scaling: float
-    """Of the scores."""
+    """The factor of the scores."""
     window: int | None
     softcap: float | None
     own_kernels: tuple[CpuKernels, KernelCache] | None
-    """AgentEvo's own kernels, if there are any for this layer."""
+    """AgentEvo's own kernels; None if they do not support this layer."""
 
 
 def _own_kernels(
@@ -395,7 +399,9 @@ def _own_kernels(
     return kernels, KernelCache.of(keys, values)
 
 
-def _by_own_kernels(rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
+def _attend_by_own_kernels(
+    rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor
+) -> None:
     """Attention by our own kernels, in order: q [T, G, R, D] of the whole step, into `out` of the
     same shape."""
     assert layer.own_kernels is not None
@@ -420,10 +426,10 @@ def _by_own_kernels(rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.
 
 
 def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
-    """Attention of few queries per sequence and head, q [B, G, N, D] with N = Q * R, in order:
-    scores are sums of key rows weighted by the query's numbers, outputs sums of value rows weighted
-    by attention. Of a prefix both are matrix products for all readers of a key-value head, and its
-    part of the output is the first row of the sum, with weight 1."""
+    """Attention of few queries per sequence and head, q [B, G, N, D] with N = Q * R, in order.
+    Scores are sums of key rows weighted by the query's numbers, and outputs are sums of value rows
+    weighted by attention. For a prefix, both are matrix products for all queries of a key-value
+    head together. The prefix's part of the output is the first row of the sum, with weight 1."""
     batch, groups, num, dim = q.shape
     length = rows.max_length
     prefix = rows.prefix
@@ -443,14 +449,14 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
 
     mask = rows.mask(layer.window, num // rows.tokens.shape[1], q.dtype)
     weights = _softmax(_mask_scores(scores, mask, layer.softcap))
-    prefix_sums = None  # sums over the whole stretches of the prefix
+    prefix_sums = None  # sums over the prefix's complete stretches
     if rows.segment is not None:
         ends = prefix // ORDERED * ORDERED
         prefix_sums = q.new_zeros(q.shape) if ends else None
         for head, v in enumerate(rows.segment.values[layer.call]):
             of_head = weights[:, head, :, :prefix].reshape(-1, prefix)
             rest = _product(of_head[:, ends:], v[ends:].t()) if ends < prefix else q.new_zeros(())
-            values[rows.where, head, places - num :] = rest.expand(batch * num, dim).view(
+            values[rows.slot_index, head, places - num :] = rest.expand(batch * num, dim).view(
                 batch, num, dim
             )
             if prefix_sums is not None:
@@ -470,8 +476,8 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T for x [rows, in] and weight [out, in]. The rows of x are summed in the same
-    order, even a single one."""
+    """x @ weight.T for x [rows, in] and weight [out, in]. Every row of x is summed in the same
+    order, also if it is the only one."""
     return product(x.expand(2, -1), weight)[:1] if x.shape[0] == 1 else product(x, weight)
 
 
@@ -488,8 +494,8 @@ def _attend_many_in_order(
     rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor
 ) -> None:
     """Attention of many queries per sequence, in order: q [T, G, R, D] of the whole step, into
-    `out` of the same shape. Matrix products of one stretch's key-value heads, of as many queries at
-    once as keep the scores in the processor's cache."""
+    `out` of the same shape. Each matrix product covers one key-value head of a stretch, and as many
+    queries as keep the scores in the processor's cache."""
     _, groups, repeat, dim = q.shape
     for index, (start, count, slot, length) in enumerate(rows.stretches):
         k = in_rows(layer.keys[slot, :, : num_blocks(length)])[:, :length]
@@ -502,7 +508,7 @@ def _attend_many_in_order(
         step = max(16, BLOCK_SCORES // k.shape[1] // repeat // groups)
         for first in range(0, count, step):
             last = min(first + step, count)
-            num_visible = k.shape[1] - count + last  # keys that the last of these queries sees
+            num_visible = k.shape[1] - count + last  # keys that the last query sees
             span = slice(start + first, start + last)
             scaled = q[span] * layer.scaling
             blocks = scaled.transpose(0, 1).reshape(groups, -1, dim)  # [G, N, D]
@@ -526,7 +532,7 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
     """
     length = rows.max_length
     prefix = rows.prefix
-    where = rows.where
+    where = rows.slot_index
     mask = rows.mask(layer.window, q.shape[2] // rows.tokens.shape[1], q.dtype)
     k = in_rows(layer.keys[where, :, : num_blocks(length)])[:, :, :length]
     v = layer.values[where, :, :length]
@@ -537,14 +543,14 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
     if rows.segment is None:
         return out
 
-    # The queries of all readers of a key-value head are rows of one matrix product.
+    # All queries of a key-value head are rows of one matrix product.
     by_head = q.transpose(0, 1).flatten(1, 2)[None]  # [1, G, B * N, D]
     k = rows.segment.keys_of(layer.call)[None]
     v = rows.segment.values[layer.call][None]
 
     beyond = None
     if mask is not None and layer.window is not None:
-        beyond = mask[..., :prefix].clamp_min(UNSEEN).reshape(1, 1, -1, prefix)
+        beyond = mask[..., :prefix].clamp_min(MASKED_SCORE).reshape(1, 1, -1, prefix)
 
     part, of_part = attention(by_head, k, v, beyond, scaling, softcap, with_lse=True)
     assert lse is not None and of_part is not None
@@ -552,6 +558,6 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
     batch, groups, num, dim = q.shape
     part = part.view(groups, batch, num, dim).transpose(0, 1)
     of_part = of_part.view(groups, batch, num).transpose(0, 1)
-    # The share of the softmax mass in the prefix.
+    # The prefix's share of the softmax mass.
     weight = torch.sigmoid(of_part.float() - lse.float()).unsqueeze(-1).to(out.dtype)
     return out.lerp(part, weight)

@@ -25,16 +25,17 @@ from agentevo.files import create_atomic, write_atomic
 NAME = "tls.pem"
 PUBLIC_NAME = "certificate.pem"
 HOST = "agentevo"
-"""The name in the certificate, for people's tools: no engine has this name, and no client of ours
-compares it."""
+"""The name in the certificate, for display in tools. No engine has this name, and AgentEvo's
+clients do not compare it."""
 _CERTIFICATE = re.compile(
     "-----BEGIN CERTIFICATE-----\n[^-]+-----END CERTIFICATE-----\n?", re.ASCII
 )
 
 
 class RunCertificate:
-    """See the module. `folder` is the run's `engines`. `hosts` are names and addresses, in addition
-    to HOST, that a new certificate covers: for clients that compare them."""
+    """The run's certificate. See the module. `folder` is the run's `engines`. `hosts` are the names
+    and addresses, in addition to HOST, that a new certificate covers, for clients that compare
+    names."""
 
     def __init__(self, folder: Path, hosts: Sequence[str] = ()) -> None:
         self.file = folder / NAME
@@ -42,8 +43,8 @@ class RunCertificate:
         self.public_file = folder / PUBLIC_NAME
 
     def server_context(self) -> tuple[ssl.SSLContext, str]:
-        """The context with which an engine serves, and the certificate's fingerprint; creates the
-        certificate if there is none. Raises EngineError if the file can't be used."""
+        """The TLS context of an engine, and the certificate's fingerprint. Creates the certificate
+        if there is none. Raises EngineError if the file can't be used."""
         if not self.file.exists():
             self._make()
 
@@ -73,7 +74,7 @@ class RunCertificate:
             return fingerprint_of(ssl.PEM_cert_to_DER_cert(certificate[0]))
         except OSError as error:
             raise self._unusable(error) from error
-        except ValueError as error:  # no base64, no ASCII
+        except ValueError as error:  # not base64, or not ASCII
             raise self._damage_error() from error
 
     def publish(self) -> Path:
@@ -122,8 +123,8 @@ def check_installed() -> None:
 
 
 def new_certificate(hosts: Sequence[str] = ()) -> str:
-    """A new key (P-256) and a certificate for it and these hosts, in PEM. It does not expire: it
-    ends when its run forgets it."""
+    """A new key (P-256) and a certificate for the key and these hosts, in PEM. The certificate does
+    not expire."""
     check_installed()
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -160,7 +161,7 @@ def new_certificate(hosts: Sequence[str] = ()) -> str:
 
 
 def _host_name(host: str) -> Any:
-    """A host in the form that certificates have."""
+    """A host in the form that certificates use."""
     from cryptography import x509
 
     try:
@@ -170,7 +171,7 @@ def _host_name(host: str) -> Any:
 
 
 def _usage() -> Any:
-    """The key usage that strict clients require of an authority that is its own server."""
+    """The key usage that strict clients require if a server's certificate is its own authority."""
     from cryptography.x509 import KeyUsage
 
     may = dict.fromkeys(("digital_signature", "key_cert_sign"), True)

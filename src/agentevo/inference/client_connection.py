@@ -1,9 +1,9 @@
 """A client's WebSocket to one engine, which carries all of its requests concurrently
 (`messages.py`; the other end is `server_connection.py`).
 
-When the connection ends, whether or not a side closes it, every request on it ends with LostError,
-and the engine drops them too. An engine that hangs keeps its connection open: the owner has to
-notice its silence by the times of its states, and to `abandon` it.
+When the connection ends for any reason, every request on it fails with LostError, and the engine
+drops these requests. An engine that hangs keeps its connection open. The connection's owner
+therefore has to watch the times of the engine's reports, and `abandon` the connection if they stop.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ _WEBSOCKET_LOG = logging.getLogger(f"{__name__}.websocket")
 _WEBSOCKET_LOG.setLevel(logging.INFO)  # headers, and with them the secret, are logged at DEBUG
 CONNECT_S = 2.0
 ENCRYPTED_CONNECT_S = 5.0
-"""TLS takes three more steps of the engine, which run on the same event loop as its server."""
+"""The time limit with TLS. TLS takes three more steps of the engine, since the engine runs on the
+same event loop as its server."""
 CLOSE_S = 1.0
 FORBIDDEN = 403
-"""Status of a handshake without the run's secret."""
+"""The status of the handshake if the run's secret is missing or wrong."""
 
 
 class LostError(Exception):
-    """The engine did not answer; another one may."""
+    """The engine did not answer. Another engine may answer the request."""
 
 
 class RefusedError(LostError):
@@ -79,14 +80,15 @@ class RefusedError(LostError):
 
 
 class _connect(connect):
-    """Follows no redirect: the secret is for the engine only."""
+    """Opens a WebSocket without following redirects, because the secret is for this engine only."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
         return exc
 
 
 def _tls() -> ssl.SSLContext:
-    """The client identifies the engine only by its fingerprint, which `_pinned_to` compares."""
+    """The TLS context of a client. It verifies no names or authorities, because `_pinned_to`
+    compares the fingerprint."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -95,7 +97,8 @@ def _tls() -> ssl.SSLContext:
 
 
 def _pinned_to(address: EngineAddress) -> type[WebSocket]:
-    """Connections that compare the certificate before any part of the request is sent."""
+    """The class of connections that compare the certificate before they send any part of the
+    request."""
 
     class Pinned(WebSocket):
         async def handshake(self, *args: Any, **options: Any) -> None:
@@ -115,7 +118,7 @@ def _pinned_to(address: EngineAddress) -> type[WebSocket]:
 
 
 class ClientConnection:
-    """See the module. Belongs to one event loop; made by `open`."""
+    """See the module. Belongs to one event loop. `open` creates it."""
 
     def __init__(
         self,
@@ -127,14 +130,14 @@ class ClientConnection:
         self._websocket = websocket
         self._url = url
         self._every_s = every_s
-        self._hear = on_report
+        self._on_report = on_report
         self._outbox = Outbox()
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Completed | FailedRequest | LostError]] = {}
         self._streams: dict[int, StreamedTokens] = {}
         self._watches: dict[int, asyncio.Future[None]] = {}
         self.lost: LostError | None = None
-        """Why the connection has ended; None while it is open."""
+        """Why the connection ended; None while it is open."""
         self._tasks = [
             asyncio.ensure_future(self._close_at_end(self._read)),
             asyncio.ensure_future(self._close_at_end(self._write)),
@@ -150,9 +153,10 @@ class ClientConnection:
         every_s: float,
         on_report: Callable[[StateReport], None],
     ) -> ClientConnection:
-        """Connects to the engine; `on_report` is called with its state every `every_s`. Raises
-        LostError if it can't be reached. Raises RefusedError if it belongs to another run or shows
-        another certificate than that of its address; then it sends nothing to the engine."""
+        """Connects to the engine. Calls `on_report` with the engine's state every `every_s`. Raises
+        LostError if the engine can't be reached. Raises RefusedError if the engine belongs to
+        another run, or if its certificate is not the one in its address; in the second case nothing
+        was sent to it."""
         url = address.url
         tls: dict[str, Any] = {"ssl": _tls()} if address.certificate else {}
         try:
@@ -185,7 +189,7 @@ class ClientConnection:
 
     @property
     def num_open(self) -> int:
-        """Requests that have no answer yet."""
+        """The number of requests that have no answer yet."""
         return len(self._answers)
 
     async def generate(
@@ -196,8 +200,8 @@ class ClientConnection:
         deadline_s: float,
         streamed: StreamedTokens | None = None,
     ) -> Completion:
-        """See Engine.generate. `streamed` gets the tokens as they arrive, and at the end the
-        missing ones. Raises LostError if the connection ends before the answer arrives."""
+        """See Engine.generate. `streamed` gets the tokens as they arrive, and the missing tokens at
+        the end. Raises LostError if the connection ends before the answer arrives."""
         message = Generate(
             id=next(self._ids),
             prompt_ids=prompt_ids,
@@ -211,7 +215,7 @@ class ClientConnection:
     async def score(
         self, context_ids: list[int], ids: list[int], temperature: float, deadline_s: float
     ) -> TokenScores:
-        """See ScoringEngine.score. Raises LostError as `generate`."""
+        """See ScoringEngine.score. Raises LostError as `generate` does."""
         message = ScoreRequest(
             id=next(self._ids),
             context_ids=context_ids,
@@ -259,18 +263,18 @@ class ClientConnection:
         raise LostError(str(answer)) if isinstance(answer, LostError) else error_of(answer)
 
     def release(self, session: str) -> None:
-        """See Engine.release: the next frame carries it to the engine."""
+        """See Engine.release. The message goes to the engine in the next frame."""
         if self.lost is None:
             self._outbox.put(Release(session=session))
 
     async def look(self) -> None:
-        """Returns when a state younger than this call has arrived, or the connection has ended.
-        Without a deadline."""
+        """Waits for a report that is newer than this call, or for the end of the connection. There
+        is no time limit."""
         if self.lost is None:
             await self._watch()
 
     def abandon(self, reason: str) -> None:
-        """Ends the connection at once, without a close frame, and every request on it with
+        """Ends the connection immediately, without a close frame. Every request on it fails with
         LostError."""
         if self.lost is not None:
             return
@@ -291,7 +295,7 @@ class ClientConnection:
         self._websocket.transport.abort()
 
     async def close(self) -> None:
-        """Sends the waiting messages, if the engine takes them, and ends the connection."""
+        """Sends the waiting messages, if the engine still reads them, and ends the connection."""
         with suppress(ConnectionClosed, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while self.lost is None and (frame := self._outbox.frame()) is not None:
@@ -307,7 +311,7 @@ class ClientConnection:
         return future
 
     async def _close_at_end(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """The end of reading or writing ends the connection, with its reason."""
+        """Ends the connection when reading or writing ends, and records the reason."""
         reason = "the connection broke"
         try:
             await work()
@@ -323,15 +327,14 @@ class ClientConnection:
             frame = await self._websocket.recv(decode=False)
             for message in read_answers(frame):
                 if isinstance(message, StateReport):
-                    self._hear_of(message)
+                    self._receive_report(message)
                 elif isinstance(message, DrawnTokens):
                     self._pass_on(message)
                 elif (future := self._answers.get(message.id)) is not None and not future.done():
                     future.set_result(message)
 
     def _pass_on(self, tokens: DrawnTokens) -> None:
-        """Passes tokens to the listener of their request; a failure of the listener ends the
-        request."""
+        """Passes tokens to their request's listener. If the listener fails, the request ends."""
         streamed = self._streams.get(tokens.id)
         future = self._answers.get(tokens.id)
         if streamed is None or future is None or future.done():
@@ -346,8 +349,8 @@ class ClientConnection:
         while True:
             await self._websocket.send(await self._outbox.next_frame())
 
-    def _hear_of(self, message: StateReport) -> None:
-        self._hear(message)
+    def _receive_report(self, message: StateReport) -> None:
+        self._on_report(message)
         for number in [watch for watch in self._watches if watch <= message.watch]:
             future = self._watches.pop(number)
             if not future.done():

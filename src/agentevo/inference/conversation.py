@@ -1,16 +1,16 @@
 """One conversation with the policy, recorded token for token as a tree of turns. The agent's handle
-(agents/policy.py) wraps it, and so can any other interface to the same engine.
+(agents/policy.py) wraps a conversation. Other interfaces to the same engine can do the same.
 
 `complete(messages)` takes the whole history, as a chat API does. It finds the longest recorded
 history that the messages begin with (history.py) and encodes only the messages after it, so the
 model's own text is never encoded again. A history that was edited matches less, and its turn starts
-a new branch or root (types.Turn.parent). So do other tools, because the template writes them before
-the first message. Messages that come back in another form than recorded are counted (drift.py).
-Token ids in place of messages are matched against the recorded ids, and so is a plain text
-(plain_prompts.py).
+a new branch or root (types.Turn.parent). A request with other tools also starts a new root, because
+the template writes the tools before the first message. Messages that come back in another form than
+recorded are counted (drift.py). Token ids in place of messages are matched against the recorded
+ids, and so is a plain text (plain_prompts.py).
 
-Every request gets a seed of its own, derived from the conversation's seed and the number of the
-request. Calls may overlap: turns are numbered in the order in which they end.
+Every request gets its own seed, derived from the conversation's seed and the request's number.
+Calls may overlap: turns are numbered in the order in which they end.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ from agentevo.types import (
 )
 
 CompletionListener = Callable[[int, Sequence[int], Sequence[float]], None]
-"""Gets the tokens of a call's completions as they are sampled: the number of the completion, from
-0, ids, and the log-prob of each (see TokenListener)."""
+"""A function that gets the tokens of a call's completions as they are sampled. Its arguments are
+the completion's number from 0, the token ids, and their log-probs (see TokenListener)."""
 MAX_COMPLETIONS = 1024
-"""Completions that one call may ask for."""
+"""The most completions of one call."""
 COUNTED_CHARACTERS = 16
-"""Per token of the model's context: longer texts are not counted. Most have 4 a token."""
+"""The most characters that `count_tokens` accepts per token of the model's context. Most texts have
+4 characters per token."""
 
 
 def check_count(n: int) -> None:
-    """Raises BadRequestError for a number of completions that no call may ask for."""
+    """Raises BadRequestError if one call can't ask for this number of completions."""
     if not 1 <= n <= MAX_COMPLETIONS:
         raise BadRequestError(f"n is {shown(n)}: ask for 1 to {MAX_COMPLETIONS} completions")
 
@@ -79,9 +80,9 @@ class _Prompt:
 
     parent: int | None
     added: list[int]
-    """Ids after the parent's completion; the whole prompt for a root."""
+    """The ids after the parent's completion; the whole prompt if the turn is a root."""
     ids: list[int]
-    """The whole prompt."""
+    """The ids of the whole prompt."""
     new_messages: list[Message]
     last_message: HistoryNode | None = None
     """The last message of the history; None for a prompt of token ids or a text."""
@@ -90,8 +91,8 @@ class _Prompt:
 
 
 class Conversation:
-    """See the module. `sampling` is the base for every call; `timeout_s` is each request's
-    deadline."""
+    """See the module. `sampling` has the defaults of every call. `timeout_s` is the time limit of
+    each request."""
 
     def __init__(
         self,
@@ -115,47 +116,48 @@ class Conversation:
         self._num_requests = 0
         self._turns: list[Turn] = []
         self._children: dict[int | None, list[int]] = {}
-        """Turn -> those that extend it; None -> roots."""
+        """Turn -> the turns that extend it; None -> the roots."""
         self._histories = Histories()
         self._answers: list[HistoryNode | None] = []
-        """For each turn its message; None for one that answered token ids or a text."""
+        """The message of each turn; None if the turn answered token ids or a text."""
         self._texts = PlainTexts(chat, self._context)
         self._discarded: set[int] = set()
         self._malformed: dict[int, int] = {}
         """Turn -> the number of its malformed tool calls."""
         self._pending: Counter[int] = Counter()
-        """Version when a call was made -> calls without an answer."""
+        """The version when a call was made -> the number of such calls without an answer."""
         self._closed = False
         self.calls = calls or AttemptCalls(None, name)
-        """Where its calls are recorded."""
+        """The record of this conversation's calls."""
         self.drift = Drift()
         """Messages that came back in another form than recorded."""
         self.broken: BaseException | None = None
-        """The engine's first failure, even if the agent handled it. A request that is too long is
-        the agent's own failure."""
+        """The engine's first failure, even if the agent handled it. A request that is too long does
+        not count, because it is the agent's failure."""
 
     @property
     def name(self) -> str:
-        """The engine's name for this conversation; of an attempt, the id of its trajectory."""
+        """The engine's name for this conversation. For an attempt, the id of its trajectory."""
         return self._name
 
     @property
     def turns(self) -> list[Turn]:
-        """The turns recorded so far; their rewards are not filled in."""
+        """The turns recorded so far, without rewards."""
         return list(self._turns)
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version of the weights behind any token so far, or behind the call that has
-        waited longest; None before the first. A call that was made while no engine was known has
-        no version."""
+        """The oldest version of the weights that sampled any token so far, or that served when a
+        waiting call was made. None before the first call. A call that was made while no engine was
+        known has no version."""
         versions = [min(turn.versions) for turn in self._turns if turn.versions]
         pending = (version for version, count in self._pending.items() if count and version >= 0)
         return min([*versions, *pending], default=None)
 
     @property
     def slept_s(self) -> float:
-        """Seconds that the engine has slept so far, which count against no caller."""
+        """The seconds that the engine has slept so far. They do not count towards the time limits
+        of its callers."""
         return self._engine.slept_s if isinstance(self._engine, SleepingEngine) else 0.0
 
     async def complete(
@@ -171,13 +173,14 @@ class Conversation:
         top_logprobs: int = 0,
         drawn: Callable[[Sequence[Completion]], None] | None = None,
     ) -> list[Turn]:
-        """`n` answers of the policy to a history that ends with another party's message, to token
-        ids, or to a plain text: recorded turns with one parent. All of them are recorded, or none.
-        `tools` are JSON schemas in OpenAI's form, which the chat template writes into the prompt.
-        `form`: the form that the answers must have. `listen` gets every token of every completion,
-        each completion's in order, before this returns. `sized` gets, before the first token, the
-        number of tokens of the prompt and how many of them were recorded. `drawn` gets the sampled
-        completions, each with the likeliest `top_logprobs` tokens at its places.
+        """Samples `n` answers of the policy and records them as turns with one parent. Either all
+        of them are recorded, or none. The prompt is a history that ends with another party's
+        message, token ids, or a plain text. `tools` are JSON schemas in OpenAI's form, which the
+        chat template writes into the prompt. `form`: the form that the answers must have. `listen`
+        gets every token of every completion before this function returns, the tokens of one
+        completion in order. `sized` is called before the first token with the number of tokens in
+        the prompt, and how many of them were recorded. `drawn` gets the sampled completions, each
+        with the `top_logprobs` likeliest tokens at each position.
 
         Raises BadRequestError for an invalid request, RequestTooLongError when the context is
         full, GrammarError for a form that can't be enforced, DeadlineExceededError when the engine
@@ -228,8 +231,8 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] | None,
         ids: Sequence[int],
     ) -> None:
-        """Records a call: small facts for the store and, if the run is traced, the messages for its
-        span. `ids`: the whole prompt that the turns answered."""
+        """Records a call: its metadata for the store and, if the run is traced, the messages for
+        its span. `ids`: the whole prompt of the turns."""
         versions = [version for turn in turns for version in turn.versions]
         call.note(
             turn=turns[0].index,
@@ -259,9 +262,9 @@ class Conversation:
     async def count_tokens(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> int:
-        """How many tokens the prompt has that `complete` would send for this history, which may be
-        longer than the model's context. Records nothing, and counts no drift. Raises
-        RequestTooLongError for a history that is far longer."""
+        """The number of tokens in the prompt that `complete` would send for this history. The
+        prompt may be longer than the model's context. Records nothing, and counts no drift. Raises
+        RequestTooLongError if the history is far longer than the context."""
         written = ToolSchemas.of(tools)
         match = self._histories.find(written, messages)
         new = list(messages[match.known :])
@@ -277,13 +280,14 @@ class Conversation:
         return len(self._recorded_of(match)) + len(added)
 
     async def check(self, prompt: str | Sequence[int | Message]) -> None:
-        """Raises what `complete` raises for a text or token ids, and does nothing else."""
+        """Checks a prompt that is a text or token ids. Raises the same errors as `complete`."""
         await self._join(prompt, ToolSchemas())
 
     def recognise(self, turn: int, message: Message) -> None:
-        """From now on `message` in the place of turn `turn`'s answer means that turn as well: for a
-        caller that passes answers on in another form, with tool calls and reasoning parsed from
-        their text. A client may write it in a form of its own (equivalence.py)."""
+        """Registers another form of the answer of turn `turn`: a history with `message` in its
+        place also matches the turn. A caller needs this if it passes answers on with tool calls and
+        reasoning parsed from their text. A client may send the message back in yet another form
+        (equivalence.py)."""
         answer = self._answers[turn]
         if answer is None:
             raise BadRequestError(
@@ -295,13 +299,13 @@ class Conversation:
             self.drift.record(answer, message)
 
     def note_malformed(self, turn: int, count: int) -> None:
-        """The answer of turn `turn` has this many malformed tool calls, for a caller that parses
-        calls from its text."""
+        """Records the number of malformed tool calls in the answer of turn `turn`. Callers that
+        parse tool calls from the text use it."""
         self._malformed[turn] = count
 
     def discard(self, turn: int) -> None:
-        """The answer of turn `turn` was not delivered. No one acted on it, so it earned nothing and
-        is not recorded with the attempt. A turn that continues from it proves that it was delivered
+        """Marks the answer of turn `turn` as not delivered. An undelivered answer earned no reward,
+        so the attempt is recorded without it. If a later turn continues from it, it was delivered
         after all."""
         self._discarded.add(turn)
         answer = self._answers[turn]
@@ -317,8 +321,8 @@ class Conversation:
         return [turn.index for turn in self._turns if not self._is_lost(turn.index)]
 
     def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
-        """The turns for the trajectory, with their rewards by index: without those that were not
-        delivered, and renumbered where some are missing."""
+        """The turns for the trajectory with their rewards, which are given by index. Turns that
+        were not delivered are left out, and the others are renumbered."""
         numbers = {index: number for number, index in enumerate(self.received)}
         turns = []
         for index, number in numbers.items():
@@ -332,8 +336,8 @@ class Conversation:
         return turns
 
     def metrics(self) -> dict[str, float]:
-        """For the trajectory; empty if nothing drifted, all answers were received, and every tool
-        call was well formed."""
+        """The conversation's metrics for the trajectory. Empty if nothing drifted, all answers were
+        delivered, and every tool call was well formed."""
         received = self.received
         counts = {
             "num_undelivered": len(self._turns) - len(received),
@@ -342,12 +346,12 @@ class Conversation:
         return self.drift.metrics() | {name: float(n) for name, n in counts.items() if n}
 
     def prompt_ids(self, turn: int) -> list[int]:
-        """The whole context that turn `turn` answered."""
+        """The ids of the whole context that turn `turn` answered."""
         return context_of(self._turns, turn)
 
     def first_difference(self, place: DriftPlace) -> TokenDifference | None:
-        """The first token that would differ from the recorded one if a request were encoded as a
-        whole. None if there is none. Raises ModelError for messages that the template refuses."""
+        """Encodes a whole request, and returns the first token that differs from the recorded one,
+        or None. Raises ModelError for messages that the template refuses."""
         recorded = self._context(place.turn)
         rendered = self._chat.first_prompt(place.messages, place.tools)
         return first_difference(
@@ -356,7 +360,7 @@ class Conversation:
 
     @property
     def chat(self) -> ChatFormat:
-        """The format that turns its messages into tokens."""
+        """The chat format that turns messages into tokens."""
         return self._chat
 
     def opening(self, turn: Turn) -> str:
@@ -364,7 +368,7 @@ class Conversation:
         return self._chat.opening_of(turn.prompt_ids)
 
     async def close(self) -> None:
-        """Frees the engine's memory of the conversation, which then takes no further call."""
+        """Ends the conversation and frees the engine's memory of it. Later calls fail."""
         self._closed = True
         await self._engine.release(self._name)
 
@@ -386,12 +390,12 @@ class Conversation:
         return _Prompt(parent, added, before + added, new, self._histories.add(match))
 
     def _recorded_of(self, match: HistoryMatch) -> list[int]:
-        """Ids up to the answer that a request continues from."""
+        """The ids up to the answer that a request continues from."""
         turn = None if match.answer is None else match.answer.turn
         return [] if turn is None else self._context(turn)
 
     async def _encode_new(self, match: HistoryMatch, new: list[Message]) -> list[int]:
-        """Ids of the messages after that answer."""
+        """The ids of the messages after that answer."""
         tools = match.root.tools
         parent = None if match.answer is None else match.answer.turn
 
@@ -401,17 +405,18 @@ class Conversation:
             ended_with_stop = self._turns[parent].completion_ids[-1] in self._chat.end_ids
             return self._chat.continuation(new, ended_with_stop=ended_with_stop, tools=tools)
 
-        # Short ones in this thread: the order of events decides which requests share a step.
+        # Short messages are encoded in this thread, so that the order of events decides which
+        # requests share a step.
         return await in_thread(encode) if is_long(new) else encode()
 
     def _context(self, turn: int) -> list[int]:
-        """Every id up to and including the turn's completion."""
+        """All ids up to and including the turn's completion."""
         return context_of(self._turns, turn) + list(self._turns[turn].completion_ids)
 
     def _check_length(self, num_recorded: int, added: int, messages: int = 0) -> None:
-        """Raises RequestTooLongError if `added` characters in `messages` messages, after
-        `num_recorded` tokens, are too long even in the shortest encoding: each message has a token
-        that ends it."""
+        """Raises RequestTooLongError if even the shortest encoding of `added` characters in
+        `messages` messages, after `num_recorded` tokens, exceeds the context. Each message has at
+        least the token that ends it."""
         tokens = num_recorded + max(added // self._chat.longest_token, messages)
         if tokens >= self._context_length:
             raise RequestTooLongError(
@@ -441,8 +446,8 @@ class Conversation:
     def _request(
         self, overrides: SamplingOverrides | None, number: int, room: int
     ) -> SamplingParams:
-        """Sampling of the `number`th completion of a call. A seed that the call gives is the first
-        completion's; the others' are made from it."""
+        """The sampling settings of a call's completion `number`. If the call gives a seed, the
+        first completion uses it, and the seeds of the others are derived from it."""
         override_values = {} if overrides is None else overrides.given()
         self._check_penalties(override_values.get("penalties"))
         longest = min(override_values.pop("max_new_tokens", self._sampling.max_new_tokens), room)
@@ -512,8 +517,7 @@ class Conversation:
         return turn
 
     def _changed_overrides(self, sampling: SamplingParams) -> SamplingOverrides | None:
-        """The settings in which a request differs from this conversation's sampling
-        distribution."""
+        """The request's settings that differ from this conversation's sampling settings."""
         base = self._sampling
         changed = {
             name: getattr(sampling, name)
@@ -524,7 +528,8 @@ class Conversation:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Counts a call as pending under the version that it was made at."""
+        """Counts a call as pending during the block, under the version that serves when it
+        begins."""
         if self._closed:
             raise EngineError(
                 f"the attempt {self._name} has ended: its agent was broken off and can't send "
@@ -541,7 +546,8 @@ class Conversation:
     async def _all_completed(
         self, ids: list[int], requests: Sequence[SamplingParams], listen: CompletionListener | None
     ) -> list[Completion]:
-        """One completion per request; the first failure ends the others."""
+        """Runs the requests at once, and returns one completion for each. The first failure cancels
+        the others."""
         completions = [
             self._complete(ids, sampling, None if listen is None else partial(listen, number))
             for number, sampling in enumerate(requests)
@@ -551,7 +557,7 @@ class Conversation:
     async def _complete(
         self, ids: list[int], sampling: SamplingParams, listen: TokenListener | None
     ) -> Completion:
-        """The engine's answer; `broken` keeps its failure."""
+        """The engine's answer. A failure is also stored in `broken`."""
         streamed = None if listen is None else StreamedTokens(listen)
         try:
             with outside_scopes():  # the engine's own tasks outlive the attempt
@@ -581,7 +587,7 @@ class Conversation:
 
 
 def _messages_of(prompt: Sequence[Message] | Sequence[int] | str) -> Sequence[Message]:
-    """A copy, as the caller's list may grow. Token ids have no messages."""
+    """A copy of the messages, since the caller's list may grow. Empty for token ids."""
     if isinstance(prompt, str):
         return (Message("user", prompt),)
     is_chat = bool(prompt) and not isinstance(prompt[0], int)

@@ -1,10 +1,11 @@
-"""The engine of a run whose recipe names none: on a CUDA GPU vLLM or SGLang if one of them is
-installed, because each step of the embedded engine is hundreds of small kernels on a GPU; otherwise
-the embedded one.
+"""Chooses the engine of a run if its recipe names none. On a CUDA GPU this is vLLM or SGLang, if
+one of them is installed, because a step of the embedded engine runs hundreds of small kernels.
+Otherwise it is the embedded engine.
 
 The process that starts the run makes the choice once and writes it to the run's config.yaml. Later
-processes read it from there, regardless of their own machine. Processes that are started separately
-and share no folder would each see another machine, so there the recipe has to name an engine.
+processes read the choice from there, whatever their own machine has. If processes are started
+separately and share no folder, the recipe must name an engine, since each process might choose
+differently.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from agentevo.device_names import CUDA
 
 OWN = "torch"
 FOR_GPUS = ("vllm", "sglang")
-"""Engines that are made for GPUs; the first that is installed is taken."""
+"""Engines for GPUs. The first one that is installed is used."""
 
 
 class EngineChoice(NamedTuple):
-    """An engine, and the reason for it in words."""
+    """An engine, and the reason why it was chosen."""
 
     type: str
     why: str
 
 
 def choose_engine(device: str, installed: Collection[str], embedded_for: str = "") -> EngineChoice:
-    """The engine of a run on a kind of device, with these packages installed. `embedded_for`: the
-    setting of the recipe that needs the embedded engine."""
+    """Chooses the engine of a run, given the kind of device and the installed packages.
+    `embedded_for`: the setting of the recipe that needs the embedded engine."""
     if device != CUDA:
         return EngineChoice(OWN, f"which is the default on {device}")
 
@@ -53,8 +54,8 @@ def choose_engine(device: str, installed: Collection[str], embedded_for: str = "
 
 
 def embedded_for(config: RunConfig, *, is_separate: bool = False) -> str:
-    """The key of a setting in the recipe that only the embedded engine supports; empty if there is
-    none. `is_separate`: engines are processes of their own, also if the recipe starts none."""
+    """The key of a setting in the recipe that only the embedded engine supports, or an empty text.
+    `is_separate`: engines run in separate processes, even if the recipe starts none."""
     engine = config.engine
     rollout = config.rollout
     lora = config.model.lora
@@ -91,11 +92,11 @@ def installed_engines() -> list[str]:
 def load_with_engine(
     load: Callable[[list[str]], RunConfig], *, note: Callable[[str], None], is_separate: bool
 ) -> RunConfig:
-    """The configuration that `load` reads with further overrides: with the engine of its run if the
-    run has begun, else with the one of `engine_override`."""
+    """Loads a configuration with `load`, and adds the engine: the run's engine if the run has
+    begun, otherwise the one of `engine_override`."""
     config = load([])
     if is_separate and (config.rollout.weights.url is not None or find_spec("torch") is None):
-        return config  # another machine's engine is not known here
+        return config  # the engine that another machine would choose is not known here
 
     override = engine_override([config], resume=True, note=note, is_separate=is_separate)
     return load(override) if override else config
@@ -108,10 +109,10 @@ def engine_override(
     note: Callable[[str], None],
     is_separate: bool = False,
 ) -> list[str]:
-    """The override that names the engine if no recipe of these runs does, empty for the embedded
-    one. A resumed run keeps the engine that it began with. For a new run on a GPU, `note` gets the
-    engine and the reason for it. `is_separate` as in `embedded_for`. Raises ModelError for a device
-    that does not exist."""
+    """The override that names the engine, if no recipe of these runs does. Empty for the embedded
+    engine. A resumed run keeps its engine. For a new run on a GPU, `note` gets the engine and the
+    reason. `is_separate` as in `embedded_for`. Raises ModelError for a device that does not
+    exist."""
     if any("type" in config.engine.model_fields_set for config in configs):
         return []
 

@@ -1,14 +1,14 @@
-"""Where the engines of a run are: a folder in which each announces itself and shows every second
-that it lives.
+"""The folder in which the engines of a run announce themselves. Each engine updates its
+announcement every second to show that it is alive.
 
-An announcement is `NAME.json`; its heartbeat is the file's time of change. A reader believes
-changes of that time, counted by its own monotonic clock, so clocks that jump or differ between
-machines don't make an engine dead or alive; only a file that a reader has never seen before is
-judged by its age.
+An announcement is a file `NAME.json`, and its heartbeat is the file's modification time. A reader
+notices when this time changes, and measures the interval with its own monotonic clock. Clocks that
+jump or differ between machines therefore don't make an engine look dead or alive. Only a file that
+a reader sees for the first time is judged by its age.
 
-A name is one living engine's: it holds a lock on `.NAME.lock`, which ends with its process, so a
-name is free again at once when its engine is killed. Where the folder's file system loses locks, an
-engine leaves the announcement of another one alone while that one's heart beats.
+A name belongs to one living engine, which holds a lock on `.NAME.lock`. The lock ends with its
+process, so the name is free as soon as the engine is killed. If the file system loses locks, an
+engine does not replace another engine's announcement as long as that one has heartbeats.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from agentevo.inference.address import EngineAddress
 
 HEARTBEAT_S = 1.0
 DEAD_S = 15.0
-"""Another engine under our name that has shown no sign of life for this long is dead."""
+"""Another engine with our name counts as dead if it had no heartbeat for this long."""
 ENDING_S = 5.0
-"""How long an engine waits for its name: the engine that has it could be about to end."""
+"""How long an engine waits for its name. The engine that holds the name may be about to end."""
 FORGET_S = 3600.0
 """Announcements that have been dead for this long are deleted by the next engine that starts."""
 LOCK = ".lock"
@@ -50,10 +50,10 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the certificate that the engine shows; empty if it does not encrypt."""
     version: int | None = None
     """The version of the weights that it served at its last heartbeat; None if it does not report
-    one. For observers: requests ask the engine itself."""
+    one. It is for observers only. Clients ask the engine itself."""
 
     def is_of_same(self, announcement: Announcement | None) -> bool:
-        """Whether both were made by the same process."""
+        """Whether the same process wrote both announcements."""
         return announcement is not None and self == msgspec.structs.replace(
             announcement, version=self.version
         )
@@ -69,9 +69,10 @@ class EngineDirectory:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._seen: dict[str, tuple[int, float]] = {}
-        """Name -> (the file's time of change as last seen, our clock when we first saw that)."""
+        """Name -> (the file's last known modification time, our monotonic time when we first saw
+        it)."""
         self._others: tuple[int, float] | None = None
-        """The same pair for another engine's announcement under our name."""
+        """The same pair for an announcement that another engine wrote under our name."""
 
     @contextmanager
     def hold_name(self, name: str) -> Iterator[None]:
@@ -91,18 +92,17 @@ class EngineDirectory:
         try:
             yield
         finally:
-            file.unlink(missing_ok=True)  # as long as it is ours
+            file.unlink(missing_ok=True)  # as long as this process holds it
             lock.release()
 
     def announce(self, announcement: Announcement) -> None:
-        """Makes the announcement visible to readers; replaces one that an earlier engine of that
-        name has left."""
+        """Writes the announcement, and replaces one that an earlier engine with this name left."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self._file(announcement.name), msgspec.json.encode(announcement))
 
     def beat(self, announcement: Announcement) -> None:
-        """Shows that this engine lives. Announces it again if the file was deleted, or if an engine
-        that is dead by now has replaced it."""
+        """Renews the heartbeat. Writes the announcement again if the file was deleted, or if
+        another engine replaced it and is dead now."""
         file = self._file(announcement.name)
         announced = self._read(file)
         if announced == announcement:
@@ -111,7 +111,7 @@ class EngineDirectory:
             self.announce(announcement)
 
     def find(self, name: str) -> Announcement | None:
-        """The announcement of the last engine of that name, dead or alive."""
+        """The announcement of the last engine with that name, dead or alive."""
         return self._read(self._file(name))
 
     def withdraw(self, announcement: Announcement) -> None:
@@ -121,9 +121,9 @@ class EngineDirectory:
 
     def forget_dead(self, mine: Announcement, *, after_s: float = FORGET_S) -> None:
         """Deletes files that have not changed for `after_s` before `mine` was announced, by the
-        clock of the files. An engine that still lives announces itself again with its next beat,
-        and keeps its name."""
-        with suppress(OSError):  # nothing depends on it
+        clock of the files. An engine that is still alive writes its announcement again with its
+        next heartbeat, and keeps its name."""
+        with suppress(OSError):  # the files are only leftovers
             now = self._file(mine.name).stat().st_mtime
             for file in self.folder.iterdir():
                 if file.name in (secret.NAME, certificate.NAME):
@@ -147,8 +147,8 @@ class EngineDirectory:
         every_s: float = HEARTBEAT_S,
     ) -> AsyncIterator[None]:
         """Keeps the engine announced while the block runs, with a heartbeat from this event loop,
-        so that a hanging loop does not appear alive. `serves`: the version of its weights, which
-        each heartbeat reports."""
+        so that a hanging loop does not appear alive. `serves` returns the version of its weights,
+        which each heartbeat reports."""
 
         def now() -> Announcement:
             return msgspec.structs.replace(announcement, version=serves())
@@ -158,7 +158,7 @@ class EngineDirectory:
                 await asyncio.sleep(every_s)
                 with suppress(
                     OSError
-                ):  # a file system that is away for a moment: the next beat follows
+                ):  # a file system that is briefly unavailable; the next heartbeat follows
                     self.beat(now())
 
         self.announce(now())
@@ -172,7 +172,7 @@ class EngineDirectory:
             self.withdraw(announcement)
 
     def living(self, max_age_s: float) -> list[Announcement]:
-        """Engines whose heart has beaten within `max_age_s`, by name."""
+        """Engines with a heartbeat within `max_age_s`, by name."""
         living: list[Announcement] = []
         beats: dict[str, tuple[int, float]] = {}
         for file in sorted(self.folder.glob("*.json")):
@@ -188,8 +188,8 @@ class EngineDirectory:
         return living
 
     def _last_beat(self, file: Path) -> tuple[int, float] | None:
-        """(the file's time of change in ns, the monotonic time in s since which it has that
-        value)."""
+        """The file's modification time in ns, and the monotonic time in s at which this process
+        first saw that value."""
         try:
             changed = file.stat().st_mtime_ns
         except FileNotFoundError:
@@ -201,8 +201,8 @@ class EngineDirectory:
         return before if before[0] == changed else (changed, time.monotonic())
 
     def _other_is_dead(self, file: Path) -> bool:
-        """Whether the engine that has announced itself there in our place has shown no heartbeat
-        for DEAD_S while we looked."""
+        """Whether the engine that wrote its announcement under our name has had no heartbeat for
+        DEAD_S while this process watched."""
         changed = file.stat().st_mtime_ns
         if self._others is None or self._others[0] != changed:
             self._others = (changed, time.monotonic())
@@ -216,7 +216,7 @@ class EngineDirectory:
 
     @staticmethod
     def _read(file: Path) -> Announcement | None:
-        """The announcement in the file; None if no engine has written one."""
+        """The announcement in the file; None if no engine wrote the file."""
         try:
             return msgspec.json.decode(file.read_bytes(), type=Announcement)
         except (FileNotFoundError, msgspec.MsgspecError):

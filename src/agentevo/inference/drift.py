@@ -3,11 +3,12 @@
     undone    the client wrote an answer in a form of its own (equivalence.py): its ids are reused
     branched  the history can't be joined exactly: it was edited, cut, or asked with other tools
 
-A request branches if an answer comes back that is none of those recorded in its place, though there
-are others, or that is recorded in another place, because the messages before it have changed.
-A recorded history with other messages after it is no drift. Neither is an assistant's message that
-the policy did not write (an example in the prompt). Each answer is counted as undone once, and each
-request as branched once, by the first message that differs.
+A request branches in two cases: an assistant's message matches no answer that was recorded at its
+place, although answers were recorded there; or the answer was recorded at another place, because
+the messages before it have changed. A recorded history that is followed by other messages does not
+count as drift. Neither does an assistant's message that the policy did not write (an example in the
+prompt). Each answer counts as undone at most once. Each request counts as branched at most once,
+under the class of the first message that differs.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from agentevo.inference.history import HistoryMatch, HistoryNode
 from agentevo.models.chat_template import ToolSchemas
 from agentevo.types import Message
 
-JOINED = "joined/"
-"""Prefix of the classes that were undone."""
-SHOWN = 120
-"""Characters of a message that are kept to be shown."""
-NEAR = 12
-"""Tokens that are shown before a difference and after it."""
+UNDONE_PREFIX = "joined/"
+"""The prefix of the classes of answers that were undone."""
+SHOWN_CHARS = 120
+"""The number of a message's characters that are kept for display."""
+CONTEXT_TOKENS = 12
+"""The number of tokens that are shown before and after a difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +37,21 @@ class DriftPlace:
 
     kind: str
     message: int
-    """Number of the message in the request, from 1."""
+    """The number of the message in the request, from 1."""
     recorded: str
     """The recorded message, shortened and escaped; empty if there is none."""
     came: str
-    """The message that came in its place."""
+    """The message that came back in its place."""
     turn: int
     """The recorded answer that the request was compared with."""
     messages: tuple[Message, ...]
-    """The whole request."""
+    """All messages of the request."""
     tools: ToolSchemas
 
 
-class _Met(NamedTuple):
-    """Drift in a request: its class, the number of the message (from 0), the recorded text and the
-    text that came, and the recorded answer that it was compared with."""
+class _DriftEvent(NamedTuple):
+    """Drift in a request: its class, the number of the message (from 0), the recorded text, the
+    text that came back, and the recorded answer that the request was compared with."""
 
     kind: str
     number: int
@@ -63,11 +64,11 @@ class Drift:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        """Class -> how often; those that were undone begin with `joined/`."""
+        """Class -> its count. The classes of undone answers begin with `joined/`."""
         self.first: dict[str, DriftPlace] = {}
         """Class -> its first occurrence."""
         self.extended = 0
-        """Requests that continue from a recorded answer and reuse all that it holds."""
+        """Requests that should extend a recorded answer, but can't be joined to it."""
         self.branched = 0
         """Requests that should have been joined, and could not be."""
         self._said: dict[Hashable, list[HistoryNode]] = {}
@@ -75,8 +76,8 @@ class Drift:
 
     @property
     def merge_rate(self) -> float | None:
-        """Of the requests that brought recorded answers back, the share that extends them; None if
-        there was none."""
+        """Among the requests that contain recorded answers, the share that extends them. None if
+        there were no such requests."""
         requests = self.extended + self.branched
         return self.extended / requests if requests else None
 
@@ -88,7 +89,7 @@ class Drift:
         return metrics
 
     def record(self, answer: HistoryNode, form: Message) -> None:
-        """Registers an answer, in this form."""
+        """Records an answer in this form."""
         self._said.setdefault(key_of(form, -1), []).append(answer)
         for call in form.tool_calls:
             if call.id:
@@ -103,15 +104,15 @@ class Drift:
         elif match.answer is not None:
             self.extended += 1
 
-        for node, number in reversed(match.otherwise):
+        for node, number in reversed(match.restyled):
             message = match.messages[number]
             if node.came is None and match.answer is not None:
                 for kind in undone(node.forms, message):
                     texts = _line(node.forms[-1]), _line(message)
-                    self._add(_Met(JOINED + kind, number, texts, match.answer), match)
+                    self._add(_DriftEvent(UNDONE_PREFIX + kind, number, texts, match.answer), match)
             node.came = message
 
-    def _add(self, finding: _Met, match: HistoryMatch) -> None:
+    def _add(self, finding: _DriftEvent, match: HistoryMatch) -> None:
         self.counts[finding.kind] += 1
         if finding.kind not in self.first and finding.answer.turn is not None:
             recorded, came = _shown(*finding.texts)
@@ -125,8 +126,8 @@ class Drift:
                 tools=match.root.tools,
             )
 
-    def _branch(self, match: HistoryMatch) -> _Met | None:
-        """Where a request does not extend the answers that it brings back."""
+    def _branch(self, match: HistoryMatch) -> _DriftEvent | None:
+        """Counts the drift of a request that does not extend the answers that it contains."""
         answers = [
             number
             for number in range(match.num_matched, len(match.messages))
@@ -148,13 +149,13 @@ class Drift:
                 message = match.messages[answers[0]]
                 original = _nearest(siblings, message)
                 texts = _line(original.forms[-1]), _line(message)
-                return _Met(edit(original.forms, message), answers[0], texts, original)
+                return _DriftEvent(edit(original.forms, message), answers[0], texts, original)
 
         return None
 
     def _original(self, match: HistoryMatch, number: int) -> HistoryNode | None:
-        """The recorded answer that an assistant's message repeats, in any place; the likeliest of
-        several."""
+        """The recorded answer at any place that an assistant's message repeats. If there are
+        several, the likeliest."""
         message = match.messages[number]
         named = [self._with_call[c.id] for c in message.tool_calls if c.id in self._with_call]
         candidates = named or self._said.get(key_of(message, -1), [])
@@ -165,30 +166,30 @@ class Drift:
         )
 
 
-def _compare_request(match: HistoryMatch, number: int, original: HistoryNode) -> _Met:
-    """A request up to the message `number`, compared with the history of a recorded answer."""
+def _compare_request(match: HistoryMatch, number: int, original: HistoryNode) -> _DriftEvent:
+    """Compares a request, up to message `number`, with the history of a recorded answer."""
     recorded = original.path()
     came = list(range(number + 1))
     first = _common(recorded, came, match)
     if original.tools != match.root.tools:
         texts = original.tools.as_json, match.root.tools.as_json
-        return _Met("tools_changed", first, texts, original)
+        return _DriftEvent("tools_changed", first, texts, original)
 
     last = _common(recorded[first:][::-1], came[first:][::-1], match)
     replaced = [node.forms[-1] for node in recorded[first : len(recorded) - last]]
     instead = [match.messages[n] for n in came[first : len(came) - last]]
     kind = _class_of(recorded[first : len(recorded) - last], instead)
     texts = _line(replaced[0]) if replaced else "", _line(match.messages[first])
-    return _Met(kind, first, texts, original)
+    return _DriftEvent(kind, first, texts, original)
 
 
 def _common(recorded: Sequence[HistoryNode], came: Sequence[int], match: HistoryMatch) -> int:
-    """How many messages both begin with."""
+    """The number of messages at the beginning that both have."""
     count = 0
     for node, number in zip(recorded, came, strict=False):
         message = match.messages[number]
         place = match.places[number]
-        if not node.means(message, place, serves_clients=match.serves_clients):
+        if not node.matches(message, place, serves_clients=match.serves_clients):
             break
         count += 1
 
@@ -196,7 +197,7 @@ def _common(recorded: Sequence[HistoryNode], came: Sequence[int], match: History
 
 
 def _class_of(recorded: Sequence[HistoryNode], came: Sequence[Message]) -> str:
-    """The class of the change between the common beginning and the common end."""
+    """The class of the change, which is between the common beginning and the common end."""
     roles = {*(node.forms[-1].role for node in recorded), *(message.role for message in came)}
     if roles == {"system"}:
         return "system_changed"
@@ -213,8 +214,8 @@ def _class_of(recorded: Sequence[HistoryNode], came: Sequence[Message]) -> str:
 
 
 def _nearest(answers: Sequence[HistoryNode], message: Message) -> HistoryNode:
-    """The answer that the message was most likely made from: one with the same calls, else the same
-    text, else the newest."""
+    """The answer that the message was most likely made from: an answer with the same calls,
+    otherwise with the same text, otherwise the newest."""
     content, calls = key_of(message, -1)[1:]  # type: ignore[index]
 
     def likeness(node: HistoryNode) -> tuple[bool, bool, int]:
@@ -233,11 +234,11 @@ def _line(message: Message) -> str:
 
 
 def _shown(*texts: str) -> list[str]:
-    """Texts from shortly before their first difference, shortened and escaped."""
+    """Both texts from shortly before their first difference, shortened and escaped."""
     letters = enumerate(zip(*texts, strict=False))
     same = next((place for place, at in letters if len(set(at)) > 1), 0)
-    start = max(0, same - SHOWN // 3)
-    return [_escape_line(text[start : start + SHOWN], start > 0) for text in texts]
+    start = max(0, same - SHOWN_CHARS // 3)
+    return [_escape_line(text[start : start + SHOWN_CHARS], start > 0) for text in texts]
 
 
 def _escape_line(text: str, is_cut: bool) -> str:
@@ -247,27 +248,28 @@ def _escape_line(text: str, is_cut: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenDifference:
-    """Where a request, rendered as a whole, first differs from what was recorded."""
+    """The first difference between a request that is rendered as a whole and the recorded
+    tokens."""
 
     position: int
     before: str
-    """The text of the last tokens before it, escaped."""
+    """The text of the last tokens before the difference, escaped."""
     recorded: str
-    """The text of the recorded tokens from there on; empty at their end."""
+    """The text of the recorded tokens from there on; empty if there are no more."""
     rendered: str
 
 
 def first_difference(
     recorded: Sequence[int], rendered: Sequence[int], text: Callable[[Sequence[int]], str]
 ) -> TokenDifference | None:
-    """The first token that two sequences do not share; None if one begins with the other."""
+    """The first token in which two sequences differ. None if one is a prefix of the other."""
     pairs = enumerate(zip(recorded, rendered, strict=False))
     position = next((place for place, (a, b) in pairs if a != b), None)
     if position is None:
         return None
 
-    start = max(0, position - NEAR)
-    end = position + NEAR
+    start = max(0, position - CONTEXT_TOKENS)
+    end = position + CONTEXT_TOKENS
     before = text(recorded[start:position])
     recorded_text = text(recorded[position:end])
     instead = text(rendered[position:end])

@@ -1,5 +1,5 @@
-"""Weights of earlier versions that still serve requests, and an engine that samples from one of
-them."""
+"""Keeps weights of earlier versions that still serve requests, and samples from one of these
+versions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class EarlierWeights:
     @own_torch_state()
     @torch.no_grad()
     def keep(self, version: int, count: int) -> None:
-        """Keeps a copy of the current weights as `version`; the newest `count` copies stay."""
+        """Keeps a copy of the current weights as `version`. Drops all copies but the newest
+        `count`."""
         older = sorted(number for number in self._copies if number != version)
         spare = [self._copies.pop(number) for number in older[: max(0, len(older) - count + 1)]]
         if version in self._copies or not count:
@@ -50,9 +51,9 @@ class EarlierWeights:
         self._copies[version] = spare[0]
 
     def model_serving(self, requested: int | None, newest: int) -> tuple[int, PreTrainedModel]:
-        """The version that serves requests for version `requested`, and its model: `requested`
-        itself, or else the next version that exists. `newest` is the version of the current
-        weights."""
+        """The version that serves requests for version `requested`, and its model. This is
+        `requested` itself or, if it was dropped, the next version that exists. `newest` is the
+        version of the current weights."""
         later = (
             number
             for number in self._copies
@@ -63,7 +64,7 @@ class EarlierWeights:
 
 
 class PinnedEngine:
-    """The engine for requests that are all sampled from one version: an Engine, see
+    """The engine for requests that are all sampled from one version: see
     VersionedEngine.serving."""
 
     def __init__(self, engine: TorchEngine, version: int) -> None:
@@ -72,7 +73,7 @@ class PinnedEngine:
 
     @property
     def version(self) -> int:
-        """See Engine.version. It is the version of the weights that serve its requests now."""
+        """See Engine.version. The version that serves its requests now."""
         return self._engine.version_for(self._pinned)
 
     @property

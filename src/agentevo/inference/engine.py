@@ -1,8 +1,8 @@
 """The engine contract: token ids in, token ids out, with the log-probs of the distribution that
 each token was actually sampled from.
 
-An engine knows nothing of agents, rewards or text. It stamps every token with the version of the
-weights that emitted it. Agents and samplers need an `Engine`. Trainers need an `UpdatableEngine`,
+An engine knows nothing of agents, rewards or text. It labels every token with the version of the
+weights that sampled it. Agents and samplers need an `Engine`. Trainers need an `UpdatableEngine`,
 whose weights can be replaced. Each optional ability of an engine is a protocol of its own that is
 checked at run time: `SleepingEngine`, `EmbeddedEngine`, `ScoringEngine`.
 
@@ -34,24 +34,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Weights = Mapping[str, "torch.Tensor"]
-"""Tensors by the name of the model's parameter."""
+"""Tensors, by the names of the model's parameters."""
 InFlight = Literal["continue", "finish"]
-"""The treatment of running requests when an engine gets new weights or goes to sleep: they continue
-afterwards from their current state, or end first."""
+"""What happens to running requests when an engine gets new weights or goes to sleep. `continue`:
+they resume afterwards from their current state. `finish`: they end first."""
 TokenListener = Callable[[Sequence[int], Sequence[float]], None]
-"""Gets the tokens of one request as they are sampled: ids, and the log-prob of each. It is called
-on the engine's event loop, between the engine's steps, so it must return at once."""
+"""A function that gets the tokens of one request as they are sampled: ids, and the log-prob of
+each. The engine calls it on its event loop, between steps, so it must return quickly."""
 CANT_SCORE = (
     "this engine can't compute log-probs of given tokens, which rewards by the policy's "
     "probability need: use engine.type=torch, or an engine with `score` (docs/engines.md)"
 )
 NO_VERSION = -1
-"""The version of an engine that has not had any weights of the run yet, or of no engine at all."""
+"""The version of an engine that has not received weights of the run yet. Also the version if there
+is no engine."""
 
 
 def check_request(sampling: SamplingParams, deadline_s: float) -> None:
-    """Raises EngineError for sampling settings that no engine supports, from any caller: otherwise
-    a log-prob that is not a number could reach training."""
+    """Raises EngineError for sampling settings that no engine supports. Without this check, a
+    log-prob that is NaN could reach training."""
     ranges = (
         (
             "temperature",
@@ -100,8 +101,8 @@ def check_request(sampling: SamplingParams, deadline_s: float) -> None:
 
 
 def check_tokens(ids: Sequence[int], vocabulary: int) -> None:
-    """Raises EngineError for ids outside the model's vocabulary: in a step they would fail for all
-    requests."""
+    """Raises EngineError for ids outside the model's vocabulary. In a step, such an id would fail
+    all requests."""
     if min(ids) < 0 or max(ids) >= vocabulary:
         unknown = next(token for token in ids if not 0 <= token < vocabulary)
         raise EngineError(
@@ -113,7 +114,7 @@ def check_tokens(ids: Sequence[int], vocabulary: int) -> None:
 def check_score(
     context_ids: Sequence[int], ids: Sequence[int], temperature: float, deadline_s: float
 ) -> None:
-    """Raises EngineError for tokens that no engine can score, from any caller."""
+    """Raises EngineError for tokens that no engine can score."""
     if not context_ids or not ids:
         raise EngineError(
             "score: the context and the tokens must have at least one token each: there is nothing "
@@ -136,15 +137,15 @@ class TokenScores(NamedTuple):
     logprobs: list[float]
     """Natural log-probs, one for each token. 0 is the highest, and none is infinite."""
     version: int
-    """Of the weights that all of them come from."""
+    """The version of the weights that computed all of them."""
 
     @classmethod
     def of(cls, completion: Completion) -> TokenScores:
-        """From an answer in the form of a completion."""
+        """Converts an answer that has the form of a completion."""
         return cls(completion.logprobs, completion.versions[0])
 
     def completion(self, ids: list[int]) -> Completion:
-        """In the form of a completion, for the scored tokens."""
+        """Converts the scores to the form of a completion."""
         versions = [self.version] * len(ids)
         return Completion(
             ids=ids, logprobs=self.logprobs, versions=versions, finish_reason="length"
@@ -156,7 +157,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights that new tokens come from, or NO_VERSION."""
+        """The version of the weights that sample new tokens, or NO_VERSION."""
         ...
 
     async def generate(
@@ -170,47 +171,46 @@ class Engine(Protocol):
     ) -> Completion:
         """Completes `prompt_ids`, the whole context.
 
-        `session` names a conversation whose key-value cache is kept: the next call with the same
-        name costs only its new tokens. Raises EngineError for what `check_request` refuses,
-        GrammarError for a grammar that it can't compile, RequestTooLongError if the tokens can
-        never fit, DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees all
-        that the request held.
+        `session` names a conversation. The engine keeps its key-value cache, so the next call with
+        this name computes only the new tokens. Raises EngineError for what `check_request` refuses,
+        GrammarError for a grammar that can't be compiled, RequestTooLongError if the tokens can
+        never fit, DeadlineExceededError after `deadline_s` seconds. Cancelling the call frees all
+        resources of the request.
 
-        `listen` gets the completion's tokens as they are sampled, in order and each once, before
-        the next step begins. The completion is authoritative: the tokens that `listen` got are a
-        beginning of it, and an engine may call `listen` for none of them. A listener that raises
-        ends this request alone, with ListenerError.
+        `listen` gets each token of the completion once, in order, before the next step begins. The
+        tokens that `listen` got are always a prefix of the completion. An engine may also never
+        call `listen`. A listener that raises ends this request alone, with ListenerError.
         """
         ...
 
     async def release(self, session: str) -> None:
-        """Forgets a conversation; unknown names are fine."""
+        """Frees the cache of a conversation. Unknown names are ignored."""
         ...
 
     def stats(self) -> dict[str, float]:
         """Counters since the start: generated and computed tokens, prefix hits, queue lengths,
-        memory. `engine/kv_capacity_tokens`, if present, is the most tokens whose keys and values
-        are held at once."""
+        memory. `engine/kv_capacity_tokens`, if present, is the most tokens that the key-value cache
+        can hold."""
         ...
 
 
 class UpdatableEngine(Engine, Protocol):
-    """An engine whose weights the run replaces; it belongs to one event loop."""
+    """An engine whose weights can be replaced. It belongs to one event loop."""
 
     async def begin(
         self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
     ) -> None:
-        """Numbers the weights at the start of a run, fresh or resumed: from now on the weights that
-        the engine holds are `version`, which may be lower than the one before. `weights` replaces
-        them first; None means that they are right, or were changed in place. Cached keys and values
-        are not used afterwards. Called while no request is running. Raises EngineError for
-        `weights` that the engine can't take over."""
+        """Sets the weights and their version at the start of a new or resumed run. `weights`
+        replaces the engine's weights; None keeps them, for example after a change in place.
+        `version` may be lower than the previous one. Cached keys and values are dropped. The caller
+        makes sure that no request is running. Raises EngineError for `weights` that the engine
+        can't load."""
         ...
 
     def verify(self, weights: Weights) -> Weights:
-        """The first phase of `publish`, for any thread, while requests run: checks everything and
-        changes nothing. Returns the weights in the form in which `publish` takes them over at once.
-        Raises EngineError for weights that the engine can't take over."""
+        """The first phase of `publish`: checks the weights and changes nothing. Any thread may call
+        it while requests run. Returns the weights in a form that `publish` can load without delay.
+        Raises EngineError for weights that the engine can't load."""
         ...
 
     async def publish(
@@ -221,30 +221,32 @@ class UpdatableEngine(Engine, Protocol):
         in_flight: InFlight = "finish",
         deadline_s: float = 60.0,
     ) -> None:
-        """Serves newer weights from now on; verifies all of them before it changes any, unless they
-        come from `verify`. None: they were changed in place. Weights that are not trained (the base
-        under adapters) may be left out. A failure or cancellation leaves the old version serving.
-        Raises EngineError, and DeadlineExceededError if requests do not end in time."""
+        """Replaces the weights with newer ones. Verifies all weights before it changes any, unless
+        they come from `verify`. None: they were changed in place. Untrained weights (the base under
+        adapters) may be left out. A failure or cancellation leaves the old version serving. Raises
+        EngineError for weights that it can't load, and DeadlineExceededError if requests do not end
+        in time."""
         ...
 
     async def forget_cache(self) -> None:
-        """Drops every cached key and value, so that later results do not depend on earlier
-        requests. A conversation that continues keeps its recorded experts, if there are any."""
+        """Drops all cached keys and values, so that later results do not depend on earlier
+        requests. A conversation that continues keeps its recorded experts."""
         ...
 
     def check(self) -> None:
-        """Raises EngineError when the engine can only fail, so that its requests should go to
-        another one."""
+        """Raises EngineError if every request would fail on this engine, so that requests go to
+        another engine."""
         ...
 
     async def close(self) -> None:
-        """Releases all resources. No method is called afterwards."""
+        """Releases all resources. No method may be called afterwards."""
         ...
 
 
 @runtime_checkable
 class EmbeddedEngine(Protocol):
-    """An engine that computes with a model in this process: the trainer's own, or a copy of it."""
+    """An engine that computes with a model in this process. The model is the trainer's, or a copy
+    of it."""
 
     @property
     def model(self) -> PreTrainedModel: ...
@@ -252,32 +254,32 @@ class EmbeddedEngine(Protocol):
 
 @runtime_checkable
 class SleepingEngine(Protocol):
-    """An engine that can release its memory for a while."""
+    """An engine that can release its memory temporarily."""
 
     @property
     def asleep(self) -> bool: ...
 
     @property
     def slept_s(self) -> float:
-        """Seconds asleep so far, including those of a sleep under way. They count towards no
-        request's deadline."""
+        """Seconds asleep so far, including the current sleep. They do not count towards the
+        deadlines of requests."""
         ...
 
     async def sleep(self, *, in_flight: InFlight, deadline_s: float) -> None:
-        """Computes nothing from now on and releases the key-value memory, until `wake`.
-        `in_flight`: running requests end first, or are queued again with what they have completed.
-        New requests wait. Weights may be published. If requests do not end in time, raises
-        DeadlineExceededError and stays awake as before."""
+        """Stops computing and releases the key-value memory until `wake`. `in_flight`: running
+        requests end first, or are queued again with the tokens that they have. New requests wait.
+        New weights may be published during sleep. Raises DeadlineExceededError and stays awake if
+        requests do not end in time."""
         ...
 
     async def wake(self) -> None:
-        """Resumes; an engine that is awake ignores it."""
+        """Resumes. Does nothing if the engine is awake."""
         ...
 
 
 @runtime_checkable
 class ScoringEngine(Protocol):
-    """An engine that scores tokens that it did not sample."""
+    """An engine that can score given tokens."""
 
     async def score(
         self,
@@ -287,10 +289,10 @@ class ScoringEngine(Protocol):
         temperature: float = 1.0,
         deadline_s: float,
     ) -> TokenScores:
-        """The log-prob of each of `ids` after `context_ids` and those before it, under the newest
-        weights at this temperature, without filters. Raises EngineError for tokens that can't be
-        scored, RequestTooLongError for tokens that can never fit, DeadlineExceededError after
-        `deadline_s` seconds. Cancelling the await frees all that the request held."""
+        """The log-prob of each of `ids`, given `context_ids` and the preceding `ids`, under the
+        newest weights at this temperature, without filters. Raises EngineError for tokens that
+        can't be scored, RequestTooLongError for tokens that can never fit, DeadlineExceededError
+        after `deadline_s` seconds. Cancelling the call frees all resources of the request."""
         ...
 
 
@@ -299,24 +301,24 @@ class VersionedEngine(Protocol):
     """An engine that can keep earlier weights for requests that ask for them."""
 
     def keep(self, count: int) -> None:
-        """Keeps a copy of the current trained weights, which serves alongside newer weights until
-        `count` publishes from now; older copies are dropped."""
+        """Keeps a copy of the current trained weights, which serves requests alongside newer
+        weights until `count` more versions were published. Drops older copies."""
         ...
 
     def serving(self, version: int) -> Engine:
-        """This engine for requests that are all sampled from that version, or from the next one
-        that still exists."""
+        """Returns an engine whose requests are all sampled from that version, or from the next
+        version that still exists."""
         ...
 
 
 class EngineFactory(Protocol):
-    """Makes the engine that `engine.type` names."""
+    """Creates the engine that `engine.type` names."""
 
     def __call__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
     ) -> UpdatableEngine:
-        """`model` is what the engine computes with if it is an EmbeddedEngine; to others it says
-        names, shapes and where its files are (`model.name_or_path`), and the weights come with
-        `begin`. Raises ConfigError for keys of `section` that it does not support. The first line
-        of its docstring is what `agentevo list engines` shows."""
+        """An EmbeddedEngine computes with `model`. Other engines read names, shapes and the path of
+        its files (`model.name_or_path`) from it, and get the weights in `begin`. Raises ConfigError
+        for keys of `section` that the engine does not support. `agentevo list engines` shows the
+        first line of the factory's docstring."""
         ...

@@ -1,4 +1,5 @@
-"""Engines by name, as `engine.type` gives it; other packages register theirs as entry points."""
+"""The engines that `engine.type` can name. Other packages register their engines as entry
+points."""
 
 from __future__ import annotations
 
@@ -16,9 +17,8 @@ engines: Registry[EngineFactory] = Registry("engines")
 
 
 def check_engine(section: EngineSection) -> None:
-    """Checks, before anything is created, for errors that would prevent the engine: an unknown
-    engine, a missing package, and options that one of our engines does not know. Raises
-    UnknownNameError and ConfigError."""
+    """Checks before anything is created that the engine exists, that its package is installed, and
+    that its options are valid. Raises UnknownNameError and ConfigError."""
     engines.get(section.type)
     if section.type == "torch" and section.options:
         raise ConfigError(

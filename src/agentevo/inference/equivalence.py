@@ -1,13 +1,13 @@
-"""When a message that a client sends back means a recorded one, though it is written in another
-way.
+"""Decides whether a message that a client sends back means a recorded message although its text
+differs.
 
-Clients keep a conversation in records of their own. These change an answer: tool calls lose the
-order of their keys, their spaces and escapes; text is stripped; reasoning is left out or moves into
-the content; ids of calls are left out or replaced, in a call and in its result alike. These changes
+Clients store a conversation in their own format, and this changes an answer. Tool calls lose the
+order of their keys, their spaces and escapes. Text is stripped. Reasoning is left out or moves into
+the content. Ids of calls are left out, or replaced both in a call and in its result. These changes
 keep the meaning: such a message has the same `key_of` as the recorded one, and is `compatible` with
-it. Everything that decides what a tool does, or what the model has read, is in the key: 1 and 1.0
-differ. If one of our ids comes back with a call, the recorded call is meant even if the client's
-JSON has lost some of it (`names_calls`).
+it. The key contains everything that affects what a tool does or what the model has read, so 1 and
+1.0 differ. If a call comes back with an id that AgentEvo created, it means the recorded call, even
+if the client's JSON lost parts of its arguments (`names_calls`).
 
 Parts that may be missing (reasoning, the name of a tool, ids) are not in a key, because a missing
 part matches any other. `compatible` compares them if both messages have them.
@@ -30,7 +30,7 @@ Undone = Literal[
     "name_dropped",
     "content_in_parts",
 ]
-"""How a message may differ from the recorded one that it means."""
+"""How a message may differ from the recorded message that it means."""
 Edit = Literal[
     "system_changed",
     "user_edited",
@@ -40,7 +40,7 @@ Edit = Literal[
     "reasoning_edited",
     "other",
 ]
-"""How a message differs from the recorded one that was in its place."""
+"""How a message differs from the recorded message that was in its place."""
 _EDITS: dict[str, Edit] = {
     "system": "system_changed",
     "user": "user_edited",
@@ -51,18 +51,19 @@ Content = str | tuple[TextPart | ImagePart, ...]
 
 
 class Parts(NamedTuple):
-    """The content of an assistant's message, in a form that all ways to write it share."""
+    """The content of an assistant's message, in a form that is the same for all ways to write
+    it."""
 
     content: Content
-    """Without whitespace at its ends, and without a thought."""
+    """The text without whitespace at its ends and without reasoning."""
     calls: tuple[tuple[str, str], ...]
     """Names and canonical arguments."""
     reasoning: str
-    """Empty if there is none."""
+    """The reasoning; empty if there is none."""
 
 
 def parts_of(message: Message) -> Parts:
-    """Text in the content up to </think> is reasoning."""
+    """Splits a message into its parts. Text in the content before </think> is reasoning."""
     calls = tuple((call.name, canonical_arguments(call.arguments)) for call in message.tool_calls)
     content, reasoning = _answer_and_thought(message)
     return Parts(content, calls, reasoning)
@@ -83,8 +84,8 @@ def _answer_and_thought(message: Message) -> tuple[Content, str]:
 
 
 def canonical_arguments(text: str) -> str:
-    """The arguments of a call as JSON in one form; no arguments are an empty object. Text that is
-    no JSON stays as it is."""
+    """The arguments of a call as canonical JSON. Missing arguments become an empty object. Text
+    that is not JSON is unchanged."""
     try:
         value = json.loads(text or "{}", parse_constant=_refuse)
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -93,9 +94,9 @@ def canonical_arguments(text: str) -> str:
 
 
 def names_calls(form: Message, came: Message) -> bool:
-    """Whether `came` has the calls of a recorded message by their ids, and their arguments except
-    for what JavaScript's JSON and schema libraries lose: 1.0 becomes 1, large numbers are rounded,
-    keys that a schema lacks are dropped, and missing ones become null."""
+    """Whether `came` has the calls of a recorded message: the same ids, and the same arguments
+    except for what JavaScript's JSON and schema libraries change. These turn 1.0 into 1, round
+    large numbers, drop keys that a schema lacks, and set missing keys to null."""
     if not form.tool_calls or len(form.tool_calls) != len(came.tool_calls):
         return False
     return parts_of(form).content == parts_of(came).content and all(
@@ -150,8 +151,9 @@ def _content(message: Message) -> Content:
 
 
 def places_of(messages: Sequence[Message]) -> list[int]:
-    """For each message of role `tool`, which call of the assistant's message before it it answers:
-    the one whose id it has, else by the order of the results. -1 for all others."""
+    """For each message of role `tool`, the index of the call that it answers in the preceding
+    assistant's message: the call with the same id, otherwise by the order of the results. -1 for
+    all other messages."""
     places: list[int] = []
     ids: dict[str, int] = {}
     results = 0
@@ -168,7 +170,7 @@ def places_of(messages: Sequence[Message]) -> list[int]:
 
 
 def key_of(message: Message, place: int) -> Hashable:
-    """Equal for all ways to write one message. `place`: see places_of."""
+    """A key that is equal for all ways to write one message. `place`: see places_of."""
     if message.role == "assistant":
         parts = parts_of(message)
         return "assistant", parts.content, parts.calls
@@ -178,8 +180,8 @@ def key_of(message: Message, place: int) -> Hashable:
 
 
 def compatible(forms: Sequence[Message], came: Message) -> bool:
-    """Whether the reasoning and the tool's name of `came`, if it has them, are those of a
-    recorded message, which is known in these forms and has the same key."""
+    """Whether `came` has the reasoning and the tool's name of a recorded message with the same key,
+    or lacks them. `forms` are the known forms of the recorded message."""
     if came.role == "assistant":
         _, thought = _answer_and_thought(came)
         return not thought or any(_answer_and_thought(form)[1] == thought for form in forms)
@@ -189,7 +191,7 @@ def compatible(forms: Sequence[Message], came: Message) -> bool:
 
 
 def undone(forms: Sequence[Message], came: Message) -> list[Undone]:
-    """The differences between a message that came back and the nearest form of the recorded one
+    """The differences between a message that came back and the nearest form of the recorded message
     that it means."""
     key = key_of(came, -1)
     alike = [form for form in forms if key_of(form, -1) == key or names_calls(form, came)]
@@ -228,8 +230,8 @@ def _find_restyling(form: Message, came: Message) -> list[Undone]:
 
 
 def edit(forms: Sequence[Message], came: Message) -> Edit | Undone:
-    """The edit between a recorded message and the one that came in its place; where there is none,
-    how it is written differently."""
+    """The edit between a recorded message and the message that came back in its place. If nothing
+    was edited, how the text differs."""
     recorded = forms[-1]
     if recorded.role != came.role:
         return "system_changed" if came.role == "system" else "other"

@@ -1,5 +1,5 @@
-"""A tensor's fingerprint: 128 bits that its own bits and their places determine, the same on every
-device.
+"""A tensor's fingerprint: 128 bits that are computed from its bits and their positions, the same on
+every device.
 
 The fingerprint is a sum over the tensor's 64-bit words x(c, i), the i-th of chunk c (its bytes,
 with zeros up to a multiple of eight): the sum of x(c, i) * f(i) * g(c) modulo 2**64, twice, with
@@ -20,14 +20,14 @@ from agentevo.devices import wraps_around
 from agentevo.models.parts import as_bytes
 
 CHUNK = 2**17
-"""Words that are summed at once."""
+"""The number of words that are summed at once."""
 _MASK = 2**64 - 1
 
 
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> str:
-    """32 hexadecimal digits. Shape and dtype do not enter. Computed on the tensor's own device,
-    also on a CUDA device."""
+    """The fingerprint in 32 hexadecimal digits. It does not depend on shape and dtype. It is
+    computed on the tensor's device, which may be a CUDA device."""
     where = tensor if wraps_around(tensor.device.type) else tensor.cpu()
     bits = as_bytes(where.detach().contiguous())
     factors = _factors(bits.device)
@@ -43,7 +43,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def _words(bits: torch.Tensor) -> torch.Tensor:
-    """As int64, with zeros at the end. A view if possible."""
+    """The tensor's bits as int64, padded with zeros at the end. A view if possible."""
     padded_size = math.ceil(len(bits) / 8) * 8
     if padded_size != len(bits) or bits.storage_offset() % 8 or bits.data_ptr() % 8:
         padded = torch.zeros(padded_size, dtype=torch.uint8, device=bits.device)
@@ -60,7 +60,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 def _odd(number: int) -> int:
-    """SplitMix64 of the number, made odd."""
+    """SplitMix64 of the number, with the lowest bit set."""
     mixed = (number + 1) * 0x9E3779B97F4A7C15 & _MASK
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
@@ -68,5 +68,6 @@ def _odd(number: int) -> int:
 
 
 def _as_signed(number: int) -> int:
-    """The int64 of the same bits: products and sums wrap around as those of unsigned numbers do."""
+    """The int64 with the same bits. Its products and sums wrap around like those of unsigned
+    numbers."""
     return number - 2**64 if number >= 2**63 else number

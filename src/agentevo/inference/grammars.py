@@ -1,5 +1,5 @@
-"""Grammars at an engine: compiled outside its event loop, so that other requests do not wait for a
-large one."""
+"""Compiles an engine's grammars outside its event loop, so that other requests do not wait for a
+large grammar."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _COMPILER = ThreadPoolExecutor(1, thread_name_prefix="agentevo-grammars")
-"""Compiles grammars one after the other, so that many of them use only one core."""
+"""Compiles one grammar at a time, so that many grammars use only one core."""
 
 
 class EngineGrammars:
-    """The grammars of one engine's requests. Nothing is loaded before the first of them."""
+    """The grammars of one engine's requests. The grammar package is loaded with the first request
+    that needs it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
         self._tokenizer = tokenizer
@@ -27,8 +28,8 @@ class EngineGrammars:
         self._grammars: Grammars | None = None
 
     async def begin(self, sampling: SamplingParams, deadline_s: float) -> GrammarState | None:
-        """The grammar of a request before its first token; None for a request without one. Raises
-        GrammarError for an invalid grammar, DeadlineExceededError for one that is not
+        """The grammar of a request, in the state before its first token. None for a request without
+        a grammar. Raises GrammarError if the grammar is invalid, DeadlineExceededError if it is not
         compiled in time."""
         if not sampling.grammar:
             return None
@@ -37,7 +38,7 @@ class EngineGrammars:
         if self._grammars is not None and self._grammars.is_ready(*key):
             return self._grammars.begin(
                 *key
-            )  # at once: the order of events decides which requests share a step
+            )  # no await: the order of events decides which requests share a step
 
         compiling = asyncio.get_running_loop().run_in_executor(_COMPILER, self._begin, *key)
         try:

@@ -1,7 +1,8 @@
-"""A server that is started as a child and ends with this process, however this process ends.
+"""Starts a server as a child process that ends when this process ends for any reason.
 
-Between the two runs a guard (this file as a program). It reads a pipe that is never written to. The
-pipe ends with this process; then the guard ends the server with everything that the server started.
+A guard process (this file as a program) runs between the two. It reads from a pipe that no process
+writes to. The pipe closes when this process ends. Then the guard ends the server and every process
+that the server started.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class GuardedServer:
     def __init__(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """`environment`: variables that it has in addition to ours."""
+        """`environment`: variables that the server has in addition to those of this process."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
@@ -47,7 +48,7 @@ class GuardedServer:
         return "\n".join([f"exit code {code}; {self.log} ends with:", *lines[-SHOWN_LINES:]])
 
     def close(self) -> None:
-        """Returns when it has ended."""
+        """Ends the server and waits for it."""
         if self._guard.stdin is not None:
             self._guard.stdin.close()
 
@@ -60,7 +61,7 @@ class GuardedServer:
 
 
 def guard(command: Sequence[str]) -> int:
-    """Runs the command until it ends, standard input does, or SIGTERM comes."""
+    """Runs the command until it ends, standard input closes, or the guard receives SIGTERM."""
     stop_event = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop_event.set())
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -84,7 +85,7 @@ def guard(command: Sequence[str]) -> int:
 
     code = server.wait()
     with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)  # processes that it has left behind
+        os.killpg(server.pid, signal.SIGKILL)  # processes that the server has left behind
 
     return code if code >= 0 else 128 - code
 

@@ -1,19 +1,20 @@
-"""The histories of one conversation as a tree of messages, and the place of a request in it.
+"""The histories of one conversation as a tree of messages. `find` finds the place of a request in
+the tree.
 
-A node is one message at the end of the path of messages before it. Each answer of the policy is a
-node of its own, with its turn, even if two answers have the same text. `find` walks down the
-messages of a request and returns the deepest answer on the way:
+A node is one message, and its parents are the messages before it. Each answer of the policy has its
+own node and turn, even if two answers have the same text. `find` walks down the messages of a
+request and returns the deepest answer on the way:
 
     the recorded part of a request = the path to that answer, whose token ids are reused
     the new part                   = the messages after it
 
 A message matches a node if it equals one of the node's forms. Answers that were passed on to a
-client (`recognise`) also match by the rules of equivalence.py; after the first such answer, so do
-messages that the policy did not write. If several answers match, the one that leads furthest wins;
-then the one with exactly the same form, the one whose tool-call ids are in the request, and the
-newest.
+client (`recognise`) also match by the rules of equivalence.py. After the first such answer,
+messages that the policy did not write match by these rules too. If several answers match, the
+deepest one wins. Ties are broken by exactly the same form, then by tool-call ids that are in the
+request, then by age, the newest first.
 
-A request costs one step per message; only messages with several equivalents cost more.
+Finding a request takes one step per message, and more only for messages with several equivalents.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from agentevo.types import Message
 
 
 class HistoryNode:
-    """One message of a history, after those of its parent. A root has none."""
+    """One message of a history. Its parent is the message before it; a root has no parent."""
 
     __slots__ = (
         "_by_call", "_by_form", "_by_key", "_is_keyed", "_num_keyed", "came", "children", "forms",
@@ -39,12 +40,12 @@ class HistoryNode:
         self.tools = tools
         self.parent = parent
         self.size: int = 0 if parent is None else parent.size + 1
-        """Messages up to and including this one."""
+        """The number of messages up to and including this one."""
         self.forms: list[Message] = []
-        """The forms of the message: first as the policy wrote it or as a request first had it, then
-        as it was passed on to a client."""
+        """The forms of the message: first the form that the policy wrote or that a request first
+        had, then the forms that were passed on to a client."""
         self.place = -1
-        """The place of a tool's result, see equivalence.places_of."""
+        """The index of the call that a tool's result answers, see equivalence.places_of."""
         self.turn: int | None = None
         """The turn that produced it."""
         self.is_given = False
@@ -52,19 +53,19 @@ class HistoryNode:
         self.is_lost = False
         """Whether it is an answer that was not delivered."""
         self.came: Message | None = None
-        """The last different form in which a request had it."""
+        """The last form in which a request had the message, if it differs from the known forms."""
         self.children: list[HistoryNode] = []
         self._by_call: dict[str, HistoryNode] = {}
         """Id of a tool call -> the child with that call."""
         self._by_form: dict[Message, list[HistoryNode]] = {}
         self._by_key: dict[Hashable, list[HistoryNode]] = {}
-        """Key -> children. It has only the first `_num_keyed` children, because most are never
-        looked up by key."""
+        """Key -> children. It has only the first `_num_keyed` children. Others are added when they
+        are needed, because most are never looked up by key."""
         self._num_keyed = 0
         self._is_keyed = False
 
     def add(self, message: Message, place: int) -> HistoryNode:
-        """A new child."""
+        """Adds a child."""
         child = HistoryNode(self.tools, self)
         child.place = place
         self.children.append(child)
@@ -72,7 +73,7 @@ class HistoryNode:
         return child
 
     def recognise(self, message: Message) -> None:
-        """Adds a form in which the node is written."""
+        """Adds another form of this node's message."""
         if self.parent is not None:
             self.parent._write(self, message)
 
@@ -83,15 +84,15 @@ class HistoryNode:
         if child._is_keyed:
             self._by_key.setdefault(key_of(form, child.place), []).append(child)
 
-    def exact(self, message: Message) -> list[HistoryNode]:
+    def exact_children(self, message: Message) -> list[HistoryNode]:
         """The children that have this form, the oldest first."""
         if len(self.children) == 1:
             only = self.children[0]
             return self.children if message in only.forms else []
         return self._by_form.get(message, [])
 
-    def alike(self, message: Message, place: int) -> list[HistoryNode]:
-        """The children that mean the same and may be written differently."""
+    def equivalent_children(self, message: Message, place: int) -> list[HistoryNode]:
+        """The children that mean the same, in any form."""
         if len(self.children) == 1 and self.children[0].came == message:
             return self.children
 
@@ -108,11 +109,12 @@ class HistoryNode:
             for child in named
             if child is not None and any(names_calls(form, message) for form in child.forms)
         ]
-        return [child for child in dict.fromkeys([*similar, *by_name]) if child._is_alike(message)]
+        return [
+            child for child in dict.fromkeys([*similar, *by_name]) if child._is_equivalent(message)
+        ]
 
-    def means(self, message: Message, place: int, *, serves_clients: bool) -> bool:
-        """Whether the message matches this node. `serves_clients`: also if it is written
-        differently."""
+    def matches(self, message: Message, place: int, *, serves_clients: bool) -> bool:
+        """Whether the message matches this node. `serves_clients`: messages match in any form."""
         if message in self.forms:
             return True
 
@@ -122,10 +124,10 @@ class HistoryNode:
             and any(
                 key_of(form, self.place) == key or names_calls(form, message) for form in self.forms
             )
-            and self._is_alike(message)
+            and self._is_equivalent(message)
         )
 
-    def _is_alike(self, message: Message) -> bool:
+    def _is_equivalent(self, message: Message) -> bool:
         """Whether a message with the same key, or with calls of the same ids, matches."""
         return (self.turn is None or self.is_given) and compatible(self.forms, message)
 
@@ -140,24 +142,24 @@ class HistoryNode:
 
 
 @dataclass(slots=True)
-class _Reached:
+class _ReachedNode:
     """A node that a request's messages lead to."""
 
     node: HistoryNode
-    num_alike: int = 0
-    """The number of messages on the way that are written differently."""
+    num_restyled: int = 0
+    """The number of messages on the path in another form than recorded."""
     num_named: int = 0
-    """The number of answers on the way whose tool-call ids are in the request."""
-    otherwise: _HistoryStep | None = None
-    """The last message on the way that is written differently."""
+    """The number of answers on the path whose tool-call ids are in the request."""
+    restyled: _HistoryStep | None = None
+    """The last message on the path in another form than recorded."""
 
     def rank(self) -> tuple[bool, bool, int, int, int]:
         turn = -1 if self.node.turn is None else self.node.turn
-        return turn >= 0, not self.node.is_lost, -self.num_alike, self.num_named, turn
+        return turn >= 0, not self.node.is_lost, -self.num_restyled, self.num_named, turn
 
 
 class _HistoryStep(NamedTuple):
-    """A message that was written differently, and the one before it."""
+    """A message in another form than recorded, and the step before it."""
 
     node: HistoryNode
     number: int
@@ -166,32 +168,32 @@ class _HistoryStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HistoryMatch:
-    """Where a request's messages lead."""
+    """The place of a request in the tree."""
 
     answer: HistoryNode | None
-    """The deepest recorded answer on the way."""
+    """The deepest recorded answer on the path."""
     root: HistoryNode
     serves_clients: bool
-    """Whether messages that are written differently match."""
+    """Whether messages match in any form."""
     messages: Sequence[Message]
     places: list[int]
     num_matched: int
-    """The number of messages that follow a recorded history."""
+    """The number of the request's messages that follow a recorded history."""
     ends: list[HistoryNode]
     """The nodes that those messages lead to, the newest last."""
-    otherwise: list[tuple[HistoryNode, int]]
-    """The messages up to the answer that are written differently, the last first: their nodes and
-    their numbers in the request, from 0."""
+    restyled: list[tuple[HistoryNode, int]]
+    """The messages up to the answer that have another form than recorded, in reverse order: their
+    nodes, and their numbers in the request from 0."""
 
     @property
     def known(self) -> int:
-        """Messages up to the answer."""
+        """The number of messages up to the answer."""
         return 0 if self.answer is None else self.answer.size
 
 
 @dataclass(slots=True)
 class Histories:
-    """See the module."""
+    """The histories of one conversation. See the module."""
 
     roots: dict[ToolSchemas, HistoryNode] = field(default_factory=dict)
     """Tools of the requests -> the root of their histories."""
@@ -199,20 +201,20 @@ class Histories:
     """Whether any answer was passed on to a client."""
 
     def find(self, tools: ToolSchemas, messages: Sequence[Message]) -> HistoryMatch:
-        """Finds the place of a request; adds nothing. The last message counts as new unless its
-        role is assistant: a client can ask to continue an answer, such as one that was cut off,
+        """Finds the place of a request, and adds nothing. The last message counts as new, unless
+        its role is assistant: a client may ask to continue an answer, such as one that was cut off,
         without a new message."""
         root = self.roots.get(tools) or HistoryNode(tools)
         places = places_of(messages)
         goes_on = bool(messages) and messages[-1].role == "assistant"
 
         answer: HistoryNode | None = None
-        otherwise: _HistoryStep | None = None
-        reached = [_Reached(root)]
+        restyled: _HistoryStep | None = None
+        reached = [_ReachedNode(root)]
         matched = 0
         for number, message in enumerate(messages if goes_on else messages[:-1]):
             first = reached[0].node
-            if len(reached) == len(first.children) == 1 and first.exact(message):
+            if len(reached) == len(first.children) == 1 and first.exact_children(message):
                 reached[0].node = first.children[0]
             else:
                 following = [
@@ -225,14 +227,14 @@ class Histories:
 
                 if len(following) > 1:
                     _count_named(following, messages, number)
-                    following.sort(key=_Reached.rank)
+                    following.sort(key=_ReachedNode.rank)
 
                 reached = following
 
             matched = number + 1
             if reached[-1].node.turn is not None:
                 answer = reached[-1].node
-                otherwise = reached[-1].otherwise
+                restyled = reached[-1].restyled
 
         return HistoryMatch(
             answer=answer,
@@ -242,40 +244,41 @@ class Histories:
             places=places,
             num_matched=matched,
             ends=[candidate.node for candidate in reached],
-            otherwise=list(_steps_back(otherwise)),
+            restyled=list(_steps_back(restyled)),
         )
 
     def _steps(
-        self, reached: _Reached, message: Message, number: int, places: list[int]
-    ) -> Iterator[_Reached]:
+        self, reached: _ReachedNode, message: Message, number: int, places: list[int]
+    ) -> Iterator[_ReachedNode]:
         node = reached.node
         before = reached
-        exact = node.exact(message)
+        exact = node.exact_children(message)
         for child in exact:
-            yield _Reached(child, before.num_alike, before.num_named, before.otherwise)
+            yield _ReachedNode(child, before.num_restyled, before.num_named, before.restyled)
 
         if self.serves_clients and len(exact) < len(node.children):
-            for child in node.alike(message, places[number]):
+            for child in node.equivalent_children(message, places[number]):
                 if child not in exact:
-                    step = _HistoryStep(child, number, before.otherwise)
-                    yield _Reached(child, before.num_alike + 1, before.num_named, step)
+                    step = _HistoryStep(child, number, before.restyled)
+                    yield _ReachedNode(child, before.num_restyled + 1, before.num_named, step)
 
     def add(self, match: HistoryMatch) -> HistoryNode:
-        """The node of all of the request's messages."""
+        """Adds all messages of the request, and returns the node of the last one."""
         node = match.answer or self.roots.setdefault(match.root.tools, match.root)
         for message, place in zip(
             match.messages[match.known :], match.places[match.known :], strict=True
         ):
-            matches = node.exact(message)
+            matches = node.exact_children(message)
             if not matches and self.serves_clients:
-                matches = node.alike(message, place)
+                matches = node.equivalent_children(message, place)
             node = matches[-1] if matches else node.add(message, place)
 
         return node
 
 
-def _count_named(reached: Sequence[_Reached], messages: Sequence[Message], number: int) -> None:
-    """Counts for each answer whether the message, or a result after it, has ids of its calls."""
+def _count_named(reached: Sequence[_ReachedNode], messages: Sequence[Message], number: int) -> None:
+    """Increments `num_named` of each answer whose tool-call ids are in the message or in a result
+    after it."""
     ids = {call.id for call in messages[number].tool_calls}
     for result in messages[number + 1 :]:
         if result.role != "tool":

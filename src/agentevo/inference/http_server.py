@@ -1,5 +1,5 @@
-"""HTTP servers: a listening socket, its URL, and a uvicorn server on it whose connections are
-admitted (`admission.py`)."""
+"""HTTP servers: a listening socket, its URL, and a uvicorn server on it with limits for connections
+(`admission.py`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from agentevo.inference.admission import Admission, AdmissionLimits
 
 MAX_HEADER_BYTES = 16 * 2**10
 GRACE_S = 2
-"""How long unfinished answers get when the server ends, in seconds."""
+"""How long unfinished answers may continue when the server ends, in seconds."""
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound and listening; port 0 takes a free one. Raises ConfigError if that
+    """A socket that is bound and listening; port 0 chooses a free port. Raises ConfigError if that
     fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -39,7 +39,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         except OSError:
             listener.close()
             raise
-    except (OSError, UnicodeError) as error:  # UnicodeError: no host could have such a name
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name is no valid host name
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"can't listen on {host}:{port} ({reason}): give another --host or --port"
@@ -49,9 +49,9 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def is_own_host(header: str, names: Collection[str] = ("localhost",)) -> bool:
-    """Whether a `Host` header names this server: by one of its names in lower case, or by any
-    address, which no other site can have as its name. A page in a browser whose host was pointed at
-    this machine (DNS rebinding) sends its own name."""
+    """Whether a `Host` header names this server. It must be one of the server's names in lower
+    case, or any IP address, since no website has an address as its name. A website whose host name
+    points at this machine (DNS rebinding) sends its own name."""
     name = header.rpartition(":")[0] if not header.endswith("]") and ":" in header else header
     name = name.lower().rstrip(".")
     if name in names:
@@ -66,8 +66,8 @@ def is_own_host(header: str, names: Collection[str] = ("localhost",)) -> bool:
 
 
 def url_of(listening: socket.socket, *, encrypted: bool = False) -> str:
-    """The URL at which other processes reach the socket; one that listens on all interfaces uses
-    the machine's name."""
+    """The URL at which other processes reach the socket. If the socket listens on all interfaces,
+    the URL has the machine's name."""
     host, port = listening.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
@@ -127,7 +127,7 @@ async def serving(
         uvicorn.Config(
             app,
             log_config=None,
-            log_level="error",  # strangers' input is no news, and headers are logged at DEBUG
+            log_level="error",  # no lines on strangers' invalid input, nor headers (DEBUG)
             access_log=False,
             server_header=False,
             proxy_headers=False,

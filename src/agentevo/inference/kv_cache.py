@@ -1,11 +1,11 @@
 """Key-value memory of the embedded engine.
 
 Layout, per layer (more exactly, per call of attention in a pass): keys [slots, Hkv, capacity /
-KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity + scratch, D]. A sequence owns one slot;
-attention owns the few scratch rows behind each head's values. In a block of keys the positions are
-adjacent, in values the numbers of a head. Each is therefore a table whose rows attention sums
-(`cache_attention.py`). Shared prefixes are stored outside of the slots, once each, as
-`PrefixSegment`s, and so are idle sessions, as `KeysAndValues`.
+KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity + scratch, D]. A sequence owns one slot.
+Attention uses the few scratch rows behind each head's values. In a block of keys the positions are
+adjacent; in values the numbers of a head are adjacent. Both are therefore tables whose rows
+attention sums (`cache_attention.py`). Shared prefixes (`PrefixSegment`) and idle sessions
+(`KeysAndValues`) are stored outside of the slots.
 
 Invariant: a sequence's visible keys are segment[0:offset] + slot[0:length], in the order of
 positions; `offset` is 0 without a reference. Memory: slots x capacity + places outside of them <=
@@ -33,7 +33,7 @@ def num_blocks(tokens: int) -> int:
 
 
 def in_rows(keys: torch.Tensor) -> torch.Tensor:
-    """Blocks of keys [..., blocks, D, KEY_BLOCK] -> a copy, one key after the other [..., blocks *
+    """Copies blocks of keys [..., blocks, D, KEY_BLOCK] into rows, one per key [..., blocks *
     KEY_BLOCK, D]."""
     return keys.transpose(-1, -2).flatten(-3, -2).contiguous()
 
@@ -65,18 +65,18 @@ class PrefixSegment:
     version: int | None = None
     """The weights that computed it: EngineRequest.version."""
     users: int = 0
-    """The number of live sequences that refer to it; at 0 it may be dropped."""
+    """The number of live sequences that refer to it. At 0 the segment may be dropped."""
     last_used: int = 0
     routed: TokenRows = field(default_factory=TokenRows)
     """The routed experts of its tokens, if the engine records them."""
 
     def keys_of(self, layer: int) -> torch.Tensor:
-        """A copy of a layer's keys, one after the other [Hkv, len(ids), D]."""
+        """A copy of a layer's keys as rows [Hkv, len(ids), D]."""
         return in_rows(self.keys[layer])[:, : len(self.ids)]
 
 
 class KVCache:
-    """The slots' buffers. A layer is added when the first forward pass reaches it."""
+    """The buffers of the slots. A layer's buffers are created in the first forward pass."""
 
     def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []
@@ -87,8 +87,8 @@ class KVCache:
     def layer(
         self, index: int, like: torch.Tensor, scratch: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Buffers of one layer; `like` [T, Hkv, D] gives shape, type and device for a new one, and
-        `scratch` the number of scratch rows."""
+        """The buffers of one layer. New buffers get their shape, dtype and device from `like` [T,
+        Hkv, D], and `scratch` scratch rows."""
         while len(self.keys) <= index:
             groups, dim = like.shape[1:]
             self.keys.append(
@@ -98,8 +98,8 @@ class KVCache:
         return self.keys[index], self.values[index]
 
     def resize(self, num_slots: int, capacity: int, used: list[tuple[int, int]]) -> dict[int, int]:
-        """New buffers that keep the `used` slots, given as (slot, length); returns old slot -> new
-        slot (0, 1, ... in the given order). `capacity` is a multiple of KEY_BLOCK."""
+        """Creates new buffers and copies the `used` slots, given as (slot, length). Returns old
+        slot -> new slot (0, 1, ... in this order). `capacity` is a multiple of KEY_BLOCK."""
         for layer, (old_keys, old_values) in enumerate(zip(self.keys, self.values, strict=True)):
             _, groups, places, dim = old_values.shape
             scratch = places - self.capacity
@@ -126,7 +126,7 @@ class KVCache:
         )
 
     def paste(self, slot: int, saved: KeysAndValues, length: int) -> None:
-        """Copies the first `length` of them to the front of the slot."""
+        """Copies the first `length` keys and values to the start of the slot."""
         blocks = num_blocks(length)
         for layer, (k, v) in enumerate(zip(*saved, strict=True)):
             self.keys[layer][slot, :, :blocks] = k[:, :blocks]

@@ -1,10 +1,11 @@
 """Passing a request's tokens to its listener (engine.TokenListener).
 
-Invariant: the tokens that the listener has received are a beginning of the completion, and after
-`finish` the whole of it. A request that begins again, because its engine has died, is sampled again
-with the same seed. The tokens that the listener has are then compared and not passed again. If
-others are sampled (under newer weights, or on hardware with other rounding), the request ends.
-Log-probs are passed once and not compared: those of the completion are authoritative.
+Invariant: the tokens that the listener has received are a prefix of the completion, and after
+`finish` the whole completion. A request that begins again, because its engine has died, is sampled
+again with the same seed. The new tokens are then compared with those that the listener has, and are
+not passed again. If they differ (under newer weights, or on hardware with other rounding), the
+request ends. Log-probs are passed once and not compared. The log-probs of the completion are
+authoritative.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class StreamedTokens:
         self._listen = listen
         self._ids: list[int] = []
         self._place = 0
-        """How many tokens have been sampled since the request last began."""
+        """The number of tokens that were sampled since the request last began."""
 
     def begin(self) -> None:
-        """An engine begins to sample the request from its first token."""
+        """Call this when an engine begins to sample the request from its first token."""
         self._place = 0
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """The next tokens that the engine has sampled. Raises ListenerError, and
-        StreamDivergedError if the listener has received others."""
+        """Passes on the next tokens that the engine has sampled. Raises ListenerError, and
+        StreamDivergedError if the listener has received different tokens."""
         streamed_ids = self._ids[self._place : self._place + len(ids)]
         for place, (streamed, drawn) in enumerate(
             zip(streamed_ids, ids, strict=False), start=self._place
@@ -63,7 +64,7 @@ class StreamedTokens:
             tell(self._listen, new, list(logprobs[len(streamed_ids) :]))
 
     def finish(self, completion: Completion) -> None:
-        """Passes the missing rest of the request's completion. Raises as `add` does."""
+        """Passes on the missing tokens of the request's completion. Raises the errors of `add`."""
         self.begin()
         self.add(completion.ids, completion.logprobs)
         if len(self._ids) > len(completion.ids):

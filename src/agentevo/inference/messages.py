@@ -1,10 +1,10 @@
 """The messages between an engine's server and its clients, and how errors travel.
 
-Requests go over one WebSocket per client and engine (`/requests`). A frame is a list of messages in
-MessagePack, `list[ToEngine]` one way and `list[FromEngine]` the other. The sender puts all messages
-that are waiting at that moment into one frame (`Outbox`). An answer has the id that the client
-chose for its request. Answers come when they are ready, in any order. People's scripts use JSON
-over HTTP.
+Each client has one WebSocket per engine (`/requests`). A frame is a list of messages in
+MessagePack: `list[ToEngine]` to the engine, `list[FromEngine]` from it. The sender puts all
+messages that are waiting at that moment into one frame (`Outbox`). An answer has the id that the
+client chose for its request. Answers come when they are ready, in any order. For scripts there are
+routes with JSON over HTTP.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from agentevo.types import Completion, SamplingParams
 
 SessionName = Annotated[str, msgspec.Meta(max_length=1024)]
 PATH = "/requests"
-"""Path of the WebSocket, after the engine's URL."""
+"""The path of the WebSocket, appended to the engine's URL."""
 MAX_BYTES = 16 * 2**20
-"""The longest frame: a receiver refuses a longer one."""
+"""The largest frame. A receiver refuses a larger one."""
 MAX_MESSAGES = 4096
 """The most messages of a frame."""
 FRAME_BYTES = 2**20
-"""A frame of this length is sent, and the rest goes into the next one."""
+"""A frame that reaches this length is sent, and further messages go into the next frame."""
 MAX_TOKENS = 4096
 """The most tokens of a DrawnTokens message."""
 
@@ -53,7 +53,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Answered by Completed or FailedRequest, unless it is cancelled."""
 
     id: int
-    """Higher than any that the client has sent before, including those of WatchRequest."""
+    """Higher than all ids that the client has sent before, including ids of WatchRequest."""
     prompt_ids: list[int]
     sampling: SamplingParams
     session: SessionName | None = None
@@ -67,7 +67,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
     is cancelled."""
 
     id: int
-    """As that of Generate."""
+    """See Generate.id."""
     context_ids: list[int]
     ids: list[int]
     temperature: float = 1.0
@@ -81,22 +81,22 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """Forgets a conversation. No answer."""
+    """Frees the cache of a conversation. No answer."""
 
     session: SessionName
 
 
 class WatchRequest(msgspec.Struct, frozen=True, kw_only=True, tag="watch"):
-    """Asks for StateReport now and every `every_s` from now on, and whenever version or sleep
-    change."""
+    """Asks for a StateReport now, every `every_s`, and whenever the version changes or the engine
+    falls asleep or wakes."""
 
     id: int
     every_s: float
 
 
 class DrawnTokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
-    """The next tokens of a request that wants them as they are sampled. Tokens that no frame has
-    taken when Completed is sent are only in Completed."""
+    """The next tokens of a request with `stream`. Tokens that are not yet in a frame when Completed
+    is sent are only in Completed."""
 
     id: int
     ids: list[int]
@@ -116,11 +116,11 @@ class FailedRequest(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 class StateReport(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """Sent without a request: first of all, and then as WatchRequest asks."""
+    """The first message on a connection. Later reports are sent as WatchRequest asks."""
 
     state: EngineState
     yours: int
-    """Requests of this client that are in the engine now."""
+    """The number of this client's requests that are in the engine now."""
     watch: int = 0
     """Id of the last WatchRequest that arrived."""
 
@@ -151,7 +151,7 @@ ERRORS: dict[str, tuple[int, type[EngineError]]] = {
     "DeadlineExceededError": (504, DeadlineExceededError),
     "EngineError": (500, EngineError),
 }
-"""Name -> (HTTP status, class), the more specific before their parents."""
+"""Name -> (HTTP status, class). Subclasses come before their parents."""
 
 
 def status_and_answer(error: EngineError) -> tuple[int, ErrorAnswer]:
@@ -163,13 +163,13 @@ def status_and_answer(error: EngineError) -> tuple[int, ErrorAnswer]:
 
 
 def failure_of(request: int, error: EngineError) -> FailedRequest:
-    """An error as the answer to the client whose request failed."""
+    """Converts an error to the answer for the client whose request failed."""
     answer = status_and_answer(error)[1]
     return FailedRequest(id=request, error=answer.error, message=answer.message)
 
 
 def error_of(answer: FailedRequest) -> EngineError:
-    """The error that the client raises."""
+    """Converts the answer to the error that the client raises."""
     return ERRORS.get(answer.error, (500, EngineError))[1](answer.message)
 
 
@@ -181,23 +181,23 @@ read_answers = msgspec.msgpack.Decoder(list[FromEngine]).decode
 
 
 class Outbox:
-    """Messages to be sent, encoded when they are put in and sent in that order, as many per frame
-    as there are. Tokens fill the remaining room of a frame: those of a request wait as one list,
-    even if frames are taken slowly."""
+    """A queue of messages to send. A message is encoded when it is put in, and a frame has all
+    messages that wait. Streamed tokens fill the remaining room of a frame. The waiting tokens of a
+    request are one list, so they take little memory if frames are sent slowly."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._waiting: deque[bytes] = deque()
         self._tokens: dict[int, tuple[list[int], list[float]]] = {}
-        """Request -> its tokens that no frame has taken yet. The oldest come first."""
+        """Request -> its tokens that are not yet in a frame. The oldest request comes first."""
         self._filled = asyncio.Event()
 
     def __len__(self) -> int:
-        """Messages that no frame has taken yet, without tokens."""
+        """The number of messages that are not yet in a frame, without tokens."""
         return len(self._waiting)
 
     def put(self, message: ToEngine | FromEngine) -> None:
-        """Raises RequestTooLongError for one that is more than a frame can carry."""
+        """Adds a message. Raises RequestTooLongError if it is larger than a frame."""
         encoded = self._encoder.encode(message)
         if len(encoded) + 16 > MAX_BYTES:
             raise RequestTooLongError(
@@ -209,14 +209,14 @@ class Outbox:
         self._filled.set()
 
     def put_tokens(self, request: int, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """The next tokens of a request that is under way."""
+        """Adds the next tokens of a running request."""
         waiting = self._tokens.setdefault(request, ([], []))
         waiting[0].extend(ids)
         waiting[1].extend(logprobs)
         self._filled.set()
 
     def drop_tokens(self, request: int) -> None:
-        """Drops the tokens that no frame has taken: the request has ended."""
+        """Drops the request's tokens that are not yet in a frame, because the request has ended."""
         self._tokens.pop(request, None)
 
     def frame(self) -> bytes | None:
@@ -249,7 +249,7 @@ class Outbox:
         return DrawnTokens(id=request, ids=ids[:MAX_TOKENS], logprobs=logprobs[:MAX_TOKENS])
 
     async def next_frame(self) -> bytes:
-        """Waits until there is a frame."""
+        """Waits for the next frame."""
         while (frame := self.frame()) is None:
             await self._filled.wait()
         return frame

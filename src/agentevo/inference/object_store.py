@@ -1,15 +1,15 @@
-"""Weights on their way through an object store, for engines that share no folder with the trainer:
-any file system that fsspec knows (`objects.py`), under rollout.weights.url.
+"""Sends weights through an object store to engines that share no folder with the trainer. The store
+is any file system that fsspec knows (`objects.py`), under rollout.weights.url.
 
 An object appears whole or not at all, but folders can't be renamed. A version's files are therefore
 uploaded concurrently, and the size of each is checked; its manifest and latest.json are uploaded
-last. Checksums detect an upload that breaks off, or that a reader meets halfway. Readers never rely
-on listings, which can lag behind: listings serve only to delete old versions.
+last. Checksums detect an upload that broke off or is not finished. Readers never rely on listings,
+which can be outdated. Listings are only used to delete old versions.
 
-`writer.json` has a random id that is also in the trainer's run folder. Another run's trainer, which
-would give its weights to this run's engines, is refused. `config.yaml` is the run's, for machines
-that join it without its folder (runs/identity.py). Engines announce themselves under `engines/`
-(`announcements.py`).
+`writer.json` has a random id that is also in the trainer's run folder. So the trainer of another
+run, whose weights this run's engines would read, is refused. `config.yaml` is the run's
+configuration, for machines that join the run without its folder (runs/identity.py). Engines
+announce themselves under `engines/` (`announcements.py`).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from agentevo.inference.version_manifest import (
     version_numbers,
 )
 from agentevo.inference.weight_transport import Latest
-from agentevo.inference.weight_versions import Content, WeightVersions, side_by_side
+from agentevo.inference.weight_versions import Content, WeightVersions, in_parallel
 from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import TensorFile
 
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 """An engine requests latest.json from the store at most this often."""
 
 
 class ObjectStoreWeights(WeightVersions):
-    """See the module. `id_file`: where the trainer keeps the id of its run's weights; None for a
-    reader. `config`: the configuration that the trainer stores next to the weights; None for a
-    reader."""
+    """Weight versions in an object store. See the module. `id_file`: the trainer's file with the id
+    of its run's weights. `config`: the configuration that the trainer stores next to the weights.
+    Both are None for a reader."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class ObjectStoreWeights(WeightVersions):
         id_file: Path | None = None,
         config: str | None = None,
         call_s: float = CALL_S,
-        look_s: float = 0.0,
+        poll_interval_s: float = 0.0,
     ) -> None:
         """Raises ConfigError for an address that fsspec does not know, MissingExtraError if its
         package is not installed."""
         super().__init__(full_every=full_every)
         self._id_file = id_file
-        self._look_s = look_s
+        self._poll_interval_s = poll_interval_s
         self._config = config
         self.objects = Objects(url, call_s=call_s)
         self._looked: tuple[float, Latest | None] | None = None
@@ -74,12 +74,12 @@ class ObjectStoreWeights(WeightVersions):
         return self.objects.url
 
     def versions(self) -> list[int]:
-        """See WeightVersions.versions. In the store's own listing."""
+        """See WeightVersions.versions. Read from the store's listing."""
         return version_numbers(self.objects.under())
 
     def latest_version(self) -> Latest | None:
         """See WeightVersions.latest_version."""
-        if self._looked is not None and time.monotonic() - self._looked[0] < self._look_s:
+        if self._looked is not None and time.monotonic() - self._looked[0] < self._poll_interval_s:
             return self._looked[1]
         latest = super().latest_version()
         self._looked = (time.monotonic(), latest)
@@ -98,7 +98,7 @@ class ObjectStoreWeights(WeightVersions):
         return super().write(version, model, keep=keep, in_full=in_full)
 
     def _claim(self) -> None:
-        """Claims the place for this run."""
+        """Claims this address for this run."""
         assert self._id_file is not None, "who only reads writes nothing"
         try:
             writer_id = self._id_file.read_text()
@@ -137,7 +137,7 @@ class ObjectStoreWeights(WeightVersions):
             self.objects.put(_path(version, content.file), raw)
             return ManifestPart(content.file, hashlib.sha256(raw).hexdigest(), len(raw))
 
-        manifest_bytes = manifest(side_by_side(upload, contents))
+        manifest_bytes = manifest(in_parallel(upload, contents))
         self.objects.put(_path(version, MANIFEST_FILE), manifest_bytes)
         return manifest_bytes
 
@@ -148,7 +148,7 @@ class ObjectStoreWeights(WeightVersions):
         tensors: Iterator[tuple[str, torch.Tensor]],
         manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
-        """One file is in memory at a time."""
+        """Writes tensors one after the other. One file is in memory at a time."""
         parts = []
         for file, specs in files.items():
             buffer = io.BytesIO()
@@ -170,11 +170,11 @@ class ObjectStoreWeights(WeightVersions):
         try:
             self.objects.delete(folder_name(version), recursive=True)
         except OSError:
-            return  # it is old, and deleting is retried with the next version
+            return  # the version is old, and deleting is tried again with the next one
 
     def _check_part(self, version: int, part: ManifestPart) -> None:
-        """Compares the size only: reading everything again would cost what the store charges for
-        it. Readers compare the bits."""
+        """Compares only the size, because the store may charge for reading. Readers compare the
+        checksums."""
         try:
             size = self.objects.info(_path(version, part.file)).get("size")
         except OSError as error:

@@ -1,10 +1,10 @@
 """Objects under an address of an object store: any file system that fsspec knows.
 
-An object appears whole or not at all. Object stores promise it; for file:// this module ensures it
-(a killed writer leaves a hidden file behind, which no list has). The size of each upload is
-checked. Every call has a deadline, and is made on its own thread, which is left behind if it hangs.
-Exceptions of a store's package become OSError here. Credentials come from the environment, as the
-store's own package reads them. Needs no torch.
+An object appears whole or not at all. Object stores guarantee this; for file:// this module does (a
+killed writer leaves a hidden file, which `under` leaves out). The size of each upload is checked.
+Every call has a deadline and its own thread. A thread that hangs is abandoned. Exceptions of a
+store's package become OSError here. Credentials come from the environment, as the store's own
+package reads them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from agentevo.errors import ConfigError, MissingExtraError
 from agentevo.files import PARTIAL
 
 CALL_S = 30.0
-"""Deadline of a call that moves no content, and what each call gets in addition to the time for its
-bytes."""
+"""The deadline of a call that transfers no content. A call that transfers content gets additional
+time for its bytes."""
 LOWEST_RATE = 2**20
-"""Bytes per second for which an upload or download gets time."""
-MAX_HANGING = 64
-"""The number of hanging calls at which no further call is made."""
-CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created", "size", "ino")
-"""The keys of the packages' answers that change when an object is rewritten."""
+"""The lowest transfer rate in bytes per second. It gives the deadline of an upload or download."""
+MAX_HANGING_CALLS = 64
+"""If this many calls hang, no further call is made."""
+STATE_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created", "size", "ino")
+"""The keys of an object's information that change when the object is rewritten."""
 
 T = TypeVar("T")
 
@@ -55,15 +55,15 @@ class Objects:
         return info
 
     def state(self, path: str) -> str:
-        """Changes whenever the object is rewritten; empty if it can't be read."""
+        """A value that changes whenever the object is rewritten. Empty if it can't be read."""
         try:
             return state_of(self.info(path))
         except OSError:
             return ""
 
     def get(self, path: str) -> bytes:
-        """The content. An object that is rewritten between the request for its size and the
-        download is read again. Raises FileNotFoundError, OSError."""
+        """The content. Reads again if the object is rewritten between the request for its size and
+        the download. Raises FileNotFoundError, OSError."""
         place = self._at(path)
         info = self.info(path)
         deadline = time.monotonic() + self._call_s
@@ -81,7 +81,7 @@ class Objects:
                 raise OSError(f"{place}: it was rewritten during each download")
 
     def put(self, path: str, content: bytes) -> None:
-        """Writes the object. Raises OSError if it did not arrive whole."""
+        """Writes the object. Raises OSError if it did not arrive completely."""
         place = self._at(path)
         if "file" not in self._protocols:
             self._upload(place, content)
@@ -106,9 +106,9 @@ class Objects:
             raise OSError(f"{place}: {size} of {len(content)} bytes have arrived")
 
     def under(self, path: str = "") -> dict[str, dict[str, Any]]:
-        """The objects directly under a path, as the store lists them, which may lag behind: last
-        part of the name -> the store's information on it. Objects that a `put` is still writing are
-        left out. Raises OSError."""
+        """The objects directly under a path: last part of the name -> the store's information. The
+        store's list may be outdated. Objects that a `put` is still writing are left out. Raises
+        OSError."""
         place = self._at(path)
         try:
             entries = self._call(lambda: self.files.ls(place, detail=True), f"the list of {place}")
@@ -131,7 +131,7 @@ class Objects:
         return (named,) if isinstance(named, str) else tuple(named)
 
     def _call(self, function: Callable[[], T], what: str, size: int = 0) -> T:
-        """The one place in which a store's package is called."""
+        """Calls the store's package. No other function does."""
         within_s = self._call_s + size / LOWEST_RATE
         answer: Future[T] = Future()
 
@@ -142,8 +142,8 @@ class Objects:
                 answer.set_exception(error)
 
         self._hanging = {thread for thread in self._hanging if thread.is_alive()}
-        if len(self._hanging) >= MAX_HANGING:
-            raise OSError(f"{self.url}: {MAX_HANGING} calls hang")
+        if len(self._hanging) >= MAX_HANGING_CALLS:
+            raise OSError(f"{self.url}: {MAX_HANGING_CALLS} calls hang")
 
         thread = threading.Thread(target=work, name="object store", daemon=True)
         thread.start()
@@ -159,8 +159,8 @@ class Objects:
 
 
 def state_of(info: dict[str, Any]) -> str:
-    """See `Objects.state`; from what `info` or `under` return."""
-    return repr([info.get(key) for key in CHANGES])
+    """See `Objects.state`. `info` is what `Objects.info` or `Objects.under` returned."""
+    return repr([info.get(key) for key in STATE_KEYS])
 
 
 def _open_file_system(url: str) -> tuple[Any, str]:

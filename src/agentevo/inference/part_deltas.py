@@ -6,12 +6,11 @@ the published one, and sends only the difference to the first process.
               changed, and the checksum of each box
     give      the others send what changed; the first one writes it (`PartsDelta.taken`)
 
-Where several processes have a box (a replica, a norm under tensor parallelism), only the first of
-them keeps and compares it, so all copies together are one model. Changes of a box are packed on the
-process that has it: the elements count within the box, and a reader applies them to the box
-(`Grid`). All processes make each of these calls, in the same order. Only the first one knows what
-it has written in the end, and whether it has, so the others keep what they have until it calls for
-`keep`.
+If several processes have a box (a replica, or a norm under tensor parallelism), only the first of
+them keeps and compares it. Each box packs its changes with indices within the box, and a reader
+applies them to the box (`Grid`). All processes make each of these calls, in the same order. Only
+the first process knows whether it has written the version, so the others keep their copies until
+the first one calls `keep`.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ from agentevo.models.parts import (
 
 
 class BoxDifference(NamedTuple):
-    """A process's report on a box that it has compared."""
+    """The result of comparing one box on one process."""
 
     box: Box
     changes: dict[str, Spec]
-    """Of `gaps` and `values`, or of `whole`; empty if nothing changed."""
+    """Kind -> sizes: `gaps` and `values`, or `whole`. Empty if nothing changed."""
     sha256: str
-    """The box's checksum as it is now."""
+    """The checksum of the box's current content."""
 
 
 class PublishedParts:
@@ -72,7 +71,7 @@ class PublishedParts:
         self._group = group
         self._kept: dict[str, tuple[Box, torch.Tensor]] = {}
         self._changes: dict[str, dict[str, torch.Tensor]] = {}
-        """The changes of the boxes that are not given whole."""
+        """The changes of the boxes that are not sent whole."""
 
     def carry_out(self, command: PartsCommand) -> None:
         """On the others: does this process's part of what the first one begins."""
@@ -87,7 +86,7 @@ class PublishedParts:
                 self.keep()
 
     def keep(self) -> None:
-        """Keeps a copy of what was published: the current weights."""
+        """Keeps a copy of the current weights, which were just published."""
         self._changes = {}
         old = self._kept
         self._kept = {}
@@ -119,18 +118,18 @@ class PublishedParts:
         return PartsDelta.of(own_parts, answers, self) if len(answers) == len(of_all) else None
 
     def give(self) -> None:
-        """On the others: sends the changes that `compare` found."""
+        """On the other processes: sends the changes that `compare` found."""
         for name in list(self._changes):
             for tensor in self.pop(name).values():
                 distributed.send(as_bytes(tensor.contiguous()), group=self._group, group_dst=0)
 
     def pop(self, name: str) -> dict[str, torch.Tensor]:
-        """The changes of this process's box; they are dropped here."""
+        """Returns and drops the changes of this process's box."""
         changes = self._changes.pop(name)
         return changes or {"whole": self._own_parts(True)[name].given}
 
     def take(self, process: int, spec: Spec) -> torch.Tensor:
-        """On the first process: the next tensor from another one."""
+        """On the first process: receives the next tensor from another process."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
         distributed.recv(as_bytes(tensor), group=self._group, group_src=process)
         return tensor
@@ -147,7 +146,8 @@ class PublishedParts:
         }
 
     def _compare_boxes(self) -> dict[str, BoxDifference] | None:
-        """Of each box that this process gives; None if it has not kept the same ones."""
+        """The difference of each box that this process sends; None if it has copies of other
+        boxes."""
         parts = self._given()
         self._changes = {}
 
@@ -162,7 +162,7 @@ class PublishedParts:
             specs = {
                 kind: Spec(tensor.dtype, tuple(tensor.shape)) for kind, tensor in change.items()
             }
-            if change:  # a box that is given whole is read again when it is given
+            if change:  # a box that is sent whole is read again when it is sent
                 self._changes[name] = {} if "whole" in change else change
             differences[name] = BoxDifference(part.box, specs, checksum(now))
 
@@ -174,11 +174,11 @@ class PartsDelta:
     """On the first process: the changes of the whole tensors."""
 
     specs: dict[str, Spec]
-    """The contents of a delta's files, in this order."""
+    """The tensors of a delta's files, in this order."""
     grids: dict[str, Grid]
-    """Of the tensors that are split into several boxes."""
+    """The grids of the tensors that are split into several boxes."""
     state: dict[str, str]
-    """Checksum of every tensor as it is now."""
+    """The checksum of the current content of every tensor."""
     _givers: list[tuple[str, int, dict[str, str]]]
     """(tensor, process, kind -> key of `specs`) of each box that changed, in the same order."""
     _parts: PublishedParts
@@ -190,7 +190,8 @@ class PartsDelta:
         differences: list[dict[str, BoxDifference]],
         parts: PublishedParts,
     ) -> PartsDelta:
-        """`differences`: of each process. Raises ModelError if the boxes do not cover a tensor."""
+        """`differences`: the differences on each process. Raises ModelError if the boxes do not
+        cover a tensor."""
         delta = cls({}, {}, {}, [], parts)
         for name, part in own_parts.items():
             of_boxes = {
@@ -231,13 +232,14 @@ class PartsDelta:
 
     @property
     def num_bytes(self) -> int:
-        """Of all changes."""
+        """The size of all changes in bytes."""
         return sum(spec.num_bytes for spec in self.specs.values())
 
     @contextmanager
     def taken(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The changes, by their key in `specs` and in that order, while the others `give`. A caller
-        that breaks off receives the rest, too, so that the others finish."""
+        """Yields the changes with their keys, in the order of `specs`, while the other processes
+        call `give`. If the caller stops early, this function still receives the remaining tensors,
+        so that the others finish."""
         waiting = iter(self._givers)
 
         def coming() -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,10 +1,10 @@
-"""Prompts of one conversation that are not chats: token ids, and plain texts.
+"""Matches prompts that are token ids or plain texts, and not chats, with the recorded turns.
 
 A text that begins with a recorded prompt and the policy's whole answer to it keeps those ids, and
 only the rest of the text is encoded. The token that ended a completion is not in the text that the
-client received. A client that writes it itself continues from the whole turn; one that continues
-without it starts a new branch with the sampled ids before it. A text that differs earlier, such as
-from a stop string on, is encoded from there.
+client received. A client that appends this token continues from the whole turn. A client that does
+not starts a new branch, with the sampled ids before that token. If a text differs earlier, for
+example after a stop string, the rest is encoded from there.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from agentevo.types import Turn
 
 
 class PlainTexts:
-    """See the module. `context` gives all ids up to and including a turn's completion."""
+    """See the module. `context` returns all ids up to and including a turn's completion."""
 
     def __init__(self, chat: ChatFormat, context: Callable[[int], list[int]]) -> None:
         self._chat = chat
         self._context = context
         self._known: dict[str, tuple[int, int]] = {}
-        """A text -> the turn whose prompt and completion it is, and how many of their last ids it
-        lacks."""
+        """The text of a prompt and completion -> their turn, and how many of the last ids are not
+        in the text."""
 
     def ids_of(self, text: str) -> list[int]:
-        """Ids of a prompt. Raises ModelError for text that the tokenizer can't encode."""
+        """The ids of a prompt. Raises ModelError for text that the tokenizer can't encode."""
         prefixes = [prefix for prefix in list(self._known) if text.startswith(prefix)]
         longest = max(prefixes, key=len, default="")
         if not longest:
@@ -41,7 +41,7 @@ class PlainTexts:
     def note_answer(
         self, prompt: str, answer: str, turn: int, completion_ids: Sequence[int]
     ) -> None:
-        """Turn `turn` has answered a prompt with `answer`."""
+        """Records that turn `turn` answered a prompt with `answer`."""
         has_end_token = completion_ids[-1] in self._chat.end_ids
         if has_end_token:
             (end,) = self._chat.token_texts(completion_ids[-1:])
@@ -65,9 +65,9 @@ def checked_ids(prompt: Sequence[int], vocabulary: int) -> list[int]:
 def recorded_beginning(
     ids: list[int], turns: Sequence[Turn], children: Mapping[int | None, Sequence[int]]
 ) -> tuple[int, int | None]:
-    """How many of the ids are recorded, and the turn that they continue from: the one with the
-    longest context that they begin with, the newest of several. `children`: turn -> those that
-    extend it, None -> roots."""
+    """The number of ids that are recorded, and the turn that they continue: the turn with the
+    longest context that is a prefix of the ids, and the newest of several. `children`: turn -> the
+    turns that extend it; None -> the roots."""
     id_array = array(TURN_COLUMNS["prompt_ids"], ids)
     num_recorded = 0
     parent = -1

@@ -1,19 +1,20 @@
 """Engines in other processes, as one engine.
 
-A conversation stays with the engine that holds its cache. A new one goes to the engine with the
-least load, among those that are awake and serve the newest version. When an engine dies, hangs or
-refuses, the same request (same ids, same seed) goes to another one within the same deadline. Only
-the computation of the first engine is lost, because engines keep no state that an answer depends
-on. The request fails only when no engine is left until the deadline (EngineUnavailableError). The
-listener to its tokens gets those after the ones that the first engine sent. If the other engine
-samples different ones, under newer weights, the request ends (StreamDivergedError).
+A conversation stays with the engine that holds its cache. A new conversation goes to the engine
+with the least load, among the engines that are awake and serve the newest version. When an engine
+dies, hangs or refuses, the same request (same ids, same seed) goes to another engine within the
+same deadline. Only the computation of the first engine is lost, because engines keep no state that
+an answer depends on. The request fails if no engine is left before the deadline
+(EngineUnavailableError). The listener gets only the tokens that the first engine had not sent. If
+the second engine samples different tokens, under newer weights, the request fails
+(StreamDivergedError).
 
-`version` is the smallest of the engines that may be asked, so no token is older than it says. An
-engine that stays at an older version than others for LATE_S gets no requests, and does not count,
-until it has newer weights or no engine has: one such engine would hold up all others.
+`version` is the smallest version among the engines that may be asked, so no token comes from an
+older one. An engine that is behind the others for LATE_S gets no requests, and does not count,
+until it catches up or no engine is newer. Otherwise it would delay all the others.
 
 Each engine is reached over one connection (`client_connection.py`), on which it reports its state
-every `poll_s`; `version` and `stats` are those of the last report. An engine is lost when its
+every `poll_s`. `version` and `stats` come from the last report. An engine is lost when its
 connection ends, and counts as dead when it has sent no report for `max_age_s`. In both cases its
 requests are moved.
 """
@@ -38,7 +39,7 @@ from agentevo.errors import (
 )
 from agentevo.event_loop import in_thread
 from agentevo.inference.address import EngineAddress
-from agentevo.inference.announcements import Lookout
+from agentevo.inference.announcements import AnnouncementWatcher
 from agentevo.inference.client_connection import (
     CONNECT_S,
     ClientConnection,
@@ -61,11 +62,11 @@ GAUGES = (
     "engine/kv_tokens",
     "engine/kv_capacity_tokens",
 )
-"""Statistics that are momentary values. The others are counters, and an engine's count stays in the
-sum when the engine is gone."""
+"""Statistics that are momentary values. The others are counters, and the counts of an engine that
+is gone stay in the sum."""
 LATE_S = 60.0
-"""Long enough for an engine to load new weights, and to check once more weights that it has
-refused."""
+"""How long an engine may be behind the others. It is enough to load new weights, and to check
+refused weights once more."""
 
 
 @dataclass(eq=False)
@@ -74,19 +75,20 @@ class _KnownEngine:
 
     address: EngineAddress
     last_report_at: float
-    """When its last report came, by the monotonic clock."""
+    """The monotonic time of its last report."""
     state: EngineState | None = None
     yours: int = 0
-    """Requests of this client that it held at its last report."""
-    suspect: bool = True
-    """The engine gets nothing new until its next report: it has just been connected to, or has
-    refused."""
-    behind: tuple[int, float] | None = None
-    """(its version, when another engine was first seen with a newer one), if there is one."""
+    """The number of this client's requests that it had at its last report."""
+    is_suspect: bool = True
+    """The engine gets no new requests until its next report, because it was just connected, or
+    refused a request."""
+    behind_since: tuple[int, float] | None = None
+    """(its version, the time at which another engine was first seen with a newer version), or
+    None."""
     connection: ClientConnection | None = None
     connecting: asyncio.Task[None] | None = None
     homes: set[str] = field(default_factory=set)
-    """Conversations whose cache the engine holds."""
+    """Conversations whose cache is in this engine."""
 
     @property
     def url(self) -> str:
@@ -98,7 +100,7 @@ class _KnownEngine:
 
     @property
     def usable(self) -> bool:
-        return self.state is not None and not self.suspect and self.connected
+        return self.state is not None and not self.is_suspect and self.connected
 
     @property
     def version(self) -> int:
@@ -110,29 +112,29 @@ class _KnownEngine:
 
     @property
     def open(self) -> int:
-        """The number of this client's requests that the engine holds."""
+        """The number of this client's requests that are in the engine."""
         return self.connection.num_open if self.connection is not None else 0
 
     def load(self) -> int:
-        """The number of requests at the engine: those of other clients at its last report, and
-        ours."""
+        """The number of requests in the engine: those of other clients at its last report, and the
+        current ones of this client."""
         stats = self.state.stats if self.state is not None else {}
         num_requests = int(stats.get("engine/running", 0) + stats.get("engine/waiting", 0))
         return max(num_requests - self.yours, 0) + self.open
 
 
 class RemoteEngine:
-    """See the module. `engines`: where they announce themselves, or their URLs as
-    `EngineAddress.read` takes them, and then the `secret` of their run; `also`: further URLs;
-    `lookout`: for those that announce themselves in the object store. Belongs to one event loop;
-    `close` it there."""
+    """Engines in other processes, as one engine. See the module. `engines`: the directory of
+    announcements, or the engines' URLs in the form that `EngineAddress.read` accepts. With URLs,
+    `secret` is the secret of their run. `also`: further URLs. `watcher`: finds engines that
+    announce themselves in the object store. Belongs to one event loop; `close` it there."""
 
     def __init__(
         self,
         engines: EngineDirectory | Sequence[str],
         *,
         also: Sequence[str] = (),
-        lookout: Lookout | None = None,
+        watcher: AnnouncementWatcher | None = None,
         secret: RunSecret | None = None,
         poll_s: float = 0.1,
         max_age_s: float = 15.0,
@@ -146,7 +148,7 @@ class RemoteEngine:
             secret = RunSecret(engines.folder)
 
         self._secret = secret
-        self._lookout = lookout
+        self._watcher_of_store = watcher
         self._engines = engines
         self._poll_s = poll_s
         self._max_age_s = max_age_s
@@ -155,19 +157,19 @@ class RemoteEngine:
         self._known: dict[str, _KnownEngine] = {}
         self._homes: dict[str, _KnownEngine] = {}
         self._counts: dict[tuple[str, int], dict[str, float]] = {}
-        """(URL, process) -> its counters, also of engines that are gone."""
+        """(URL, process) -> the engine's counters, including engines that are gone."""
         self._watcher: asyncio.Task[None] | None = None
-        self._lookout_watch: asyncio.Task[None] | None = None
+        self._store_watch: asyncio.Task[None] | None = None
         self._trouble = "no engine was found"
         """The last failure."""
         self._warned: set[str] = set()
-        """Refusals and late engines that were logged, once each."""
+        """Refusals and late engines that were logged already."""
         self._closed = False
 
     @property
     def version(self) -> int:
-        """The smallest among the engines that may be asked; -1 when there is none."""
-        return min((engine.version for engine in self._able()), default=NO_VERSION)
+        """The smallest version among the engines that may be asked; -1 if there is none."""
+        return min((engine.version for engine in self._usable_engines()), default=NO_VERSION)
 
     async def generate(
         self,
@@ -178,8 +180,8 @@ class RemoteEngine:
         deadline_s: float,
         listen: TokenListener | None = None,
     ) -> Completion:
-        """See Engine.generate. Raises EngineUnavailableError if no engine has answered until the
-        deadline, and StreamDivergedError if, after an engine's death, another one samples other
+        """See Engine.generate. Raises EngineUnavailableError if no engine answered before the
+        deadline, and StreamDivergedError if, after an engine's death, another engine samples other
         tokens than `listen` has received."""
         streamed = None if listen is None else StreamedTokens(listen)
         return await self._ask_engines(
@@ -198,7 +200,7 @@ class RemoteEngine:
         temperature: float = 1.0,
         deadline_s: float,
     ) -> TokenScores:
-        """See ScoringEngine.score. Raises as `generate`."""
+        """See ScoringEngine.score. Raises the errors of `generate`."""
         check_score(context_ids, ids, temperature, deadline_s)
         return await self._ask_engines(
             lambda connection, remaining_s: connection.score(
@@ -214,7 +216,8 @@ class RemoteEngine:
         session: str | None,
         deadline_s: float,
     ) -> T:
-        """The answer of an engine within the time that is left; asks one after the other."""
+        """Asks one engine after the other, within the remaining time, and returns the first
+        answer."""
         deadline = time.monotonic() + deadline_s
         refused: dict[str, EngineError] = {}
         while (remaining_s := deadline - time.monotonic()) > 0:
@@ -222,12 +225,12 @@ class RemoteEngine:
             engine = self._choose(session, refused)
             if engine is None or engine.connection is None:
                 if refused:
-                    raise list(refused.values())[-1]  # by every engine that there is
+                    raise list(refused.values())[-1]  # by every known engine
                 await asyncio.sleep(min(self._poll_s, remaining_s))
                 continue
 
             if session is not None:
-                self._move_home(session, engine)
+                self._assign_home(session, engine)
 
             try:
                 return await ask(engine.connection, remaining_s)
@@ -239,7 +242,7 @@ class RemoteEngine:
             ):
                 raise
             except (LostError, EngineUnavailableError) as error:
-                engine.suspect = True
+                engine.is_suspect = True
                 self._trouble = str(error)
             except EngineError as error:
                 refused[engine.url] = error
@@ -251,7 +254,7 @@ class RemoteEngine:
         )
 
     async def release(self, session: str) -> None:
-        """See Engine.release. A lost engine gets no message: it drops idle conversations by
+        """See Engine.release. A lost engine gets no message, and drops idle conversations by
         itself."""
         engine = self._homes.pop(session, None)
         if engine is not None:
@@ -260,8 +263,8 @@ class RemoteEngine:
                 engine.connection.release(session)
 
     def stats(self) -> dict[str, float]:
-        """See Engine.stats: sums over the engines, and `engine/engines`, how many of them are
-        living."""
+        """See Engine.stats: sums over the engines. `engine/engines` is the number of living
+        engines."""
         living = [
             engine.state.stats
             for engine in self._known.values()
@@ -276,27 +279,27 @@ class RemoteEngine:
         return sums
 
     async def refresh(self) -> None:
-        """Looks at every engine now: which ones live, at which version, and their load. Keeps
-        looking in the background."""
+        """Updates what is known of every engine (whether it lives, its version and load), and keeps
+        updating in the background."""
         self._watch()
-        if self._lookout is not None:
+        if self._watcher_of_store is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_S):
-                    await self._lookout.look()
+                    await self._watcher_of_store.look()
 
-        await self._look_once()
+        await self._poll_once()
         looks = [asyncio.ensure_future(self._ask_state(engine)) for engine in self._known.values()]
         if looks:
             _, late = await asyncio.wait(
                 looks, timeout=CONNECT_S
-            )  # a long step, or it hangs: `last_report_at` shows it
+            )  # a long step, or the engine hangs, which `last_report_at` shows
             for look in late:
                 look.cancel()
 
     async def close(self) -> None:
-        """Ends the connections; requests under way fail."""
+        """Ends the connections. Running requests fail."""
         self._closed = True
-        watchers = [task for task in (self._watcher, self._lookout_watch) if task is not None]
+        watchers = [task for task in (self._watcher, self._store_watch) if task is not None]
         for task in watchers:
             task.cancel()
 
@@ -310,59 +313,60 @@ class RemoteEngine:
             self._forget(engine)
 
     def _watch(self) -> None:
-        """Keeps looking in the background, also after a failure has ended the looking."""
+        """Starts the background task, also again after a failure has ended it."""
         if self._closed:
             raise EngineUnavailableError(
                 "this client of the engines is closed: make another RemoteEngine"
             )
 
         if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.get_running_loop().create_task(self._look_for_ever())
+            self._watcher = asyncio.get_running_loop().create_task(self._keep_polling())
 
-        if self._lookout is not None and (
-            self._lookout_watch is None or self._lookout_watch.done()
+        if self._watcher_of_store is not None and (
+            self._store_watch is None or self._store_watch.done()
         ):
-            self._lookout_watch = asyncio.get_running_loop().create_task(
-                self._lookout.keep_looking()
+            self._store_watch = asyncio.get_running_loop().create_task(
+                self._watcher_of_store.keep_polling()
             )
 
-    async def _look_once(self) -> None:
-        """Looks once. A failure (an unavailable file system) is logged once, and is in the error of
-        requests that find no engine."""
+    async def _poll_once(self) -> None:
+        """Looks once. A failure (such as an unavailable file system) is logged once, and becomes
+        part of the error of requests that find no engine."""
         try:
-            await self._look()
+            await self._poll()
         except Exception as error:  # noqa: BLE001 (whatever it is, requests under way need the looking to continue)
             trouble = f"looking for engines failed: {type(error).__name__}: {error}"
             if trouble != self._trouble:
                 LOG.warning(trouble)
             self._trouble = trouble
 
-    async def _look_for_ever(self) -> None:
+    async def _keep_polling(self) -> None:
         while True:
-            await self._look_once()
+            await self._poll_once()
             asleep_since = time.monotonic()
             await asyncio.sleep(self._poll_s)
-            self._excuse(time.monotonic() - asleep_since - self._poll_s)
+            self._make_up_for_pause(time.monotonic() - asleep_since - self._poll_s)
 
-    def _excuse(self, late_s: float) -> None:
-        """This process itself was paused, and could have unread reports of engines."""
+    def _make_up_for_pause(self, late_s: float) -> None:
+        """Makes up for a pause of this process itself: reports of engines may be unread, so their
+        age proves nothing."""
         for engine in self._known.values():
             engine.last_report_at += late_s
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Finds the announced engines, connects to each, and forgets the dead."""
         if isinstance(self._engines, EngineDirectory):
             reading_since = time.monotonic()
             announcements = await in_thread(self._engines.living, self._max_age_s)
-            self._excuse(time.monotonic() - reading_since)
+            self._make_up_for_pause(time.monotonic() - reading_since)
             addresses = self._given | {engine.url: engine.address for engine in announcements}
         else:
             addresses = self._given
 
-        if self._lookout is not None:
-            announced = self._lookout.found
+        if self._watcher_of_store is not None:
+            announced = self._watcher_of_store.found
             addresses = {engine.url: engine.address for engine in announced} | addresses
-            self._trouble = self._lookout.trouble or self._trouble
+            self._trouble = self._watcher_of_store.trouble or self._trouble
 
         for engine in list(self._known.values()):
             if time.monotonic() - engine.last_report_at > self._max_age_s or (
@@ -382,13 +386,13 @@ class RemoteEngine:
             state = message.state
             engine.state = state
             engine.yours = message.yours
-            engine.suspect = False
+            engine.is_suspect = False
             engine.last_report_at = time.monotonic()
             self._counts[engine.url, state.pid] = {
                 key: value for key, value in state.stats.items() if key not in GAUGES
             }
 
-        engine.suspect = True
+        engine.is_suspect = True
         try:
             engine.connection = await ClientConnection.open(
                 engine.address, secret=self._secret, every_s=self._poll_s, on_report=on_report
@@ -404,18 +408,18 @@ class RemoteEngine:
         if engine.connection is not None:
             await engine.connection.look()
 
-    def _able(self) -> list[_KnownEngine]:
-        """The engines that may be asked: usable, and not behind others for LATE_S."""
+    def _usable_engines(self) -> list[_KnownEngine]:
+        """The engines that may be asked: usable ones that are not behind the others for LATE_S."""
         usable = [engine for engine in self._known.values() if engine.usable]
         newest = max((engine.version for engine in usable), default=NO_VERSION)
         able = []
         for engine in usable:
             if engine.version == newest:
-                engine.behind = None
-            elif engine.behind is None or engine.behind[0] != engine.version:
-                engine.behind = (engine.version, time.monotonic())
+                engine.behind_since = None
+            elif engine.behind_since is None or engine.behind_since[0] != engine.version:
+                engine.behind_since = (engine.version, time.monotonic())
 
-            if engine.behind is None or time.monotonic() - engine.behind[1] < LATE_S:
+            if engine.behind_since is None or time.monotonic() - engine.behind_since[1] < LATE_S:
                 able.append(engine)
             else:
                 self._warn(
@@ -428,11 +432,10 @@ class RemoteEngine:
     def _choose(
         self, session: str | None, refused: Mapping[str, EngineError]
     ) -> _KnownEngine | None:
-        """The conversation's engine if it may be asked, else the one with the least load among
-        those of the newest version: an engine that is late with new weights gets no more
-        conversations whose tokens would be old. A sleeping engine is asked when all of them
-        sleep."""
-        able = [engine for engine in self._able() if engine.url not in refused]
+        """The conversation's engine if it may be asked. Otherwise the engine with the least load
+        among those with the newest version, because tokens of a late engine would be old. Sleeping
+        engines are asked only if all engines sleep."""
+        able = [engine for engine in self._usable_engines() if engine.url not in refused]
         home = self._homes.get(session) if session is not None else None
         if (
             home is not None
@@ -458,7 +461,7 @@ class RemoteEngine:
             self._warned.add(text)
             LOG.warning(text)
 
-    def _move_home(self, session: str, engine: _KnownEngine) -> None:
+    def _assign_home(self, session: str, engine: _KnownEngine) -> None:
         before = self._homes.get(session)
         if before is not None:
             before.homes.discard(session)
@@ -466,8 +469,8 @@ class RemoteEngine:
         engine.homes.add(session)
 
     def _forget(self, engine: _KnownEngine) -> None:
-        """The engine is dead: its requests go to others, and so do its conversations when they
-        continue."""
+        """Removes a dead engine. Its requests go to other engines, and so do its conversations when
+        they continue."""
         self._known.pop(engine.url, None)
         for session in engine.homes:
             self._homes.pop(session, None)

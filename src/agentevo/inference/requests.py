@@ -28,30 +28,30 @@ class EngineRequest:
     """One call of `generate`, or (future None) the computation of a shared prefix."""
 
     ids: list[int]
-    """The prompt; after an interruption, with what was completed so far."""
+    """The prompt. After an interruption, also the tokens completed so far."""
     params: SamplingParams
     future: asyncio.Future[Completion] | None
     session: str | None = None
     version: int | None = None
-    """The weights that it asks for; None for the newest at any time."""
+    """The version of the weights that it asks for. None: always the newest."""
     listen: TokenListener | None = None
     grammar: GrammarState | None = None
     """Decides which tokens may come next."""
     penalties: PenaltyState | None = None
     scored: list[int] | None = None
-    """Given tokens whose log-probs are requested; all but the last end `ids`. No token is
-    sampled."""
+    """Given tokens whose log-probs are requested. `ids` ends with all of them but the last. No
+    token is sampled."""
     is_begun: bool = False
-    """It has run before."""
+    """Whether it has run before."""
     completion: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[Alternatives] = field(default_factory=list)
     drawn_rows: np.ndarray | None = None
-    """After an interruption, if the engine records them: the routed experts behind the sampled
-    tokens (routing.drawn_rows)."""
+    """The routed experts behind the sampled tokens (routing.drawn_rows), after an interruption and
+    if the engine records them."""
     known_rows: TokenRows | None = None
-    """Those that were chosen for the first of `ids` when they were computed before
+    """The experts that were chosen for a prefix of `ids` in an earlier computation
     (RoutingMemory.known)."""
 
     def __post_init__(self) -> None:
@@ -63,12 +63,14 @@ class EngineRequest:
 
     @property
     def num_context(self) -> int:
-        """Tokens at the beginning whose keys and values may come from a cache: the tokens after
-        them are not scored, except the one after the last, which predicts."""
+        """The number of tokens at the beginning whose keys and values may come from a cache. The
+        other tokens must be computed, because they predict the scored tokens."""
         return len(self.ids) if self.scored is None else len(self.ids) - len(self.scored) + 1
 
-    def drawn(self, reason: FinishReason, routed: RoutedExperts | None = None) -> Completion:
-        """The sampled tokens, as the answer."""
+    def to_completion(
+        self, reason: FinishReason, routed: RoutedExperts | None = None
+    ) -> Completion:
+        """The sampled tokens in the form of the answer."""
         return Completion(
             ids=self.completion,
             logprobs=self.logprobs,
@@ -82,8 +84,9 @@ class EngineRequest:
     def restart_from(
         self, ids: list[int], rows: np.ndarray | None, known_rows: TokenRows | None
     ) -> None:
-        """The request is computed again, from `ids`, under other weights or the same. Sampled
-        tokens stay, with their `rows`; given tokens are all scored under the same weights."""
+        """Starts the request again from `ids`, under the same or other weights. Sampled tokens
+        stay, with their `rows`. Given tokens are scored again from the start, so that all scores
+        come from the same weights."""
         self.is_begun = True
         self.ids = ids
         self.drawn_rows = rows
@@ -92,9 +95,9 @@ class EngineRequest:
             self.logprobs = []
             self.versions = []
 
-    def tell(self, token: int, logprob: float) -> None:
-        """Passes the newest token to penalties, grammar and listener. If one of them raises, only
-        this request ends."""
+    def add_token(self, token: int, logprob: float) -> None:
+        """Passes the newest token to penalties, grammar and listener. If one of them raises an
+        error, only this request ends."""
         if self.penalties is not None:
             self.penalties.take(token)
         if self.future is None or self.future.done():
@@ -120,7 +123,7 @@ class EngineRequest:
             return None
 
     def finish_reason(self, tokenizer: PreTrainedTokenizerBase | None) -> FinishReason | None:
-        """Why no token follows the newest one; None if one does."""
+        """Why no token follows the newest token. None if the request continues."""
         if self.completion[-1] in self.stop_ids:
             return "stop"
         if tokenizer is not None and completes_stop_string(
@@ -137,7 +140,7 @@ class EngineRequest:
 def completes_stop_string(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop_strings: Sequence[str]
 ) -> bool:
-    """Whether the text of a completion has one of the strings with its newest token."""
+    """Whether the newest token of a completion completes one of the strings."""
     if not stop_strings:
         return False
     longest = max(len(text.encode()) for text in stop_strings)  # a token may be a single byte

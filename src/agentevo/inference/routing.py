@@ -1,13 +1,13 @@
-"""The experts that the embedded engine chose: rows of tokens, stored alongside their keys and
-values.
+"""Records the experts that the embedded engine chose, as one row per token, stored alongside the
+keys and values.
 
 A sequence has a row for every token that has keys and values (`Sequence.cached`), from the pass
-that computed these. So has a shared prefix. A sequence may have rows of further tokens: the same
-weights have computed these before (`routing_memory.py`), and they go to the same experts when they
-are computed again. For each token a completion has the row of the pass in which the next token was
-sampled. After new weights this row differs from the sequence's: keys and values are computed again,
-under the choices of the new weights, but sampled tokens stay, so a request keeps the rows that its
-sampled tokens came from (`EngineRequest.restart_from`).
+that computed them. A shared prefix has rows, too. A sequence may have rows of further tokens, which
+the same weights computed before (`routing_memory.py`). When these tokens are computed again, they
+go to the same experts. For each token, a completion has the row of the pass in which the next token
+was sampled. After new weights this row differs from the sequence's row: keys and values are
+computed again, and the new weights choose other experts, but sampled tokens stay. So a request
+keeps the rows that its sampled tokens came from (`EngineRequest.restart_from`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 
 Weights = tuple[int, int]
-"""Which weights chose: see RoutingMemory.weights."""
+"""The weights that chose the experts, see RoutingMemory.weights."""
 
 
 class TokenRows:
-    """Rows [tokens, layers, top_k] of consecutive tokens from the first on, all chosen by the same
-    weights. Rows are added and never changed, so that several owners may share them."""
+    """Rows [tokens, layers, top_k] of consecutive tokens, beginning with the first token. The same
+    weights chose all of them. Rows are added and never changed, so that several owners may share
+    them."""
 
     def __init__(self, weights: Weights | None = None) -> None:
         self.weights = weights
@@ -47,8 +48,8 @@ class TokenRows:
         return 0 if self._rows is None else self._rows.nbytes
 
     def put(self, place: int, rows: np.ndarray) -> None:
-        """Adds the rows of the tokens from `place` on, which must not begin after the last known
-        row; known rows are kept."""
+        """Adds the rows of the tokens from `place` on. `place` may be at most the number of known
+        rows, and known rows stay."""
         rows = rows[self.count - place :]
         stop = self.count + len(rows)
         if self._rows is None or len(self._rows) < stop:
@@ -61,20 +62,21 @@ class TokenRows:
         self.count = stop
 
     def first(self, count: int) -> np.ndarray:
-        """[count, layers, top_k] of the first tokens; `put` was called for all of them."""
+        """The rows [count, layers, top_k] of the first tokens. `put` must have been called for all
+        of them."""
         assert self._rows is not None and count <= self.count
         return self._rows[:count]
 
     def beginning(self, count: int) -> TokenRows:
-        """A copy of the first tokens' rows; empty if none were put."""
+        """A copy of the first tokens' rows. Empty if there are none."""
         copied = TokenRows(self.weights)
         if self._rows is not None:
             copied.put(0, self.first(count))
         return copied
 
     def agreement(self, rows: TokenRows, count: int) -> int:
-        """How many of the first `count` tokens, which both have, go to the same experts, up to the
-        first that does not."""
+        """Of the first `count` tokens, which both have, the number before the first token that goes
+        to other experts."""
         if self is rows or not count:
             return count
         differs = np.sort(self.first(count)) != np.sort(rows.first(count))
@@ -83,8 +85,8 @@ class TokenRows:
 
 
 def engine_routers(model: PreTrainedModel) -> Routers:
-    """The routers that an engine records. Raises EngineError for a model that can't report its
-    choices."""
+    """The routers that an engine records. Raises EngineError for a model whose routers can't report
+    their choices."""
     routers = routers_of(model)
     if routers is None:
         raise EngineError(
@@ -96,8 +98,8 @@ def engine_routers(model: PreTrainedModel) -> Routers:
 
 
 def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
-    """The recording of the choices in the pass of a step; None for an engine that does not record.
-    Tokens whose rows are known already go to these experts again."""
+    """The recording of a step's chosen experts. None if the engine does not record. Tokens with
+    known rows go to the same experts again."""
     if routers is None:
         return None
     if all(sequence.routed.count <= sequence.cached for sequence, _ in batch.work):
@@ -117,7 +119,7 @@ def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
 
 
 def record(batch: StepBatch, recording: Recording) -> None:
-    """Records the choices in the pass of a step, before its tokens count as cached."""
+    """Stores the chosen experts of a step, before its tokens count as cached."""
     rows = recording.rows().astype(row_dtype(recording.routers.num_experts))
     begin = 0
     for sequence, count in batch.work:
@@ -128,8 +130,8 @@ def record(batch: StepBatch, recording: Recording) -> None:
 def routed_experts_of(
     sequence: Sequence, request: EngineRequest, routers: Routers | None
 ) -> RoutedExperts | None:
-    """The routed experts in the completion of a request, all of whose tokens but the last are
-    cached; None for an engine that does not record."""
+    """The routed experts for the completion of a request, whose tokens are all cached except the
+    last. None if the engine does not record."""
     if routers is None:
         return None
     rows = drawn_rows(sequence, request)
@@ -138,14 +140,14 @@ def routed_experts_of(
 
 
 def drawn_rows(sequence: Sequence, request: EngineRequest) -> np.ndarray | None:
-    """[ids - 1, layers, top_k]: of every token that has a next one, the row of the pass that
-    sampled it; None before the first sampled token."""
+    """[ids - 1, layers, top_k]: for every token but the last, the row of the pass that sampled the
+    next token. None before the first sampled token."""
     earlier_rows = request.drawn_rows
     count = len(sequence.ids) - 1
     if not request.completion:
         return None
     if earlier_rows is None:
         return sequence.routed.first(count)
-    if len(earlier_rows) == count:  # no token was sampled since they were kept
+    if len(earlier_rows) == count:  # no token was sampled since these rows were stored
         return earlier_rows
     return np.concatenate([earlier_rows, sequence.routed.first(count)[len(earlier_rows) :]])

@@ -1,20 +1,19 @@
-"""The experts that an engine has reported, for contexts that are computed again.
+"""Keeps the experts that an engine reported, for contexts that are computed again.
 
-A client holds one row for each token of its conversation. Its later tokens are sampled over keys
-and values that may have been computed since, because the cache was dropped or given to another
-branch. The engine therefore keeps the rows of its answers by the name of the session, and the rows
-of an interrupted request with the request, and replays them as long as the same weights serve:
+A client holds one row for each token of its conversation. Later tokens may be sampled over keys and
+values that were computed again, because the cache was dropped or went to another branch. The engine
+therefore keeps the rows of its answers by the name of the session, and the rows of an interrupted
+request with the request. It replays them as long as the same weights serve:
 
     known(request) = the longest beginning of its ids whose rows these weights have chosen for it
 
-Other weights choose for themselves: their samples are independent of the old rows, as if they
-computed the context for the first time. A cache is used as far as its rows are the known ones.
+Other weights choose experts without these rows, as if they computed the context for the first time.
+A cache is used up to the first token whose row differs from the known one.
 
-Bounded: a session's rows are dropped when it is released. Rows that no serving version has chosen
-are dropped when weights are published, and else the oldest ones, so that all of them never take
-more than a share of the memory for keys and values (`SHARE`). Not promised: anything about rows
-that were dropped, about requests without a session, or which turn is meant where two of a session
-have the same ids and other rows.
+Bounded: a session's rows are dropped when it is released. Rows of versions that no longer serve are
+dropped when weights are published. If the rows take more than a share of the key-value memory
+(`SHARE`), the oldest are dropped. Nothing is promised for dropped rows and for requests without a
+session. If two turns of a session have the same ids and different rows, either may be used.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from agentevo.inference.scheduler import Sequence
 
 SHARE = 1 / 8
-"""The most that the rows of sessions take, in the memory of the processor, as a share of the bytes
-of key-value memory."""
+"""The most CPU memory for the rows of sessions, as a share of the bytes of key-value memory."""
 
 
 class KnownPrefix(NamedTuple):
@@ -45,14 +43,14 @@ class KnownPrefix(NamedTuple):
     num_tokens: int
 
     def agrees(self, rows: TokenRows, count: int) -> int:
-        """How many of the first `count` tokens can come from a cache with these rows."""
+        """The number of the first `count` tokens that can come from a cache with these rows."""
         both = min(count, self.num_tokens)
         agreed = self.rows.agreement(rows, both)
         return count if agreed == both else agreed
 
     def of_resumed(self, rows: TokenRows, common: int) -> TokenRows:
-        """The rows with which a session's cache with these rows continues, where the first `common`
-        tokens begin the new prompt."""
+        """The rows with which a session continues. `rows`: the rows of its cache, whose first
+        `common` tokens are the beginning of the new prompt."""
         longer = common > self.num_tokens and self.agrees(rows, common) == common
         best = KnownPrefix(rows, common) if longer else self
         goes_on = best.rows is rows and best.num_tokens == rows.count
@@ -63,7 +61,7 @@ class _Path(NamedTuple):
     ids: np.ndarray
     """[T] int32"""
     rows: TokenRows
-    """Of these ids, and perhaps of tokens that have followed them since."""
+    """The rows of these ids, and possibly of later tokens."""
     num_bytes: int
 
     def begins(self, path: _Path) -> bool:
@@ -90,25 +88,25 @@ class RoutingMemory:
         self._serves = serves
         self._beginnings = 0
         self._paths: dict[str, list[_Path]] = {}
-        """By session; the one that was answered last comes last, and so does its newest path."""
+        """Session -> its paths, the newest last. The session that was answered last comes last."""
         self.num_bytes = 0
 
     @classmethod
     def of(
         cls, model: PreTrainedModel, kv_tokens: int, serves: Callable[[int | None], int]
     ) -> RoutingMemory:
-        """For an engine with this many tokens of key-value memory. Raises EngineError for a model
-        that can't report its choices."""
+        """The memory for an engine with `kv_tokens` tokens of key-value memory. Raises EngineError
+        for a model whose routers can't report their choices."""
         routers = engine_routers(model)
         return cls(routers, int(SHARE * kv_tokens * kv_bytes_per_token(model)), serves)
 
     def weights(self, version: int | None) -> Weights:
-        """The weights that compute now for requests for that version: how often numbering has
-        restarted, and the version."""
+        """Identifies the weights that now serve requests for that version: how often the numbering
+        has restarted, and the version."""
         return self._beginnings, self._serves(version)
 
     def known(self, request: EngineRequest) -> KnownPrefix:
-        """See the module. Nothing is copied."""
+        """The known rows of a request, without copying. See the module."""
         weights = self.weights(request.version)
         known_rows = request.known_rows
         if known_rows is not None and known_rows.weights == weights:
@@ -128,7 +126,7 @@ class RoutingMemory:
         return best
 
     def known_to_any(self, requests: Iterable[EngineRequest], ids: list[int]) -> TokenRows | None:
-        """The rows of a prefix that some requests share: those that one of the requests knows."""
+        """The known rows of a prefix that some requests share, from any of these requests."""
         best = None
         for request in requests:
             if request.ids[: len(ids)] == ids:
@@ -138,7 +136,7 @@ class RoutingMemory:
         return None if best is None else best.rows.beginning(best.num_tokens)
 
     def keep(self, session: str, sequence: Sequence) -> None:
-        """A request of the session is answered."""
+        """Stores the rows of a request that was answered."""
         rows = sequence.routed
         ids = np.array(sequence.ids[: rows.count], dtype=np.int32)
         path = _Path(ids, rows, ids.nbytes + rows.num_bytes)
@@ -157,7 +155,8 @@ class RoutingMemory:
         self.num_bytes -= sum(path.num_bytes for path in self._paths.pop(session, []))
 
     def forget_outdated(self) -> None:
-        """Weights may have changed: forgets rows that no serving weights have chosen."""
+        """Call this when weights may have changed. Forgets the rows of weights that no longer
+        serve."""
         for session in list(self._paths):
             serving = [
                 path
@@ -174,7 +173,8 @@ class RoutingMemory:
                 del self._paths[session]
 
     def begin(self) -> None:
-        """Versions are renumbered: forgets everything, also the rows of interrupted requests."""
+        """Call this when versions are renumbered. Forgets all rows, including those of interrupted
+        requests."""
         self._beginnings += 1
         self.forget_outdated()
 

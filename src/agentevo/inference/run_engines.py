@@ -1,8 +1,9 @@
-"""The run's engines in other processes, in place of one in the trainer's. A trainer whose model is
-in parts on several processes evaluates through them, and needs no whole model.
+"""Uses the run's engines in other processes instead of an engine in the trainer's process. A
+trainer whose model is split over several processes evaluates through them, so that no process needs
+the whole model.
 
-Weights reach these engines as they do for sampling. This module only sets the requested version;
-requests wait until it serves.
+Weights reach these engines in the same way as for sampling. This module only sets the required
+version, and requests wait until an engine serves it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 
 from agentevo.config import RunConfig
 from agentevo.errors import EngineUnavailableError
-from agentevo.inference.announcements import Lookout, StoreAnnouncements
+from agentevo.inference.announcements import AnnouncementWatcher, StoreAnnouncements
 from agentevo.inference.directory import EngineDirectory
 from agentevo.inference.engine import InFlight, TokenListener, TokenScores, Weights
 from agentevo.inference.objects import Objects
@@ -22,9 +23,9 @@ from agentevo.inference.remote import RemoteEngine
 from agentevo.inference.secret import RunSecret
 from agentevo.types import Completion, SamplingParams
 
-LOOK_S = 1.0
-TOLD_S = 10.0
-"""The time after which a message names the version that requests wait for."""
+POLL_INTERVAL_S = 1.0
+NOTICE_S = 10.0
+"""After this time a message names the version that requests wait for."""
 
 
 class RunEngines:
@@ -39,12 +40,14 @@ class RunEngines:
         self._engines = RemoteEngine(
             directory,
             also=config.rollout.engine_urls,
-            lookout=None if url is None else Lookout(StoreAnnouncements(Objects(url), secret)),
+            watcher=None
+            if url is None
+            else AnnouncementWatcher(StoreAnnouncements(Objects(url), secret)),
             secret=secret,
             poll_s=config.rollout.poll_s,
         )
 
-        self._meant = 0
+        self._required_version = 0
         self._look_after: Callable[[], Awaitable[None]] | None = None
 
     @property
@@ -52,9 +55,9 @@ class RunEngines:
         """See Engine.version."""
         return self._engines.version
 
-    def fed_by(self, look_after: Callable[[], Awaitable[None]]) -> None:
-        """Sets the function that makes versions reach them, called every LOOK_S while they are
-        waited for: see WeightSender.look_after."""
+    def repair_with(self, look_after: Callable[[], Awaitable[None]]) -> None:
+        """Sets the function that repairs what was lost of a version (WeightSender.look_after). It
+        is called every POLL_INTERVAL_S while requests wait for the version."""
         self._look_after = look_after
 
     async def reach(
@@ -68,14 +71,14 @@ class RunEngines:
         await self._engines.refresh()
 
         while self._engines.version < version and not stop():
-            if not has_noted and time.monotonic() - started_at > TOLD_S:
+            if not has_noted and time.monotonic() - started_at > NOTICE_S:
                 note(
                     f"waiting for an engine with version {version}: is `agentevo serve` running "
                     f"and announced in {self._place}?"
                 )
                 has_noted = True
 
-            if self._look_after is not None and time.monotonic() - looked > LOOK_S:
+            if self._look_after is not None and time.monotonic() - looked > POLL_INTERVAL_S:
                 await self._look_after()
                 looked = time.monotonic()
 
@@ -83,20 +86,20 @@ class RunEngines:
 
     @asynccontextmanager
     async def looked_after(self) -> AsyncIterator[None]:
-        """A block that sends requests to them, during which the version still reaches engines that
-        have lost it or are new. After the block nothing reads the trainer's weights."""
+        """While the block sends requests, keeps sending the version to engines that lost it or are
+        new. After the block nothing reads the trainer's weights."""
         over = asyncio.Event()
-        looking = asyncio.create_task(self._look_until(over))
+        looking = asyncio.create_task(self._repair_until(over))
         try:
             yield
         finally:
             over.set()
             await looking
 
-    async def _look_until(self, over: asyncio.Event) -> None:
+    async def _repair_until(self, over: asyncio.Event) -> None:
         while not over.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), LOOK_S)
+                await asyncio.wait_for(over.wait(), POLL_INTERVAL_S)
             if self._look_after is not None and not over.is_set():
                 await self._look_after()
 
@@ -104,10 +107,10 @@ class RunEngines:
         self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
     ) -> None:
         """See UpdatableEngine.begin."""
-        self._meant = version
+        self._required_version = version
 
     def verify(self, weights: Weights) -> Weights:
-        """See UpdatableEngine.verify: the process that reads them from the transport does that."""
+        """See UpdatableEngine.verify. Checks nothing: the engines check what they read."""
         return weights
 
     async def publish(
@@ -119,7 +122,7 @@ class RunEngines:
         deadline_s: float = 60.0,
     ) -> None:
         """See UpdatableEngine.publish."""
-        self._meant = version
+        self._required_version = version
 
     async def generate(
         self,
@@ -153,14 +156,14 @@ class RunEngines:
     async def _wait_for_version(self, deadline_s: float) -> float:
         """Waits for the requested version; returns the remaining seconds."""
         deadline = time.monotonic() + deadline_s
-        if self._engines.version < self._meant:
+        if self._engines.version < self._required_version:
             await self._engines.refresh()
 
-        while self._engines.version < self._meant:
+        while self._engines.version < self._required_version:
             if time.monotonic() > deadline:
                 raise EngineUnavailableError(
-                    f"no engine has had version {self._meant} within {deadline_s:g} s (the oldest "
-                    f"serves {self._engines.version}): see the log of `agentevo serve`"
+                    f"no engine has had version {self._required_version} within {deadline_s:g} s "
+                    f"(the oldest serves {self._engines.version}): see the log of `agentevo serve`"
                 )
             await asyncio.sleep(self._poll_s)
 
@@ -175,10 +178,10 @@ class RunEngines:
         return self._engines.stats()
 
     async def forget_cache(self) -> None:
-        """See UpdatableEngine.forget_cache: others' caches are not this process's."""
+        """See UpdatableEngine.forget_cache. Does nothing: the caches are in other processes."""
 
     def check(self) -> None:
-        """See UpdatableEngine.check: engines may come back at any time."""
+        """See UpdatableEngine.check. Never raises: engines may return at any time."""
 
     async def close(self) -> None:
         """See UpdatableEngine.close."""

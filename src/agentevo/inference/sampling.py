@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, filters, the draw, and the log-prob under the sampling
+"""Samples tokens from logits: temperature, filters, sampling, and the log-prob under the sampling
 distribution."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Logits [V] of one row, already divided by the temperature; tokens outside top-k, top-p or
     min-p become -inf.
 
-    Applied in that order, each on the distribution that the one before left; the most likely token
+    They are applied in this order, each to the result of the previous one. The most likely token
     always stays.
     """
     if 0 < params.top_k < logits.shape[-1]:
@@ -44,8 +44,8 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def keep_allowed(logits: torch.Tensor, masks: Sequence[np.ndarray | None]) -> None:
-    """Sets tokens of logits [B, V] that are not in a row's mask [W] to -inf, in place. A row
-    without a mask stays as it is."""
+    """Sets the logits [B, V] of tokens that are not in their row's mask [W] to -inf, in place. A
+    row without a mask is unchanged."""
     for row, mask in enumerate(masks):
         if mask is not None:
             forbidden = torch.from_numpy(~unpack_mask(mask, logits.shape[-1]))
@@ -54,7 +54,7 @@ def keep_allowed(logits: torch.Tensor, masks: Sequence[np.ndarray | None]) -> No
 
 def penalise(logits: torch.Tensor, changes: Sequence[PenaltyChanges | None]) -> None:
     """Applies the penalties of each row to logits [B, V] float32, in place. A row without penalties
-    stays as it is."""
+    is unchanged."""
     for row, change in enumerate(changes):
         if change is not None:
             tokens, offsets, repeated = (torch.from_numpy(a).to(logits.device) for a in change)
@@ -69,10 +69,10 @@ def draw(
     masks: Sequence[np.ndarray | None] = (),
     changes: Sequence[PenaltyChanges | None] = (),
 ) -> tuple[list[int], list[float]]:
-    """One token per row of logits [B, V], by inverting the cumulative distribution at `uniforms`
-    [B] in [0, 1); greedy at temperature 0. `masks`: for each row the allowed tokens, as in
-    `keep_allowed`; empty if nothing is constrained. `changes`: see `penalise`; empty if no row has
-    penalties.
+    """Samples one token per row of logits [B, V], by inverting the cumulative distribution at
+    `uniforms` [B] in [0, 1). Greedy at temperature 0. `masks`: for each row the allowed tokens, as
+    in `keep_allowed`; empty if nothing is constrained. `changes`: see `penalise`; empty if no row
+    has penalties.
 
     A row's result depends on that row alone. Returns token ids and natural log-probs. Overwrites
     `logits`.
@@ -87,8 +87,8 @@ def draw_with_alternatives(
     masks: Sequence[np.ndarray | None] = (),
     changes: Sequence[PenaltyChanges | None] = (),
 ) -> tuple[list[int], list[float], list[Alternatives]]:
-    """As `draw`, and for each row the `top_logprobs` likeliest tokens of the sampling distribution;
-    at temperature 0 only the token."""
+    """As `draw`. Also returns for each row the `top_logprobs` likeliest tokens of the sampling
+    distribution; at temperature 0 only the sampled token."""
     logits = logits.float()
     penalise(logits, changes)
     keep_allowed(logits, masks)
@@ -112,7 +112,7 @@ def draw_with_alternatives(
 
     weights = logits.sub_(
         logits.amax(dim=-1, keepdim=True)
-    ).exp_()  # [B, V], in place: the logits are large, and our own
+    ).exp_()  # [B, V], in place, because the logits are large
     tokens, totals = _invert(
         weights, torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
     )
@@ -131,7 +131,7 @@ def draw_with_alternatives(
 
 
 def _likeliest(weights: torch.Tensor, total: torch.Tensor, params: SamplingParams) -> Alternatives:
-    """Of one row of weights [V] that sum to `total`."""
+    """The likeliest tokens of one row of weights [V] that sum to `total`."""
     if not params.top_logprobs:
         return []
     top = torch.topk(weights, min(params.top_logprobs, len(weights)))
@@ -141,7 +141,8 @@ def _likeliest(weights: torch.Tensor, total: torch.Tensor, params: SamplingParam
 
 
 def summed_weights(weights: torch.Tensor) -> torch.Tensor:
-    """Sums of the rows of weights [B, V] float32 as a draw adds them: [B] float64."""
+    """The sums [B] float64 of the rows of weights [B, V] float32, added in the same order as in
+    `draw`."""
     batch, vocab = weights.shape
     if vocab % _BLOCK:
         weights = torch.nn.functional.pad(weights, (0, _BLOCK - vocab % _BLOCK))
@@ -149,13 +150,13 @@ def summed_weights(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _block_ends(blocks: torch.Tensor) -> torch.Tensor:
-    """Cumulative sums [B, blocks] float64 of weights in blocks [B, blocks, _BLOCK]."""
+    """The cumulative sums [B, blocks] float64 of weights in blocks [B, blocks, _BLOCK]."""
     return blocks.sum(-1).double().cumsum(-1)
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of the first token whose cumulative weight exceeds uniforms * total: first the block of
-    256, then the place in it.
+    """The index of the first token whose cumulative weight exceeds uniforms * total. Finds the
+    block of 256 first, then the position in it.
 
     weights [B, V] float32, uniforms [B] float64 -> tokens [B], totals [B] float64. Sums run in
     float64.
@@ -177,8 +178,8 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
         _BLOCK - 1
     )
 
-    # Rounding at the very end of a block can land on a token of weight 0: step back to the last one
-    # that can be drawn.
+    # At the end of a block, rounding may select a token of weight 0: go back to the last token of
+    # positive weight.
     candidates = torch.where(
         inside > 0, torch.arange(_BLOCK, device=weights.device).expand_as(inside), -1
     )

@@ -1,15 +1,17 @@
-"""The choice of the sequences that compute next, and the storage of their keys and values: the
+"""Chooses the sequences that compute next, and manages the storage of their keys and values: the
 waiting queue, slots, sessions, shared prefixes and the memory budget.
 
-Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle (a session between two
-turns: its keys and values are outside of the slots until the next turn, a release, or eviction). A
-slot grows with the tokens that exist, not with those that the request can still sample.
+Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle. An idle sequence is a
+session between two turns. Its keys and values are outside of the slots until the next turn, a
+release, or eviction. The size of a slot follows the tokens that exist, not those that the request
+may still sample.
 
-Memory never exceeds the budget. A request that does not fit now waits, in order; one that can never
-fit is refused at once. Idle sessions and unused prefixes are dropped, oldest first, before any
-request waits; their keys and values are computed again when needed. If a running sequence has no
-room to grow, the youngest one returns to the head of the queue with its sampled tokens. The oldest
-one always has room: it was admitted only because it fits the budget alone, to its last token.
+Memory never exceeds the budget. A request that does not fit now waits in the queue. A request that
+can never fit is refused immediately. Before a request waits, idle sessions and unused prefixes are
+dropped, the oldest first. Their keys and values are computed again when needed. If a running
+sequence has no room to grow, the youngest one returns to the head of the queue with its sampled
+tokens. The oldest sequence always has room: it was admitted only because it fits the budget if it
+runs alone, to its last token.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from agentevo.inference.routing_memory import KnownPrefix, RoutingMemory
 from agentevo.types import SamplingParams
 
 MIN_SHARED_TOKENS = 16
-"""A shorter common prefix is not worth a step of its own."""
+"""A shorter common prefix is not worth a separate step."""
 MIN_REFERRED_TOKENS = 128
-"""From this length on, sequences refer to a shared prefix; a shorter one is copied into their
+"""Sequences refer to a shared prefix of at least this length. A shorter prefix is copied into their
 slots, which costs less per step."""
 GROWTH_TOKENS = 256
-"""The most future tokens for which room is made at once."""
+"""The most future tokens for which a slot gets room in advance."""
 
 
 PrefixKey = tuple[int | None, tuple[int, ...]]
@@ -47,9 +49,9 @@ PrefixKey = tuple[int | None, tuple[int, ...]]
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens of a request or an idle session. `ids[:cached]` have keys and values; the first
-    `offset` of them in `segment`, the others in the slot while it runs, in `saved` while it is
-    idle."""
+    """The tokens of a request or an idle session. `ids[:cached]` have keys and values. The first
+    `offset` of these are in `segment`. The others are in the slot while the sequence runs, and in
+    `saved` while it is idle."""
 
     slot: int
     """-1 while it is idle."""
@@ -59,16 +61,16 @@ class Sequence:
     segment: PrefixSegment | None = None
     offset: int = 0
     need: int = 0
-    """The number of slot places that it has; more are made when its tokens fill them."""
+    """The number of places in its slot. It grows when tokens have filled them."""
     saved: KeysAndValues | None = None
     last_used: int = 0
     routed: TokenRows = field(default_factory=TokenRows)
-    """Of `ids[:cached]`, where the engine records them; of later tokens, the rows to use when they
-    are computed again."""
+    """The routed experts of `ids[:cached]`, if the engine records them. Rows of later tokens are
+    used when these tokens are computed again."""
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix."""
+    """The length of the longest common prefix."""
     size = min(len(a), len(b))
     if a[:size] == b[:size]:
         return size
@@ -86,7 +88,7 @@ class Scheduler:
         context_advice: str = "",
         routing: RoutingMemory | None = None,
     ) -> None:
-        """`routing`: where the engine records the experts that it chooses."""
+        """`routing`: the record of the chosen experts, if the engine has one."""
         self.config = config
         self.routing = routing
         self.context_length = context_length
@@ -102,8 +104,8 @@ class Scheduler:
         """Shared prefixes: length -> version and ids -> segment."""
         self.pending_prefixes: dict[PrefixKey, EngineRequest] = {}
         self.unshareable: set[PrefixKey] = set()
-        """Prefixes for which there was no memory, until the queue is empty: otherwise they could be
-        computed again and again without end."""
+        """Prefixes for which there was no memory, until the queue is empty. Without this set they
+        could be computed over and over."""
         self.clock = 0
         self.prefix_hit_tokens = 0
         self.session_hit_tokens = 0
@@ -138,12 +140,12 @@ class Scheduler:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a request is running, or was when it was sent back to the queue."""
+        """Whether any request has begun: it is running, or was sent back to the queue."""
         return bool(self.running) or any(request.is_begun for request in self.waiting)
 
     def admit(self, *, begun_only: bool = False) -> None:
         """Moves waiting requests into slots, in order, as far as memory allows. `begun_only`: only
-        those that have run before."""
+        requests that have run before."""
         if self.config.prefix_sharing and not begun_only:
             self._request_prefixes()
 
@@ -176,7 +178,7 @@ class Scheduler:
                     break
 
     def finish(self, sequence: Sequence) -> None:
-        """The request is answered: keeps the sequence as an idle session, or frees it."""
+        """Keeps the sequence of an answered request as an idle session, or frees it."""
         request = sequence.request
         if request is None or request.session is None:
             self.retire(sequence)
@@ -199,7 +201,7 @@ class Scheduler:
         self.sessions[request.session] = sequence
 
     def finish_prefix(self, sequence: Sequence) -> None:
-        """A shared prefix is computed: stores it and frees the slot."""
+        """Stores a shared prefix that was computed, and frees its slot."""
         assert sequence.request is not None
 
         version = sequence.request.version
@@ -218,7 +220,7 @@ class Scheduler:
         self.segments.setdefault(size, {})[key] = segment
 
     def retire(self, sequence: Sequence) -> None:
-        """Takes the sequence out of its slot."""
+        """Removes the sequence from its slot."""
         if sequence in self.running:
             self.running.remove(sequence)
         if sequence.segment is not None:
@@ -241,7 +243,7 @@ class Scheduler:
         return unanswered
 
     def release(self, session: str) -> None:
-        """The session is over."""
+        """Ends a session and frees its memory."""
         self._evict(session)
         if self.routing is not None:
             self.routing.release(session)
@@ -252,8 +254,8 @@ class Scheduler:
             self.retire(sequence)
 
     def forget_cache(self) -> None:
-        """Drops the whole cache, as for new weights. Running requests return to the head of the
-        queue with their completed tokens."""
+        """Drops the whole cache, for example after new weights. Running requests return to the head
+        of the queue with the tokens sampled so far."""
         if self.routing is not None:
             self.routing.forget_outdated()
 
@@ -282,7 +284,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def memory_tokens(self) -> int:
-        """Tokens of key-value memory in use, slots' free places included."""
+        """The tokens of key-value memory in use, including free places in slots."""
         return self.cache.num_slots * self.cache.capacity + self._tokens_outside()
 
     def _tick(self) -> int:
@@ -297,8 +299,9 @@ class Scheduler:
     def _match(
         self, version: int | None, ids: list[int], known_prefix: KnownPrefix | None = None
     ) -> PrefixSegment | None:
-        """The longest segment of that version that is a proper prefix of `ids` (one token must be
-        left to predict from) and was computed with the experts that are known."""
+        """The longest segment of that version that is a proper prefix of `ids` and was computed
+        with the known experts. The prefix is proper because one token must be left to predict
+        from."""
         for length in sorted(self.segments, reverse=True):
             if (
                 length < len(ids)
@@ -318,8 +321,8 @@ class Scheduler:
         )
 
     def _request_prefixes(self) -> None:
-        """Queues the computation of prefixes that several waiting requests share: equal prompts
-        first, then common beginnings of the rest."""
+        """Queues the computation of prefixes that several waiting requests share. Equal prompts
+        come first, then common beginnings of different prompts."""
         fresh = [
             r
             for r in self.waiting
@@ -356,8 +359,8 @@ class Scheduler:
                 self.waiting.appendleft(request)
 
     def _place(self, request: EngineRequest) -> bool:
-        """Gives the request a slot (its session's, or a new one filled from a shared prefix); False
-        if memory is short now."""
+        """Gives the request a slot: its session's, or a new one that may be filled from a shared
+        prefix. False if there is not enough memory now."""
         idle = self.sessions.pop(request.session, None) if request.session is not None else None
         if idle is not None:
             return self._resume(idle, request)
@@ -371,7 +374,7 @@ class Scheduler:
             if segment is not None
             and len(segment.ids) >= MIN_REFERRED_TOKENS
             and request.future is not None
-            and self._fits_beside(segment, request)
+            and self._fits_with_segment(segment, request)
             else 0
         )
         need = _room_to_draw(request, request.ids) - offset
@@ -386,9 +389,7 @@ class Scheduler:
         if slot is None:
             if segment is None or self.running:
                 return False
-            self._drop_segment(
-                segment
-            )  # no request will leave, and its own prefix is what takes the room
+            self._drop_segment(segment)  # no request will leave, and its own prefix takes the room
             return self._place(request)
 
         sequence = Sequence(slot, list(request.ids), request, need=need)
@@ -413,7 +414,8 @@ class Scheduler:
         return True
 
     def _resume(self, idle: Sequence, request: EngineRequest) -> bool:
-        """The next turn of a session: keeps what its cache has in common with the new prompt."""
+        """Prepares the next turn of a session: keeps the part of its cache that the new prompt
+        begins with."""
         assert request.session is not None
 
         common = min(common_prefix(idle.ids, request.ids), idle.cached)
@@ -423,7 +425,7 @@ class Scheduler:
             keep = known_prefix.agrees(idle.routed, keep)
 
         left_prefix = keep < idle.offset
-        if left_prefix or (idle.segment and not self._fits_beside(idle.segment, request)):
+        if left_prefix or (idle.segment and not self._fits_with_segment(idle.segment, request)):
             self.retire(idle)  # start over
             return self._place(request)
 
@@ -431,9 +433,7 @@ class Scheduler:
         slot = self._take_slot(need)
         if slot is None:
             self.sessions[request.session] = idle
-            if (
-                not self.running
-            ):  # no request will leave: give up the cache rather than wait without end
+            if not self.running:  # no request will leave: drop the cache instead of waiting forever
                 self._evict(request.session)
                 return self._place(request)
             return False
@@ -454,21 +454,21 @@ class Scheduler:
         return True
 
     def _take_slot(self, need: int) -> int | None:
-        """A free slot with room for `need` tokens, or None if memory is short now."""
+        """A free slot with room for `need` tokens. None if there is not enough memory now."""
         if not self._make_room(extra=1, capacity=need):
             return None
         used = {s.slot for s in self.running}
         return next(slot for slot in range(self.cache.num_slots) if slot not in used)
 
-    def _fits_beside(self, segment: PrefixSegment, request: EngineRequest) -> bool:
-        """Whether a request that refers to the segment has room to its last token, if it runs
+    def _fits_with_segment(self, segment: PrefixSegment, request: EngineRequest) -> bool:
+        """Whether a request that refers to the segment has room up to its last token if it runs
         alone."""
         size = len(segment.ids)
         return _round_up(size) + _round_up(request.max_tokens - size) <= self.kv_tokens
 
     def _make_room(self, extra: int, capacity: int) -> bool:
         """Makes `extra` free slots of at least `capacity` places; evicts idle sessions and unused
-        prefixes, oldest first, if it must."""
+        prefixes if needed, oldest first."""
         is_wide = not self.running and self.cache.capacity > 2 * _round_up(capacity)
         has_slots = len(self.running) + extra <= self.cache.num_slots
         if has_slots and capacity <= self.cache.capacity and not is_wide:
@@ -481,8 +481,8 @@ class Scheduler:
         return True
 
     def _make_spare(self, spare: int) -> bool:
-        """Leaves `spare` tokens of the budget unused; drops idle sessions and unused prefixes,
-        oldest first, if it must. False if the running sequences need them."""
+        """Leaves `spare` tokens of the budget unused; drops idle sessions and unused prefixes if
+        needed, oldest first. False if the running sequences need them."""
         while self.memory_tokens() + spare > self.kv_tokens and not self._shrink(spare):
             if not self._drop_oldest():
                 return False
@@ -490,8 +490,7 @@ class Scheduler:
         return True
 
     def _drop_oldest(self) -> bool:
-        """Drops the idle session or unused prefix that was used longest ago; False if there is
-        none."""
+        """Drops the least recently used idle session or unused prefix. False if there is none."""
         idle = min(self.sessions.items(), key=lambda item: item[1].last_used, default=None)
         unused = min(
             (s for group in self.segments.values() for s in group.values() if not s.users),
@@ -508,7 +507,7 @@ class Scheduler:
         return True
 
     def _shrink(self, spare: int) -> bool:
-        """Gives back free slots until `spare` tokens of the budget are unused; False if the running
+        """Frees unused slots until `spare` tokens of the budget are unused; False if the running
         sequences need them."""
         num_slots = len(self.running)
         places = _round_up(max((s.need for s in self.running), default=1))
@@ -527,8 +526,8 @@ class Scheduler:
             del self.segments[len(segment.ids)]
 
     def _resize(self, extra: int, capacity: int) -> bool:
-        """New buffers for the running sequences and `extra` more, within the budget; with room to
-        grow if that fits too."""
+        """Creates new buffers for the running sequences and `extra` more, within the budget. Adds
+        room to grow if it fits."""
         budget = self.kv_tokens - self._tokens_outside()
         num_slots = len(self.running) + extra
         least = _round_up(max([capacity, *(s.need for s in self.running)]))
@@ -557,12 +556,12 @@ class Scheduler:
 
 
 def _length(sequence: Sequence) -> int:
-    """Slot places that the sequence uses in its next step, at most."""
+    """The most slot places that the sequence uses in its next step."""
     return len(sequence.ids) - sequence.offset
 
 
 def _room_to_draw(request: EngineRequest, ids: list[int]) -> int:
-    """The number of tokens that there is room for, including these `ids`."""
+    """The most tokens that fit, including these `ids`."""
     return min(request.max_tokens, len(ids) + GROWTH_TOKENS)
 
 
@@ -571,8 +570,8 @@ def _round_up(tokens: int) -> int:
 
 
 def _shared_beginnings(prompts: list[list[int]]) -> list[list[int]]:
-    """Prefixes worth computing once among sorted, distinct prompts: runs of neighbours that share
-    at least half of their tokens."""
+    """The prefixes of sorted, distinct prompts that are worth computing once: those that a run of
+    neighbours shares, with at least half of their tokens."""
     beginnings: list[list[int]] = []
     run: list[int] | None = None
     for before, prompt in pairwise(prompts):

@@ -1,11 +1,12 @@
-"""Log-probs of given tokens: how likely a text is under the policy that did not sample it.
+"""Computes log-probs of given tokens: how likely the policy is to sample a text that it did not
+sample.
 
     score(context, ids)[j] = log pi(ids[j] | context, ids[:j])
 
-A request of this kind is a prompt that is computed once, in the same steps as all other requests,
-and is answered with numbers in place of new tokens. It uses what is cached of its context. All of
-its numbers come from one version of the weights. They are the ones that `generate` would give for
-the same sampled tokens, to the last bit if the engine promises that (torch_engine.py).
+Such a request is a prompt that is computed once, in the same steps as all other requests. Its
+answer is log-probs instead of new tokens. It uses the cached part of its context. One version of
+the weights computes all of its log-probs. They equal the log-probs that `generate` gives if it
+samples the same tokens, to the last bit if the engine promises that (torch_engine.py).
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ def score_request(
     temperature: float,
     version: int | None,
 ) -> EngineRequest:
-    """The request that computes the scores, for the running event loop. Its future gets a
-    Completion of the given tokens."""
+    """Creates the request that computes the scores. It belongs to the running event loop, and its
+    future gets a Completion of the given tokens."""
     future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     params = SamplingParams(temperature=temperature, max_new_tokens=0)
-    input_ids = [*context_ids, *ids[:-1]]  # nothing is predicted from the last one
+    input_ids = [*context_ids, *ids[:-1]]  # the last token predicts nothing
     return EngineRequest(input_ids, params, future, version=version, scored=list(ids))
 
 
 def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -> list[float]:
-    """Natural log-probs of the tokens `ids` [n] under logits [n, V], which are overwritten. The
-    sums are those of `sampling.draw`, so that a sampled token has the same log-prob."""
+    """The natural log-probs of the tokens `ids` [n] under logits [n, V]. Overwrites the logits.
+    Sums are computed as in `sampling.draw`, so a sampled token has the same log-prob."""
     logits = logits.float()
     if temperature != 1:
         logits = logits / temperature
 
     tokens = torch.tensor(ids, device=logits.device).unsqueeze(1)  # [n, 1]
     logits = logits.sub_(logits.amax(dim=-1, keepdim=True))
-    below = logits.gather(1, tokens).squeeze(1).double()  # [n], of the likeliest token
+    below = logits.gather(1, tokens).squeeze(1).double()  # [n], the likeliest token's
     weights = logits.exp_()
     totals = summed_weights(weights)
     drawn = (weights.gather(1, tokens).squeeze(1).double() / totals).log().float()
 
-    # A weight that a float32 holds only as a subnormal number has lost digits, or is 0.
+    # A weight that is a subnormal float32 has lost digits, or is 0.
     rare = below < -80
     return torch.where(rare, (below - totals.log()).float(), drawn).tolist()
 
@@ -59,8 +60,8 @@ def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -
 def take_scores(
     batch: StepBatch, logits: torch.Tensor, version: int
 ) -> Iterator[tuple[Sequence, EngineRequest]]:
-    """Records the scores that logits [n, V] give to the given tokens that a step of that version
-    predicts. Yields the requests that have all of their scores now."""
+    """Records the scores of the given tokens that a step predicts, under logits [n, V]. `version`:
+    the version of the step's weights. Yields the requests that now have all of their scores."""
     begin = 0
     for sequence, count in batch.scored:
         request = sequence.request
@@ -77,7 +78,7 @@ def take_scores(
 
 
 def scored_completion(request: EngineRequest) -> Completion:
-    """The answer to a request all of whose tokens have their scores."""
+    """The answer to a request whose tokens all have their scores."""
     assert request.scored is not None
     return Completion(
         ids=request.scored,

@@ -1,10 +1,10 @@
-"""The proof that a client belongs to an engine's run: 32 random bytes in hex in RUN/engines/secret,
-readable by its owner only; or, where machines share no folder, in an environment variable that the
-recipe names (`reference`, ${env:NAME}).
+"""The secret with which a client proves that it belongs to an engine's run: 32 random bytes in
+hexadecimal. They are in RUN/engines/secret, which only its owner can read. If machines share no
+folder, they are in an environment variable that the recipe names (`reference`, ${env:NAME}).
 
-The first process that needs it creates it, and it appears whole. Both sides read it at every
-handshake, so a deleted or replaced secret takes effect at the next one. It travels as
-`Authorization: Bearer ...`, beyond one machine inside of TLS (`certificate.py`).
+The first process that needs the secret creates the file atomically. Both sides read the secret at
+every handshake, so a deleted or replaced secret takes effect at the next one. Clients send it as
+`Authorization: Bearer ...`, between machines only with TLS (`certificate.py`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _HEADER = re.compile("Bearer [0-9a-f]{64}", re.ASCII)
 
 
 class RunSecret:
-    """See the module. `folder` is the run's `engines`."""
+    """The secret of a run. See the module. `folder` is the run's `engines`."""
 
     def __init__(self, folder: Path, reference: str | None = None) -> None:
         self.file = folder / NAME
         self._reference = reference
 
     def check(self) -> None:
-        """Raises ConfigError if the environment should hold a secret and holds none."""
-        self._given()
+        """Raises ConfigError if the recipe names an environment variable and it has no secret."""
+        self._from_environment()
 
-    def _given(self) -> str | None:
+    def _from_environment(self) -> str | None:
         secret = key_of("rollout.engine_secret", self._reference)
         if secret is not None and not re.fullmatch("[0-9a-f]{64}", secret):
             raise ConfigError(
@@ -44,8 +44,9 @@ class RunSecret:
 
     def value(self) -> str:
         """The secret, 64 hexadecimal digits; created if there is none. Raises EngineError if the
-        file can't be used. If the environment holds the secret, no file is created or read."""
-        configured = self._given()
+        file can't be used. If an environment variable has the secret, no file is created or
+        read."""
+        configured = self._from_environment()
         if configured is not None:
             return configured
 
@@ -75,9 +76,9 @@ class RunSecret:
         """The header that a client sends."""
         return {"Authorization": f"Bearer {self.value()}"}
 
-    def is_in(self, authorization: str | None) -> bool:
-        """Whether the header, as received, has the secret; takes the same time for every wrong one
-        of its form. The file is read for no other header."""
+    def matches_header(self, authorization: str | None) -> bool:
+        """Whether the received header has the secret. The comparison takes the same time for every
+        wrong secret of the right form. For headers of another form the file is not read."""
         if authorization is None or not _HEADER.fullmatch(authorization):
             return False
         return hmac.compare_digest(authorization.encode(), f"Bearer {self.value()}".encode())

@@ -1,14 +1,14 @@
-"""An engine's server for other processes: requests over a WebSocket, and three routes for people
-and scripts.
+"""Serves an engine to other processes: requests over a WebSocket, and three HTTP routes for
+scripts.
 
     WS   /requests   see `messages.py`, `server_connection.py`; `remote.py` is the client
     GET  /state      {version, asleep, stats, name, pid}
     POST /sleep      {in_flight, deadline_s} -> state      POST /wake -> state
 
 HTTP bodies are JSON, one request on a connection. Errors are sent by name, so the client raises the
-engine's exception. The server refuses a client that does not send the run's secret (`secret.py`)
-before it reads the request's body, and disconnects it within seconds (`admission.py`). Traffic
-between machines is encrypted (`certificate.py`).
+same exception as the engine. A client that does not send the run's secret (`secret.py`) is refused
+before its request's body is read, and disconnected within seconds (`admission.py`). Traffic between
+machines is encrypted (`certificate.py`).
 """
 
 from __future__ import annotations
@@ -73,15 +73,14 @@ REFUSAL = (
 FULL = f"the engine has {MAX_CLIENTS} clients already: use another one, or fewer samplers"
 UNAUTHORIZED = 401
 CLIENT_GONE = 499
-"""Status of an answer whose client is gone."""
+"""The status of an answer whose client has left."""
 TRY_AGAIN_LATER = 1013
 """Close code, from the registry of RFC 6455, section 11.7."""
 
 
-class EngineDoor:
-    """The web application of one engine. `close` ends the connections of clients that still wait,
-    which then use another engine. `stats`: the statistics that it reports, by default the
-    engine's."""
+class EngineApp:
+    """The web application of one engine. `close` ends the connections of waiting clients, which
+    then use another engine. `stats` returns the statistics to report; by default the engine's."""
 
     def __init__(
         self,
@@ -124,7 +123,7 @@ class EngineDoor:
         async def work() -> EngineState:
             options = msgspec.json.decode(await _body(request) or b"{}", type=SleepRequest)
             sleeper = self._sleeper()
-            await self._while_wanted(
+            await self._run_until_hang_up(
                 request, sleeper.sleep(in_flight=options.in_flight, deadline_s=options.deadline_s)
             )
             return self._state()
@@ -159,10 +158,10 @@ class EngineDoor:
             raise EngineError(f"an engine of type {type(self.engine).__name__} can't sleep")
         return self._sleeping
 
-    async def _while_wanted(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    async def _run_until_hang_up(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Cancels the work when the client has hung up, or the server is closed."""
         task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_hung_up(request))
+        gone = asyncio.ensure_future(_wait_for_hang_up(request))
         closed = asyncio.ensure_future(self._closed.wait())
         try:
             await asyncio.wait({task, gone, closed}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,9 +177,10 @@ class EngineDoor:
 
 
 class _EngineGuard:
-    """Wraps the application: admits clients that have the secret, as long as there is room. Others
-    get 401 and the reason, or for a WebSocket only 403, because uvicorn logs a longer answer as an
-    error of the application. In both cases the connection ends after the answer."""
+    """Wraps the application and admits clients that have the secret, as long as there is room.
+    Other clients get 401 and the reason. On a WebSocket they get only 403, because uvicorn logs a
+    longer answer as an error of the application. In both cases the connection ends after the
+    answer."""
 
     def __init__(self, app: ASGIApp, secret: RunSecret) -> None:
         self._app = app
@@ -206,11 +206,11 @@ class _EngineGuard:
             connection.leave()
 
     def _refusal(self, scope: Scope) -> tuple[int, ErrorAnswer] | None:
-        """Status and answer for a client that has not shown the secret."""
+        """The status and answer for a client that has not shown the secret."""
         try:
-            if self._secret.is_in(Headers(scope=scope).get("authorization")):
+            if self._secret.matches_header(Headers(scope=scope).get("authorization")):
                 return None
-        except EngineError as error:  # the secret can't be read here
+        except EngineError as error:  # the server itself can't read the secret
             return status_and_answer(error)
         return UNAUTHORIZED, ErrorAnswer(error="EngineError", message=REFUSAL)
 
@@ -253,14 +253,15 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-async def _hung_up(request: Request) -> None:
+async def _wait_for_hang_up(request: Request) -> None:
     """Returns when the client closes the connection; the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
-    """The only place where an engine's exception becomes an HTTP answer."""
+    """Runs the work and turns an engine's exception into an HTTP answer. No other function does
+    this."""
     try:
         content = await work
         status = 200
@@ -281,14 +282,14 @@ def _json(content: object, status: int) -> Response:
 
 @asynccontextmanager
 async def listening(
-    door: EngineDoor, listener: socket.socket, *, tls: ssl.SSLContext | None = None
+    app: EngineApp, listener: socket.socket, *, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[None]:
     """Serves on the socket while the block runs, then closes the application. Raises EngineError if
     the server ends by itself."""
     async with serving(
-        door.app,
+        app.app,
         listener,
-        close=door.close,
+        close=app.close,
         tls=tls,
         ws=WebSocketProtocol,
         ws_max_size=MAX_BYTES,

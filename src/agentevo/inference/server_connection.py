@@ -1,12 +1,12 @@
-"""The engine's end of a client's WebSocket (`messages.py`). Requests come in and run concurrently
-in the engine. Answers are sent when they are ready, and so is the engine's state. When the
-connection ends, all of the client's requests are cancelled in the engine.
+"""The engine's end of a client's WebSocket (`messages.py`). Its requests run concurrently in the
+engine. Answers are sent when they are ready, and so is the engine's state. When the connection
+ends, all of the client's requests are cancelled in the engine.
 
-The load of a client is bounded: running requests (MAX_RUNNING; more are refused), answers that it
-does not take (MAX_UNREAD; nothing more is read from it then), and conversations to forget
-(MAX_RELEASES; the engine drops the rest by itself when it needs the room). The tokens of a request
-that streams wait as one list, and its answer takes their place. Request ids only grow, so none can
-be used twice.
+Three limits bound the load of a client. If more than MAX_RUNNING requests run, further ones are
+refused. If MAX_UNREAD answers wait because the client does not read them, nothing more is read from
+the client. If MAX_RELEASES conversations wait to be released, further releases are dropped, and the
+engine evicts these conversations when it needs the room. The waiting tokens of a streaming request
+are one list, and its answer replaces them. Request ids only grow, so no id can be used twice.
 """
 
 from __future__ import annotations
@@ -47,29 +47,30 @@ from agentevo.types import Completion
 
 LOG = logging.getLogger(__name__)
 
-CHANGE_S = 0.05
-"""How often version and sleep are checked. A new version is reported before the first answer under
-it in any case."""
-LEAST_S = 0.01
-"""A state is sent at most this often."""
+STATE_POLL_S = 0.05
+"""How often version and sleep are checked. A new version is always reported before the first answer
+under it."""
+MIN_REPORT_S = 0.01
+"""The shortest time between two reports."""
 RELEASE_S = 5.0
 RELEASED_AT_ONCE = 64
-"""Then the engine continues: its steps run on the same event loop."""
+"""The number of conversations that are released at once. Then the engine continues, because its
+steps run on the same event loop."""
 MAX_RELEASES = 65_536
 MAX_RUNNING = 16_384
 MAX_UNREAD = 65_536
-UNREAD_S = 0.05
-"""How often to check whether the client has taken its answers."""
+UNREAD_POLL_S = 0.05
+"""How often to check whether the client has read its answers."""
 FLUSH_S = 1.0
-"""How long finished answers get when the engine leaves, in seconds."""
+"""The time to send finished answers when the engine shuts down, in seconds."""
 GOING_AWAY = 1001
-"""Close code, RFC 6455 section 7.4.1."""
+"""The close code of a server that shuts down, RFC 6455 section 7.4.1."""
 UNSUPPORTED = 1003
-"""Close code of the same section."""
+"""A close code of the same section."""
 POLICY = 1008
-"""Close code of the same section."""
+"""A close code of the same section."""
 MAX_REASON_BYTES = 123
-"""RFC 6455, section 5.5."""
+"""The longest reason of a close frame, RFC 6455 section 5.5."""
 
 
 class ServerConnection:
@@ -89,26 +90,26 @@ class ServerConnection:
         self._any_releases = asyncio.Event()
         self._every_s = float("inf")
         self._watch = 0
-        self._last_word: tuple[int, str] | None = None
-        """Close code and reason, if this side ends the connection."""
-        self._told: EngineState | None = None
-        self._told_at = 0.0
+        self._close_frame: tuple[int, str] | None = None
+        """The close code and reason, if the server ends the connection."""
+        self._reported: EngineState | None = None
+        self._reported_at = 0.0
 
     async def serve(self, closing: asyncio.Event) -> None:
-        """Serves until the client goes, or `closing` is set: then the client is sent to another
-        engine. Raises this side's faults, not the client's."""
+        """Serves until the client leaves or `closing` is set. In the second case the client is told
+        to use another engine. Raises the server's errors, not the client's."""
         try:
             await self._websocket.accept()
         except WebSocketDisconnect:
             return
 
-        self._tell()
+        self._report_state()
         work = [
             asyncio.ensure_future(duty)
             for duty in (
                 self._read(),
                 self._write(),
-                self._keep_telling(),
+                self._keep_reporting(),
                 self._keep_releasing(),
                 closing.wait(),
             )
@@ -122,15 +123,15 @@ class ServerConnection:
             await asyncio.gather(*work, *requests, return_exceptions=True)
 
         if closing.is_set():
-            self._last_word = (GOING_AWAY, "the engine is shutting down: use another one")
-        if self._last_word is not None:
-            await self._say_good_bye(*self._last_word)
+            self._close_frame = (GOING_AWAY, "the engine is shutting down: use another one")
+        if self._close_frame is not None:
+            await self._close_websocket(*self._close_frame)
 
         for task in done:
             task.result()
 
     async def _read(self) -> None:
-        """Returns when the client has gone, or sends something invalid."""
+        """Returns when the client leaves or sends something invalid."""
         while (event := await self._websocket.receive())["type"] == "websocket.receive":
             try:
                 messages = read_requests(event.get("bytes") or b"")
@@ -138,28 +139,28 @@ class ServerConnection:
                 reason = f"not a list of requests: {error}".encode("ascii", "replace")[
                     :MAX_REASON_BYTES
                 ].decode()
-                self._last_word = (UNSUPPORTED, reason)
+                self._close_frame = (UNSUPPORTED, reason)
                 return
 
             watch = self._watch
             for message in messages:
                 if isinstance(message, (Generate, ScoreRequest, WatchRequest)):
                     if message.id <= self._newest_id:
-                        self._last_word = (
+                        self._close_frame = (
                             POLICY,
                             f"the id {message.id} was used: ids must increase",
                         )
                         return
                     self._newest_id = message.id
-                self._take(message)
+                self._handle(message)
 
             if self._watch != watch:
-                self._tell()
+                self._report_state()
 
             while len(self._outbox) > MAX_UNREAD:
-                await asyncio.sleep(UNREAD_S)
+                await asyncio.sleep(UNREAD_POLL_S)
 
-    def _take(self, message: ToEngine) -> None:
+    def _handle(self, message: ToEngine) -> None:
         if isinstance(message, (Generate, ScoreRequest)):
             if len(self._running) >= MAX_RUNNING:
                 error = EngineUnavailableError(f"{MAX_RUNNING} requests of this client are running")
@@ -176,17 +177,18 @@ class ServerConnection:
                 running.cancel()
         elif isinstance(message, WatchRequest):
             self._watch = message.id
-            self._every_s = message.every_s if message.every_s >= LEAST_S else LEAST_S
+            self._every_s = message.every_s if message.every_s >= MIN_REPORT_S else MIN_REPORT_S
 
     async def _complete(self, request: Generate | ScoreRequest) -> None:
-        """The only place where an engine's exception becomes an answer."""
+        """Runs a request and turns an engine's exception into an answer. No other function does
+        this."""
         try:
             if isinstance(request, ScoreRequest):
                 completion = await self._score(request)
             else:
                 completion = await self._generate(request)
-            if self._told is not None and self._told.version != self._engine.version:
-                self._tell()
+            if self._reported is not None and self._reported.version != self._engine.version:
+                self._report_state()
             self._outbox.put(Completed(id=request.id, completion=completion))
         except EngineError as error:
             self._outbox.put(failure_of(request.id, error))
@@ -200,7 +202,7 @@ class ServerConnection:
         finally:
             self._outbox.drop_tokens(
                 request.id
-            )  # an answer has them all, and the rest is not needed
+            )  # the answer has all tokens, and a failed request needs none
 
     async def _generate(self, request: Generate) -> Completion:
         check_request(request.sampling, request.deadline_s)
@@ -247,30 +249,32 @@ class ServerConnection:
             LOG.warning("conversation %s was not released: %s", session, error)
 
     async def _write(self) -> None:
-        """Returns when the client has gone. The server's pings detect a client that takes nothing,
-        after which nothing may be sent to it (RuntimeError)."""
+        """Returns when the client leaves. The server's pings detect a client that reads nothing.
+        Sending to it then raises RuntimeError."""
         with suppress(WebSocketDisconnect, RuntimeError):
             while True:
                 await self._websocket.send_bytes(await self._outbox.next_frame())
 
-    async def _keep_telling(self) -> None:
+    async def _keep_reporting(self) -> None:
         while True:
-            await asyncio.sleep(min(self._every_s, CHANGE_S))
+            await asyncio.sleep(min(self._every_s, STATE_POLL_S))
             if len(self._outbox):
-                continue  # the client has not taken the last one yet
+                continue  # the client has not read the last frame yet
 
             now = self._state()
-            before = self._told
+            before = self._reported
             changed = before is None or (before.version, before.asleep) != (now.version, now.asleep)
-            if changed or time.monotonic() - self._told_at >= self._every_s:
-                self._tell(now)
+            if changed or time.monotonic() - self._reported_at >= self._every_s:
+                self._report_state(now)
 
-    def _tell(self, now: EngineState | None = None) -> None:
-        self._told = now if now is not None else self._state()
-        self._told_at = time.monotonic()
-        self._outbox.put(StateReport(state=self._told, yours=len(self._running), watch=self._watch))
+    def _report_state(self, now: EngineState | None = None) -> None:
+        self._reported = now if now is not None else self._state()
+        self._reported_at = time.monotonic()
+        self._outbox.put(
+            StateReport(state=self._reported, yours=len(self._running), watch=self._watch)
+        )
 
-    async def _say_good_bye(self, code: int, reason: str) -> None:
+    async def _close_websocket(self, code: int, reason: str) -> None:
         with suppress(
             WebSocketDisconnect, TimeoutError, RuntimeError
         ):  # RuntimeError: it was closed already

@@ -1,13 +1,15 @@
-"""An SGLang server as an engine: one that is started here, or one that is given by its URL.
+"""An SGLang server as an engine. Either this process starts the server, or the recipe gives its
+URL.
 
     verify -> write the whole model -> pause, requests put back -> load -> drop cached keys and
     values -> resume
 
 Invariants: a token's version is the label under which SGLang sampled it. A label that this engine
-did not set (another run's weights, a restarted server) is an error, never a version. No token is
-sampled over keys and values of other weights. A failed load can leave a mixture: the previous
-version is loaded again, and if that fails too, every request fails with EngineError until a whole
-version is in. A request whose answer is lost is not sent again: its caller does that.
+did not set (another run's weights, or a restarted server) is an error. No token is sampled over
+keys and values of other weights. A failed load can leave a mixture of old and new weights. The
+previous version is then loaded again. If that fails too, every request fails with EngineError until
+a complete version is loaded. A request whose answer is lost is not sent again here; its caller
+sends it again.
 
 Not promised: the same numbers with other requests in a step, penalties, grammars and scores.
 """
@@ -57,13 +59,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LOAD_S = 1200.0
-"""Longest time for a server to read a version from the disk."""
-LOOK_S = 0.2
+"""The time limit for a server to read a version from the disk, in seconds."""
+POLL_INTERVAL_S = 0.2
 
 
 class SglangEngine:
-    """See the module. `model` says names, shapes and what is not trained. Raises ConfigError for
-    unsupported options. Belongs to one event loop."""
+    """See the module. `model` has the names and shapes of the weights, and those that are not
+    trained. Raises ConfigError for unsupported options. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -86,8 +88,8 @@ class SglangEngine:
         """Label -> version."""
         self._label = ""
         self._version = NO_VERSION
-        self._good: Path | None = None
-        """Folder of the weights that the server computes with, if it is known."""
+        self._good_folder: Path | None = None
+        """The folder of the weights that the server computes with; None if unknown."""
         self._failure: EngineError | None = None
         self._facts: ServerFacts | None = None
         self._server: GuardedServer | None = None
@@ -115,7 +117,7 @@ class SglangEngine:
         self._publishes = self._refused_publishes = 0
 
     def _start(self, section: EngineSection) -> SglangClient:
-        self._good = write_version(self._model, self._tokenizer, {}, self._folder / "base")
+        self._good_folder = write_version(self._model, self._tokenizer, {}, self._folder / "base")
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
 
@@ -123,7 +125,7 @@ class SglangEngine:
         config = self._scratch / "server.yaml"
         config.write_text(launch_config(key), encoding="utf-8")
         arguments = launch_arguments(
-            self._good,
+            self._good_folder,
             "127.0.0.1",
             port,
             {
@@ -164,7 +166,7 @@ class SglangEngine:
         deadline_s: float,
         listen: TokenListener | None = None,
     ) -> Completion:
-        """See Engine.generate. `session` is not needed: SGLang finds prefixes by itself."""
+        """See Engine.generate. `session` has no effect, because SGLang finds prefixes by itself."""
         check_request(sampling, deadline_s)
         if not prompt_ids:
             raise EngineError("the prompt is empty: give at least one token")
@@ -201,7 +203,8 @@ class SglangEngine:
             self._draws.discard(draw)
 
     async def _awake_within(self, draw: asyncio.Task[Completion], deadline_s: float) -> Completion:
-        """The task's result within `deadline_s` seconds, without those of sleep."""
+        """The task's result. Raises DeadlineExceededError after `deadline_s` seconds, not counting
+        sleep."""
         started_at = time.monotonic()
         slept = self.slept_s
         try:
@@ -220,12 +223,12 @@ class SglangEngine:
             draw.cancel()
 
     async def release(self, session: str) -> None:
-        """See Engine.release: nothing is kept by name."""
+        """See Engine.release. Does nothing: SGLang stores nothing by session."""
 
     async def begin(
         self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
     ) -> None:
-        """See UpdatableEngine.begin. Waits for a server that is starting."""
+        """See UpdatableEngine.begin. Waits until a starting server is ready."""
         async with self._changing:
             await self._connect()
             label = self._new_label(version)
@@ -236,7 +239,7 @@ class SglangEngine:
                 await self._client.relabel(label)
 
                 if not self.asleep:
-                    await self._client.go_on()
+                    await self._client.resume()
 
                 self._label = label
                 self._version = version
@@ -261,8 +264,8 @@ class SglangEngine:
         in_flight: InFlight = "finish",
         deadline_s: float = 60.0,
     ) -> None:
-        """See UpdatableEngine.publish. The deadline is for requests to end; reading weights takes
-        as long as the server's disk."""
+        """See UpdatableEngine.publish. The deadline applies to requests that have to end. Reading
+        the weights has its own limit."""
         if weights is None:
             weights = trained_weights(self._model)
 
@@ -286,16 +289,17 @@ class SglangEngine:
     async def _swap(
         self, version: int, label: str, weights: Weights, until: float | None = None
     ) -> None:
-        """Writes and loads them. `until`: running requests may end first, until then."""
+        """Writes and loads the weights. `until`: running requests may end first, until this time of
+        the loop's clock."""
         folder = self._folder / label
         try:
             await in_thread(write_version, self._model, self._tokenizer, weights, folder)
-            async with self._quiet(until):
-                # Never cancelled: half done, it would leave a server that waits without end.
+            async with self._without_requests(until):
+                # Never cancelled: after half of it, the server would wait forever.
                 replacing = asyncio.ensure_future(self._replace(version, label, folder))
                 await _to_its_end(replacing)
         finally:
-            if self._good != folder:
+            if self._good_folder != folder:
                 await in_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _replace(self, version: int, label: str, folder: Path) -> None:
@@ -308,8 +312,8 @@ class SglangEngine:
         finally:
             self._swap_s += time.monotonic() - started_at
 
-        before = self._good
-        self._good = folder
+        before = self._good_folder
+        self._good_folder = folder
         self._label = label
         self._version = version
         self._failure = None
@@ -318,20 +322,21 @@ class SglangEngine:
             await in_thread(shutil.rmtree, before, ignore_errors=True)
 
     async def _load(self, folder: Path, label: str) -> None:
-        """The server computes with that version from now on, and keeps nothing of another one."""
+        """Loads a version into the server and drops all cached keys and values of other
+        versions."""
         await self._client.pause()
         await self._client.load(folder, label, LOAD_S)
         await self._client.flush()
         if not self.asleep:
-            await self._client.go_on()
+            await self._client.resume()
 
     async def _restore(self, error: EngineError) -> None:
-        """After a load that could have left a mixture: loads the previous version again; if that
-        fails, nothing is served."""
+        """Loads the previous version again after a failed load. If that fails too, the engine
+        serves nothing."""
         restore_error: EngineError | None = None
-        if self._good is not None:
+        if self._good_folder is not None:
             try:
-                await self._load(self._good, self._label)
+                await self._load(self._good_folder, self._label)
                 return
             except EngineError as failure:
                 restore_error = failure
@@ -345,9 +350,9 @@ class SglangEngine:
             draw.cancel()
 
     @asynccontextmanager
-    async def _quiet(self, until: float | None) -> AsyncIterator[None]:
-        """With `until`, new requests wait while the block runs, and it begins when none is running.
-        Raises DeadlineExceededError."""
+    async def _without_requests(self, until: float | None) -> AsyncIterator[None]:
+        """With `until`, new requests wait while the block runs, and the block begins when no
+        request is running. Raises DeadlineExceededError."""
         try:
             if until is not None and not self.asleep:
                 self._open.clear()
@@ -369,7 +374,7 @@ class SglangEngine:
         return label
 
     async def _connect(self) -> None:
-        """Waits until the server is ready, once. Raises EngineError."""
+        """Waits until the server is ready; later calls return immediately. Raises EngineError."""
         if self._facts is not None:
             return
 
@@ -383,7 +388,7 @@ class SglangEngine:
                     "engine.options.start_timeout_s"
                 )
 
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
         facts = await self._client.facts()
         if self._options.seeded and not facts.seeded:
@@ -407,10 +412,11 @@ class SglangEngine:
                 await self._client.flush()
             finally:
                 if not self.asleep:
-                    await self._client.go_on()
+                    await self._client.resume()
 
     async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
-        """See SleepingEngine.sleep. The weights stay, so that others may be published."""
+        """See SleepingEngine.sleep. The weights stay in memory, so that new ones can be
+        published."""
         if not self._known().can_sleep:
             raise EngineError(
                 "SGLang can't release its memory: start it with --enable-memory-saver"
@@ -421,12 +427,12 @@ class SglangEngine:
                 return
 
             until = time.monotonic() + deadline_s if in_flight == "finish" else None
-            async with self._quiet(until):
+            async with self._without_requests(until):
                 await self._client.pause()
                 try:
                     await self._client.release_memory()
                 except BaseException:
-                    await self._client.go_on()
+                    await self._client.resume()
                     raise
                 self._asleep_since = time.monotonic()
 
@@ -437,7 +443,7 @@ class SglangEngine:
                 return
             await self._client.resume_memory()
             await self._client.flush()
-            await self._client.go_on()
+            await self._client.resume()
             self._slept_s = self.slept_s
             self._asleep_since = None
 
@@ -486,7 +492,8 @@ class SglangEngine:
 
 
 async def _to_its_end(task: asyncio.Future[None]) -> None:
-    """Waits for the task in any case; a cancellation is raised when the task has ended."""
+    """Waits for the end of the task, even if the caller is cancelled. The cancellation is raised
+    afterwards."""
     cancelled = False
     while not task.done():
         try:

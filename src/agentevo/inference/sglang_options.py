@@ -20,7 +20,8 @@ from agentevo.registry import nearest
 
 
 class SglangOptions(Section):
-    """A server that this run starts, or one that already runs, by its URL."""
+    """The options of a server that this run starts, or that already runs and is given by its
+    URL."""
 
     url: str | None = None
     """Where a server is, such as https://gpu-1:30000. Default: one is started on this machine, and
@@ -59,8 +60,8 @@ class SglangOptions(Section):
 
 
 def read_options(section: EngineSection) -> SglangOptions:
-    """Raises ConfigError for options that SGLang does not have, and for an address that would get
-    keys unprotected."""
+    """The options of the section. Raises ConfigError for unknown options, and for a URL to which
+    keys would travel unencrypted."""
     if section.batch_invariant:
         raise ConfigError(
             "engine.batch_invariant: SGLang's numbers can depend on the other requests in a "
@@ -79,7 +80,7 @@ def read_options(section: EngineSection) -> SglangOptions:
 
 
 def check_options(section: EngineSection) -> None:
-    """As `read_options` and `check_keys`. Raises MissingExtraError if this environment's Python
+    """Raises the errors of `read_options` and `check_keys`, and MissingExtraError if this Python
     should start a server and SGLang is not installed."""
     options = read_options(section)
     check_keys(options)
@@ -91,7 +92,7 @@ def check_options(section: EngineSection) -> None:
 
 
 def check_keys(options: SglangOptions) -> tuple[str | None, str | None]:
-    """(key, key for control), from the environment. Raises ConfigError."""
+    """The key and the admin key, from the environment. Raises ConfigError if one is missing."""
     return (
         key_of("engine.options.api_key", options.api_key),
         key_of("engine.options.admin_api_key", options.admin_api_key),

@@ -1,7 +1,7 @@
 """The running requests at an SGLang server.
 
-Invariant: a request that has not been answered to its end, for any reason, is aborted there by
-name, and counts as running until the abort was answered.
+Invariant: a request whose answer ends early for any reason is aborted at the server by its id. It
+counts as running until the abort was answered.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CLOSE_S = 10.0
 
 
 class SglangRequests:
-    """See the module. `versions`: label of weights -> version, for labels that the run has set;
-    `check_whole` raises EngineError when the server holds no whole weights."""
+    """The requests. See the module. `versions`: label of weights -> version, for the labels that
+    the run has set; `check_whole` raises EngineError when the server holds no whole weights."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class SglangRequests:
         self.generated = self.prompt_tokens = 0
 
     async def close(self) -> None:
-        """Returns when abandoned requests are aborted."""
+        """Returns when all abandoned requests are aborted."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=CLOSE_S)
 
@@ -64,8 +64,8 @@ class SglangRequests:
         deadline_s: float,
         listen: TokenListener | None,
     ) -> Completion:
-        """One request of SGLang, or several if an unrequested end-of-text token has ended one.
-        Positions decide what a seed samples, so several sample the same tokens as one."""
+        """Runs a request, as several requests of SGLang if an end-of-text token ends one early. A
+        seed's samples depend on the position, so several requests sample the same tokens as one."""
         drawn = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
         deadline = asyncio.get_running_loop().time() + deadline_s
         reason: FinishReason | None = None
@@ -114,7 +114,8 @@ class SglangRequests:
         drawn: Completion,
         listen: TokenListener | None,
     ) -> SglangTokens:
-        """One request; its tokens are added to `drawn`. Returns its last piece."""
+        """Runs one request of SGLang and adds its tokens to `drawn`. Returns the last piece of its
+        answer."""
         before = len(drawn.ids)
         last = None
         async for answer in self._client.answers(body, deadline):
@@ -146,7 +147,7 @@ class SglangRequests:
     def _reason(
         self, last: SglangTokens, sampling: SamplingParams, drawn: Completion
     ) -> FinishReason | None:
-        """Why the request ends; None if it continues."""
+        """Why the request ends, or None if it continues."""
         is_full = len(drawn.ids) >= sampling.max_new_tokens
         finish = last.finish or {}
         if finish["type"] == "stop":
@@ -164,11 +165,11 @@ class SglangRequests:
         return "length"
 
     def _abort(self, rid: str) -> None:
-        """In the background; the request counts as running until it is done."""
+        """Aborts the request in the background. It counts as running until the abort is done."""
 
         async def abort() -> None:
             try:
-                with suppress(EngineError):  # the server is gone, and the request with it
+                with suppress(EngineError):  # the server has ended, and so has the request
                     await self._client.abort(rid)
             finally:
                 self.running.discard(rid)

@@ -1,9 +1,9 @@
-"""Versions of a model's weights as folders in Hugging Face's format, for a server that reads them
-from the disk.
+"""Writes versions of a model's weights as folders in Hugging Face's format, for a server that reads
+them from the disk.
 
-Invariant: a folder is whole before it gets its name, and it holds the whole model: untrained
-weights as the model has them, and adapters summed into their base, so a server of the version need
-not know which weights were trained.
+Invariant: a folder is complete before it gets its name. It has the whole model, with untrained
+weights included and adapters merged into their base, so the server need not know which weights were
+trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BASE = ".base_layer."
 
 
 def check_writable(model: PreTrainedModel) -> None:
-    """Raises ConfigError for a model whose adapters can't be summed into plain weights here."""
+    """Raises ConfigError for a model whose adapters can't be merged here."""
     if not is_adapted(model):
         return
 
@@ -55,7 +55,7 @@ def write_version(
     weights: Weights,
     folder: Path,
 ) -> Path:
-    """Writes the model with these of its parameters, and returns the folder."""
+    """Writes the model with these weights in place of its own, and returns the folder."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     state |= dict(weights)
     plain: Any = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
@@ -74,7 +74,7 @@ def write_version(
 
 
 def _merge_adapters(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """W + scale B A for every adapted layer, under the names of the plain model."""
+    """Computes W + scale B A for every adapted layer, under the names of the plain model."""
     merged = {}
     for name, tensor in state.items():
         if ".lora_" not in name:

@@ -1,7 +1,7 @@
 """The protocol of SGLang's HTTP server, version 0.5.23: only this module names its routes, fields
 and flags.
 
-Its behaviour, and what this module therefore does:
+The server's behaviour, and its consequences for this module:
 
 - Log-probs (`output_token_logprobs`) are after temperature and before top-k, top-p and min-p. If
   one of these is set, this module requests the sampling mask, whose log-probs are those of the
@@ -35,23 +35,23 @@ from agentevo.types import Alternatives, SamplingParams
 OLDEST = (0, 5, 23)
 MAX_STOPS = 32
 KEEPALIVE_S = 2.0
-"""Idle seconds after which a connection is closed on this side: the server closes it after 5, and a
-request that meets that moment is lost."""
+"""The idle seconds after which the client closes a connection. The server closes it after 5, and a
+request that is sent at that moment is lost."""
 CONNECT_S = 10.0
-AGAIN_S = 0.2
+RETRY_S = 0.2
 CONTROL_S = 60.0
 SHOWN = 300
 
 
 class ServerFacts(NamedTuple):
-    """The settings that a running server reports."""
+    """The settings that a server reports."""
 
     longest: int
-    """The maximum tokens of a sequence, prompt and answer together."""
+    """The most tokens of a sequence, prompt and answer together."""
     longest_prompt: int
     capacity: int
     mask_tokens: int
-    """Most tokens of a sampling mask, and so the highest top_k."""
+    """The most tokens of a sampling mask, which is the highest possible top_k."""
     seeded: bool
     can_sleep: bool
     incremental: bool
@@ -65,13 +65,13 @@ class SglangTokens(NamedTuple):
     logprobs: list[float]
     top: list[Alternatives]
     labels: list[str]
-    """For each token the label of the weights, at the end of an answer."""
+    """The label of the weights of each token. Only the last piece has them."""
     finish: Mapping[str, Any] | None
     """`type`: stop, length or abort, and SGLang's other fields; None before the end."""
 
 
 def launch_arguments(model: Path, host: str, port: int, facts: Mapping[str, Any]) -> list[str]:
-    """The command-line arguments of a server, without its keys, which go into `launch_config`."""
+    """The command-line arguments of a server. The keys are in `launch_config` instead."""
     words = ["--model-path", str(model), "--host", host, "--port", str(port)]
     words += ["--enable-memory-saver", "--incremental-streaming-output"]
     words += ["--enable-deterministic-inference"] if facts["seeded"] else []
@@ -82,13 +82,13 @@ def launch_arguments(model: Path, host: str, port: int, facts: Mapping[str, Any]
 
 
 def launch_config(api_key: str) -> str:
-    """Content of the file of --config: the key, which must not be visible in the list of
-    processes."""
+    """The content of the file for --config. It has the key, which must not be visible in the list
+    of processes."""
     return f"api-key: {api_key}\n"
 
 
 def why_unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> str:
-    """Why SGLang can't sample as the request wants, or an empty text."""
+    """Why SGLang does not support the sampling settings, or an empty text."""
     if sampling.penalties is not None:
         return "its penalties have another meaning than AgentEvo's: leave them out"
     if len(sampling.stop_strings) > MAX_STOPS:
@@ -134,7 +134,7 @@ def generate_body(
     seeded: bool,
     stream: bool,
 ) -> dict[str, Any]:
-    """The request that continues these tokens."""
+    """The body of the request that continues these tokens."""
     cut = _is_cut(sampling)
     params: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -184,8 +184,8 @@ def read_answer(
     *,
     done: int = 0,
 ) -> SglangTokens:
-    """An answer, or a piece of one; `done`: how many of its tokens are known. Raises EngineError
-    for an answer that does not fit this module's request."""
+    """Reads an answer, or a piece of it. `done`: the number of its tokens that are known already.
+    Raises EngineError for an answer that does not fit this module's request."""
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
@@ -219,7 +219,7 @@ def _numbers(
     facts: ServerFacts,
     vocabulary: int,
 ) -> tuple[list[float], list[Alternatives]]:
-    """Log-probs and alternatives of the sampling distribution."""
+    """The log-probs and alternatives under the sampling distribution."""
     count = sampling.top_logprobs
     if sampling.temperature == 0:
         return [0.0] * len(ids), [[(token, 0.0)] for token in ids] if count else []
@@ -261,8 +261,8 @@ def _numbers(
 
 
 class SglangClient:
-    """One server. Belongs to one event loop. It raises EngineError, and EngineUnavailableError if
-    the server does not answer or the answer was lost."""
+    """A client of one server. Belongs to one event loop. Its methods raise EngineError, and
+    EngineUnavailableError if the server does not answer or the answer was lost."""
 
     def __init__(
         self, url: str, api_key: str | None, admin_key: str | None, ca_file: Path | None
@@ -282,7 +282,8 @@ class SglangClient:
         await self._http.aclose()
 
     async def facts(self) -> ServerFacts:
-        """Raises EngineError for a server that this module does not support."""
+        """The server's settings. Raises EngineError for a server that this module does not
+        support."""
         info = await self._ask("GET", "/server_info", timeout_s=CONTROL_S)
         try:
             release = tuple(map(int, re.findall(r"\d+", str(info["version"]))[:3]))
@@ -308,7 +309,7 @@ class SglangClient:
             ) from error
 
     async def ready(self) -> bool:
-        """Whether the server answers, and takes requests."""
+        """Whether the server answers and accepts requests."""
         try:
             answer = await self._http.get("/health", timeout=CONNECT_S)
         except httpx.HTTPError:
@@ -318,9 +319,9 @@ class SglangClient:
     async def answers(
         self, body: Mapping[str, Any], deadline: float
     ) -> AsyncIterator[Mapping[str, Any]]:
-        """The pieces of a stream, or the one answer. A request is sent again only when no
-        connection was made, so nothing is sampled twice. `deadline`: until when to try, by the
-        loop's clock."""
+        """The pieces of a stream, or the single answer. A request is sent again only if no
+        connection was made, so nothing is sampled twice. `deadline`: the time by the loop's clock
+        until which to try."""
         while True:
             try:
                 async with self._http.stream(
@@ -335,9 +336,9 @@ class SglangClient:
 
                 return
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                if asyncio.get_running_loop().time() + AGAIN_S > deadline:
+                if asyncio.get_running_loop().time() + RETRY_S > deadline:
                     raise _lost(self.url, error) from error
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
             except httpx.HTTPError as error:
                 raise _lost(self.url, error) from error
 
@@ -345,10 +346,11 @@ class SglangClient:
         await self._post("/abort_request", {"rid": rid}, CONNECT_S)
 
     async def pause(self) -> None:
-        """Running requests are put back, and compute their context again later on."""
+        """Pauses the server. Running requests are queued again, and compute their context again
+        later."""
         await self._post("/pause_generation", {"mode": "retract"}, CONTROL_S)
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         await self._post("/continue_generation", {"torch_empty_cache": False}, CONTROL_S)
 
     async def load(self, folder: Path, label: str, timeout_s: float) -> None:
@@ -366,7 +368,7 @@ class SglangClient:
             )
 
     async def flush(self) -> None:
-        """Drops every cached key and value. Raises EngineError if that failed."""
+        """Drops all cached keys and values. Raises EngineError if that failed."""
         await self._post("/flush_cache", None, CONTROL_S)
 
     async def release_memory(self) -> None:
@@ -408,8 +410,8 @@ def _lost(where: str, error: Exception) -> EngineUnavailableError:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The lines of an answer as they come. Only a line feed ends one; httpx's own reader also ends
-    lines at U+2028 in a text."""
+    """The lines of an answer as they arrive. Only a line feed ends a line: httpx's own reader also
+    ends lines at U+2028 within a text."""
     partial_line = bytearray()
     async for part in response.aiter_bytes():
         *lines, rest = part.split(b"\n")
@@ -420,7 +422,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _content(raw: bytes, status: int, path: str) -> Mapping[str, Any]:
-    """The JSON object of an answer. Raises EngineError for a refusal."""
+    """The JSON object of an answer. Raises EngineError if the server refused the request."""
     text = raw.decode("utf-8", "replace")
     if status in (401, 403):
         raise EngineError(

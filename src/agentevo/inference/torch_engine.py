@@ -6,14 +6,14 @@ completions one token each), samples a token for those that are up to date, and 
 ones. Steps run on the event loop; agents wake between steps, so their next turns join the next
 step.
 
-New weights come in two phases: `verify` checks all of them while requests run (in any thread), and
-`publish` swaps. A failure or cancellation before the swap leaves the old version serving. An engine
-that sleeps computes nothing and holds no key-value memory.
+New weights are published in two phases: `verify` checks all of them while requests run (in any
+thread), and `publish` swaps them in. A failure or cancellation before the swap leaves the old
+version serving. An engine that sleeps computes nothing and holds no key-value memory.
 
 Promises. A token's log-prob is that of the distribution it was sampled from. The same request
-(prompt, parameters, seed, weights) gives the same tokens and log-probs, to the last bit, with any
-other requests in a step, in chunks of any size, with or without a cached prefix, and after an
-interruption, if `models/invariance.py` finds no obstacle, and up to float rounding otherwise.
+(prompt, parameters, seed, weights) gives the same tokens and log-probs, with any other requests in
+a step, in chunks of any size, with or without a cached prefix, and after an interruption. They are
+equal to the last bit if `models/invariance.py` finds no obstacle, otherwise up to float rounding.
 Memory stays within `engine.kv_cache_tokens`.
 """
 
@@ -52,7 +52,7 @@ from agentevo.inference.scheduler import Scheduler, Sequence
 from agentevo.inference.scores import score_request, scored_completion, take_scores
 from agentevo.inference.verified import VerifiedWeights, check_publish, verify_weights
 from agentevo.models.adapters import adapter_names, use_adapter
-from agentevo.models.invariance import company_matters
+from agentevo.models.invariance import batch_dependence
 from agentevo.models.linear import drop_packed
 from agentevo.models.own_state import own_torch_state
 from agentevo.models.positions import context_length, length_advice
@@ -60,10 +60,11 @@ from agentevo.models.token_rows import num_token_rows, token_logits
 from agentevo.penalties import PenaltyState
 from agentevo.types import Completion, SamplingParams
 
-LOOK_S = 0.05
-"""The shortest interval at which a request checks whether a sleeping engine has been woken."""
+POLL_INTERVAL_S = 0.05
+"""The shortest interval at which a waiting request checks whether a sleeping engine is awake
+again."""
 MAX_FAILED_STEPS = 3
-"""The number of failed steps in a row after which the engine ends."""
+"""The engine ends after this many failed steps in a row."""
 
 
 class TorchEngine:
@@ -81,7 +82,7 @@ class TorchEngine:
         self.tokenizer = tokenizer
 
         self.config = config or EngineSection()
-        if self.config.batch_invariant and (why := company_matters(model)) is not None:
+        if self.config.batch_invariant and (why := batch_dependence(model)) is not None:
             raise EngineError(
                 "engine.batch_invariant: the numbers of a completion could depend on the other "
                 f"requests in a step, because {why}: use float32 on an x86 CPU (model.device=cpu "
@@ -105,11 +106,11 @@ class TorchEngine:
         self.failed_steps = 0
         """The number of consecutive failed steps until now."""
         self.failure: EngineError | None = None
-        """The answer that every request got when a step failed last."""
+        """The error that every request got when a step last failed."""
         self._refused_publishes = 0
-        """Rejected publishes."""
-        self._held = False
-        """No request is admitted: weights are about to be swapped, or the engine is about to
+        """The number of rejected publishes."""
+        self._is_admission_paused = False
+        """Whether no request is admitted, because weights will be swapped or the engine will
         sleep."""
         self._asleep_since: float | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -185,8 +186,8 @@ class TorchEngine:
     async def _queue_and_wait(
         self, request: EngineRequest, deadline_s: float, began_at: float, slept_s: float
     ) -> Completion:
-        """Queues the request and waits for its answer. `began_at`: when the deadline began to run,
-        by the monotonic clock; `slept_s`: how long the engine had slept then."""
+        """Queues the request and waits for its answer. `began_at`: the monotonic time at which the
+        deadline began. `slept_s`: how long the engine had slept by then."""
         ends = began_at + deadline_s
         future = request.future
         assert future is not None
@@ -197,13 +198,14 @@ class TorchEngine:
             while not future.done():
                 remaining_s = ends + (self.slept_s - slept_s) - time.monotonic()
                 if remaining_s <= 0:
-                    raise self._late(deadline_s)
+                    raise self._deadline_error(deadline_s)
                 await asyncio.wait(
-                    [future], timeout=max(remaining_s, LOOK_S) if self.asleep else remaining_s
+                    [future],
+                    timeout=max(remaining_s, POLL_INTERVAL_S) if self.asleep else remaining_s,
                 )
             return future.result()
         finally:
-            future.cancel()  # of an abandoned request: the scheduler drops it
+            future.cancel()  # marks the request as abandoned, so the scheduler drops it
 
     def keep(self, count: int) -> None:
         """See VersionedEngine.keep."""
@@ -214,10 +216,10 @@ class TorchEngine:
         return PinnedEngine(self, version)
 
     def version_for(self, requested: int | None) -> int:
-        """The version that serves requests for that one; None: the newest."""
+        """The version that serves requests for version `requested`. None: the newest."""
         return self._earlier.model_serving(requested, self._version)[0]
 
-    def _late(self, deadline_s: float) -> DeadlineExceededError:
+    def _deadline_error(self, deadline_s: float) -> DeadlineExceededError:
         state = (
             f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} "
             f"waiting{', asleep' if self.asleep else ''}"
@@ -259,8 +261,8 @@ class TorchEngine:
     ) -> None:
         """See UpdatableEngine.publish. `in_flight`: "finish" lets running requests end on the old
         weights (new ones wait); "continue" recomputes their context under the new weights and
-        continues, each token stamped with the version that emitted it. `adapter`: which of the
-        model's adapters serves from now on."""
+        continues, each token labelled with the version that sampled it. `adapter`: the model's
+        adapter that serves from now on."""
         verified = (
             weights
             if isinstance(weights, VerifiedWeights) or weights is None
@@ -269,8 +271,8 @@ class TorchEngine:
         swapped = False
         try:
             self._check_publish(version, verified, adapter)
-            async with self._nobody_admitted("publish", in_flight, deadline_s):
-                self._check_publish(version, verified, adapter)  # another one may have come first
+            async with self._pause_admission("publish", in_flight, deadline_s):
+                self._check_publish(version, verified, adapter)  # another may have come first
                 started = time.perf_counter()
                 if verified is not None:
                     verified.swap_in()
@@ -296,11 +298,11 @@ class TorchEngine:
             )
 
     async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
-        """See SleepingEngine.sleep. Sleep counts towards no deadline: the caller that puts the
-        engine to sleep wakes it."""
+        """See SleepingEngine.sleep. Sleep does not count towards deadlines. The caller that puts
+        the engine to sleep has to wake it."""
         if self.asleep:
             return
-        async with self._nobody_admitted("sleep", in_flight, deadline_s):
+        async with self._pause_admission("sleep", in_flight, deadline_s):
             if self._asleep_since is None:
                 self._asleep_since = time.monotonic()
             self._weights_changed()
@@ -320,7 +322,8 @@ class TorchEngine:
         self.scheduler.forget_cache()
 
     def _weights_changed(self) -> None:
-        """The weights were changed in place: drops everything computed from the old ones."""
+        """Call this after the weights were changed in place. Drops everything that the old weights
+        computed."""
         drop_packed(self.model)
         self.scheduler.forget_cache()
 
@@ -364,24 +367,24 @@ class TorchEngine:
         }
 
     @asynccontextmanager
-    async def _nobody_admitted(
+    async def _pause_admission(
         self, what: str, in_flight: InFlight, deadline_s: float
     ) -> AsyncIterator[None]:
-        """Queued requests wait while the block is open. With "finish" it opens when no request that
-        has begun is left; a failure or cancellation before that changes nothing. One block at a
-        time."""
+        """Queued requests wait while the block runs. With "finish" the block begins when all
+        requests that have begun are done. A failure or cancellation before that changes nothing.
+        Only one block runs at a time."""
         holding = False
         try:
             try:
                 async with asyncio.timeout(deadline_s):
-                    while self._held:
+                    while self._is_admission_paused:
                         await asyncio.sleep(0.001)
-                    holding = self._held = True
+                    holding = self._is_admission_paused = True
                     # Requests that were sent back before the engine fell asleep continue on waking.
                     while in_flight == "finish" and self.scheduler.has_begun and not self.asleep:
                         await asyncio.sleep(
                             0
-                        )  # the steps run on this very loop, between two sleeps
+                        )  # the steps run on this event loop, between two sleeps
             except TimeoutError:
                 raise DeadlineExceededError(
                     f"{what}: requests were still running after {deadline_s:g} s; the old weights "
@@ -391,7 +394,7 @@ class TorchEngine:
             yield
         finally:
             if holding:
-                self._held = False
+                self._is_admission_paused = False
                 self._start_pump()
 
     def _start_pump(self) -> None:
@@ -399,9 +402,10 @@ class TorchEngine:
             self._pump = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        """Steps until no work is left. A failure answers every open request with the error."""
+        """Runs steps until no work is left. If a step fails, every open request fails with the
+        error."""
         scheduler = self.scheduler
-        await asyncio.sleep(0)  # requests made at the same moment join the first step
+        await asyncio.sleep(0)  # requests that are made at the same moment join the first step
         try:
             while True:
                 scheduler.drop_abandoned()
@@ -412,7 +416,7 @@ class TorchEngine:
 
                 finished = self._step()
                 self.failed_steps = 0
-                for _ in range(4 if finished else 1):  # let answered agents ask for their next turn
+                for _ in range(4 if finished else 1):  # lets agents ask for their next turn
                     await asyncio.sleep(0)
         except Exception as error:  # noqa: BLE001 (whatever a step raises, every open request has to be answered)
             failure = EngineError(f"the engine's step failed: {type(error).__name__}: {error}")
@@ -428,13 +432,13 @@ class TorchEngine:
     def _admit(self) -> None:
         """While no new request is admitted, those that have begun continue."""
         self.scheduler.grow()
-        self.scheduler.admit(begun_only=self._held)
+        self.scheduler.admit(begun_only=self._is_admission_paused)
 
     @own_torch_state()
     @torch.inference_mode()
     def _step(self) -> int:
-        """One forward pass, or one for each version that running requests ask for; returns how many
-        requests finished."""
+        """Runs one forward pass, or one for each version that running requests ask for. Returns how
+        many requests finished."""
         started = time.perf_counter()
         by_version: dict[int, list[Sequence]] = {}
         for sequence in self.scheduler.running:
@@ -448,7 +452,7 @@ class TorchEngine:
         return finished
 
     def _pass(self, version: int, running: list[Sequence]) -> int:
-        """One forward pass under that version; returns how many requests it finished."""
+        """Runs one forward pass under that version. Returns how many requests it finished."""
         device = next(self.model.parameters()).device
         batch = build_batch(
             self.scheduler.cache, choose_work(running, self._prefill_tokens), device
@@ -488,7 +492,8 @@ class TorchEngine:
         return finished
 
     def _emit(self, batch: StepBatch, logits: torch.Tensor, version: int) -> int:
-        """Samples a token for each sequence that is up to date; answers those that end."""
+        """Samples a token for each sequence whose tokens are all computed. Answers requests that
+        end."""
         if not batch.sampled:
             return 0
 
@@ -514,12 +519,12 @@ class TorchEngine:
             request.versions.append(version)
             sequence.ids.append(token)
 
-            request.tell(token, logprob)
+            request.add_token(token, logprob)
             reason = request.finish_reason(self.tokenizer)
             if reason is not None:
                 finished += 1
                 routed = routed_experts_of(sequence, request, self._routers)
-                self._answer(sequence, request, request.drawn(reason, routed))
+                self._answer(sequence, request, request.to_completion(reason, routed))
 
         self._generated += len(tokens)
         return finished

@@ -1,6 +1,6 @@
-"""The built-in ways for trained weights to reach an engine (shared memory, a copy in this process,
-the run's folder, an object store, a process group), and the choice among all that are
-registered."""
+"""The built-in transports of trained weights to an engine (shared memory, a copy in this process,
+the run's folder, an object store, a process group), and the choice among all registered
+transports."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class SharedWeights:
         )
 
     async def look_after(self) -> None:
-        """See WeightSender.look_after: nothing can be lost."""
+        """See WeightSender.look_after. Does nothing: nothing can be lost."""
 
 
 class CopiedWeights:
-    """The engine gets the trained weights, tensor by tensor, and serves them while the next step
-    changes the trainer's."""
+    """Copies the trained weights to the engine, tensor by tensor. The engine serves the copy while
+    the next step changes the trainer's weights."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class CopiedWeights:
         )
 
     async def look_after(self) -> None:
-        """See WeightSender.look_after: nothing can be lost."""
+        """See WeightSender.look_after. Does nothing: nothing can be lost."""
 
 
 def shares(engine: UpdatableEngine, model: nn.Module) -> bool:
-    """Whether the engine computes with this very model."""
+    """Whether the engine computes with this model object."""
     return isinstance(engine, EmbeddedEngine) and engine.model is model
 
 
@@ -127,9 +127,9 @@ def _upload(
 
 
 def _download(config: RunConfig) -> WeightSource:
-    from agentevo.inference.object_store import LOOK_S
+    from agentevo.inference.object_store import POLL_INTERVAL_S
 
-    return _object_store(config, look_s=LOOK_S)
+    return _object_store(config, poll_interval_s=POLL_INTERVAL_S)
 
 
 def _broadcast(
@@ -194,8 +194,8 @@ transports.register("broadcast")(
 
 
 def local_transport(config: RunConfig, *, is_separate: bool) -> str:
-    """Name of the transport to this process's engine. `is_separate`: what is sampled for training
-    comes from engines in other processes, and this one only evaluates."""
+    """The name of the transport to this process's engine. `is_separate`: engines in other processes
+    sample for training, and this engine only evaluates."""
     if is_separate:
         return "shared"
     overlaps = config.rollout.staleness > 0 and config.rollout.sharing == "overlap"
@@ -209,27 +209,28 @@ def open_local(
     config: RunConfig,
     note: Callable[[str], None],
 ) -> WeightSender:
-    """The transport of that name to this process's engine. `shared`, unless the recipe asks for it,
-    is `copy` for an engine that does not compute with the trainer's model."""
+    """Opens the transport of that name to this process's engine. If the engine does not compute
+    with the trainer's model, `shared` becomes `copy`, unless the recipe asks for `shared`."""
     if name == "shared" != config.rollout.transport and not shares(engine, model):
         name = "copy"
     return transports.get(name).sender(model, engine, config, note)
 
 
 def remote_source(config: RunConfig) -> WeightSource:
-    """The source that engines in other processes read. Raises ConfigError, see `_remote`."""
+    """Opens the source from which engines in other processes read. Raises ConfigError, see
+    `_remote`."""
     return _remote(config)[1](config)
 
 
 def remote_sender(
     model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
 ) -> WeightSender:
-    """The trainer's side of `remote_source`."""
+    """Opens the trainer's side of `remote_source`."""
     return _remote(config)[0](model, engine, config, note)
 
 
 def _remote(config: RunConfig) -> tuple[SenderFactory, SourceFactory]:
-    """Raises ConfigError for a transport that does not reach other processes."""
+    """The transport of that name. Raises ConfigError if it does not reach other processes."""
     name = config.rollout.transport or ("object_store" if config.rollout.weights.url else "folder")
     transport = transports.get(name)
     if transport.source is None:
@@ -242,11 +243,11 @@ def _remote(config: RunConfig) -> tuple[SenderFactory, SourceFactory]:
 
 
 def check_transport(config: RunConfig, *, is_separate: bool) -> None:
-    """Raises ConfigError for a transport that is unknown or does not fit the run."""
+    """Raises ConfigError if the transport is unknown or does not fit the run."""
     if is_separate:
         _, source = _remote(config)
         if source is _download:
-            source(config)  # its address and package, before anything is created
+            source(config)  # checks its address and package before anything is created
 
         if source is _asking and not (
             distributed.is_available() and distributed.is_gloo_available()

@@ -1,8 +1,8 @@
-"""The first phase of publishing: new weights in the engine's form, every one checked, before the
-engine itself changes.
+"""The first phase of publishing: converts new weights to the engine's form and checks all of them,
+before the engine changes.
 
-Invariant: copying `VerifiedWeights` into the model that they were verified for can't fail halfway:
-names, shapes, device and dtype are the model's own, and every number is finite.
+Invariant: copying `VerifiedWeights` into the model that they were verified for can't fail halfway.
+Names, shapes, device and dtype are the model's, and every number is finite.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentevo.models.own_state import own_torch_state
 
 
 class VerifiedWeights(Mapping[str, torch.Tensor]):
-    """Weights that `verify_weights` has accepted: tensors by the name of the parameter, on its
+    """Weights that `verify_weights` has accepted: parameter name -> tensor on the parameter's
     device and of its dtype."""
 
     def __init__(self, model: PreTrainedModel, tensors: Weights) -> None:
@@ -38,7 +38,7 @@ class VerifiedWeights(Mapping[str, torch.Tensor]):
     @own_torch_state()
     @torch.no_grad()
     def swap_in(self) -> None:
-        """The second phase: the model computes with them from now on."""
+        """The second phase of publishing: copies the weights into the model."""
         parameters = dict(self.model.named_parameters())
         for name, tensor in self.items():
             parameters[name].copy_(tensor)
@@ -47,8 +47,9 @@ class VerifiedWeights(Mapping[str, torch.Tensor]):
 def check_publish(
     version: int, serving: int, weights: VerifiedWeights | None, model: PreTrainedModel
 ) -> None:
-    """Raises EngineError for a version that is not newer than the one that serves, and for weights
-    that were verified for another model than the engine's. None: they were changed in place."""
+    """Raises EngineError for a version that is not newer than the serving one, and for weights that
+    were verified for another model than the engine's. `weights` None: they were changed in
+    place."""
     if version <= serving:
         raise EngineError(
             f"weights version {version} is not newer than {serving}: versions only grow"
@@ -62,9 +63,9 @@ def check_publish(
 
 
 def verify_weights(model: PreTrainedModel, weights: Weights) -> VerifiedWeights:
-    """Raises EngineError for weights that the model can't take over: unknown or missing names,
-    other shapes, numbers that are not finite (also after rounding to the model's dtype). Parameters
-    that are not trained may be missing. Changes nothing; any thread may call it."""
+    """Checks weights for a model. Raises EngineError for unknown or missing names, other shapes,
+    and numbers that are not finite (also after rounding to the model's dtype). Untrained parameters
+    may be missing. Changes nothing. Any thread may call it."""
     check_shapes(model, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     parameters = dict(model.named_parameters())
     fitted = dict[str, torch.Tensor]()
@@ -77,7 +78,8 @@ def verify_weights(model: PreTrainedModel, weights: Weights) -> VerifiedWeights:
 
 
 def check_shapes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises EngineError for unknown or missing names, and other shapes than the model's."""
+    """Raises EngineError for unknown or missing names, and for shapes that differ from the
+    model's."""
     parameters = dict(model.named_parameters())
     unknown = sorted(set(shapes) - set(parameters))
     missing = sorted(

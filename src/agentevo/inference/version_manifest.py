@@ -25,23 +25,24 @@ class ManifestPart(msgspec.Struct, frozen=True):
 
 
 class VersionManifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Contents of a version's manifest.json."""
+    """The content of a version's manifest.json."""
 
     version: int
     bytes: int
-    """Of all its files."""
+    """The total size of its files."""
     tensors: int
     """The number of tensors of the model."""
     parts: list[ManifestPart]
     chain: list[Latest] = []
-    """The versions that a delta builds on: a full one, then the deltas in between. Empty for a full
-    version."""
+    """The versions that a delta builds on: a full version, then the deltas after it. Empty for a
+    full version."""
     deltas: int = 0
-    """Bytes of this delta and those in `chain`."""
+    """The total size of this delta and the deltas in `chain`."""
     state: dict[str, str] = {}
-    """Checksum of every tensor after a delta."""
+    """The checksum of every tensor after the delta is applied."""
     grids: dict[str, list[list[int]]] = {}
-    """Tensors for which the delta and `state` have several boxes: see part_deltas.py."""
+    """The grids of tensors for which the delta and `state` have several boxes, see
+    part_deltas.py."""
 
 
 class Base(NamedTuple):
@@ -57,13 +58,13 @@ def folder_name(version: int) -> str:
 
 
 def version_numbers(names: Iterable[str]) -> list[int]:
-    """The versions whose folders have these names, oldest first."""
+    """The versions with these folder names, the oldest first."""
     matches = (re.fullmatch(r"version-(\d+)", name) for name in names)
     return sorted(int(match[1]) for match in matches if match)
 
 
 def full_manifest(version: int, tensors: int) -> Callable[[list[ManifestPart]], bytes]:
-    """The function that makes a full version's manifest from its files."""
+    """Returns a function that makes a full version's manifest from its files."""
     return lambda parts: msgspec.json.encode(
         VersionManifest(version, sum(part.bytes for part in parts), tensors, parts)
     )
@@ -75,8 +76,8 @@ def delta_manifest(
     state: dict[str, str],
     grids: Mapping[str, Grid] = MappingProxyType({}),
 ) -> Callable[[list[ManifestPart]], bytes]:
-    """The function that makes a delta's manifest from its files. `state`: checksum of every
-    tensor."""
+    """Returns a function that makes a delta's manifest from its files. `state`: the checksum of
+    every tensor."""
 
     def manifest(parts: list[ManifestPart]) -> bytes:
         size = sum(part.bytes for part in parts)
@@ -97,5 +98,5 @@ def delta_manifest(
 
 
 def base_of(latest: Latest, manifest: bytes) -> Base:
-    """A version that has just been written with this manifest."""
+    """The base for later deltas: a version that was just written with this manifest."""
     return Base(latest, msgspec.json.decode(manifest, type=VersionManifest))

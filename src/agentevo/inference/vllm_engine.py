@@ -1,15 +1,15 @@
-"""vLLM as an engine. Only this module, `vllm_words` and `vllm_weights` know vLLM's names.
+"""vLLM as an engine. Only this module, `vllm_terms` and `vllm_weights` know vLLM's names.
 
-vLLM runs in processes of its own, which this one starts and ends; none of them listens on a
-network. It begins with the model's weights as files in a temporary folder, and gets new ones the
-same way:
+vLLM runs in separate processes, which this process starts and ends. None of them listens on a
+network. vLLM starts with the model's weights from files in a temporary folder, and gets new weights
+in the same way:
 
     verify -> write -> pause, every cached key and value dropped -> load -> label -> resume
 
 Invariants: a token's log-prob is that of the distribution it was sampled from (vLLM's
 `processed_logprobs`). Its version is the label under which vLLM sampled it. No token is sampled
-over keys and values of other weights. Weights that vLLM holds only in part are never served: when a
-load fails, every request fails with EngineError from then on, and `check` raises it.
+over keys and values of other weights. Partly loaded weights are never served: after a failed load,
+every request fails with EngineError, and `check` raises it.
 
 Not promised: the same numbers with other requests in a step (they differ by rounding), and
 sleep.
@@ -36,7 +36,7 @@ from agentevo.errors import (
     WeightsLostError,
 )
 from agentevo.event_loop import in_thread, to_its_end
-from agentevo.inference.broadcast_files import Incoming
+from agentevo.inference.broadcast_files import IncomingWeights
 from agentevo.inference.engine import (
     NO_VERSION,
     InFlight,
@@ -55,6 +55,16 @@ from agentevo.inference.verified import (
     verify_weights,
 )
 from agentevo.inference.vllm_options import VllmOptions, read_options
+from agentevo.inference.vllm_terms import (
+    VllmTokens,
+    adapter_of,
+    check_sampling,
+    engine_arguments,
+    load_vllm,
+    prompt_of,
+    sampling_params_of,
+    scoring_params,
+)
 from agentevo.inference.vllm_weights import (
     adapter_refusal,
     places_of_workers,
@@ -63,16 +73,6 @@ from agentevo.inference.vllm_weights import (
     write_adapter_weights,
     write_base,
     write_weights,
-)
-from agentevo.inference.vllm_words import (
-    VllmTokens,
-    adapter_of,
-    check_sampling,
-    drawing,
-    engine_arguments,
-    load_vllm,
-    prompt_of,
-    scoring,
 )
 from agentevo.models.adapters import is_adapted
 from agentevo.models.parameters import trained_weights
@@ -86,15 +86,16 @@ if TYPE_CHECKING:
     from agentevo.models.parts import Spec
 
 SHUTDOWN_S = 10.0
-"""Longest time for vLLM's processes to end by themselves."""
+"""The time limit for vLLM's processes to end by themselves."""
 LOAD_S = 600.0
-"""Longest time for vLLM to take over weights that are on disk."""
+"""The time limit for vLLM to load weights from the disk."""
 
 
 class VllmEngine:
-    """See the module. `model` says names, shapes and the weights to begin with; nothing is computed
-    with it. Starting takes a minute and more. Raises ConfigError for settings that vLLM does not
-    support, MissingExtraError without vLLM, EngineError when it does not start."""
+    """See the module. `model` has the names and shapes of the weights and the initial weights;
+    nothing is computed with it. Starting takes a minute or more. Raises ConfigError for settings
+    that vLLM does not support, MissingExtraError if vLLM is not installed, EngineError if vLLM does
+    not start."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class VllmEngine:
         self._base = self._folder / "base"
         self._llm = self._start(options)
         self._adapter: Any = None
-        """vLLM's name for the adapter that serves, if the model has one."""
+        """vLLM's object for the serving adapter; None if the model has no adapter."""
         self._version = NO_VERSION
         self._failure: EngineError | None = None
         self._publishing = asyncio.Lock()
@@ -131,7 +132,7 @@ class VllmEngine:
         self._swap_s = 0.0
 
     def _start(self, options: VllmOptions) -> Any:
-        """vLLM with the weights of the model, ready."""
+        """Starts vLLM with the weights of the model and waits until it is ready."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -163,8 +164,8 @@ class VllmEngine:
         deadline_s: float,
         listen: TokenListener | None = None,
     ) -> Completion:
-        """See Engine.generate. vLLM finds a conversation's keys and values by its tokens, so
-        `session` adds nothing."""
+        """See Engine.generate. `session` has no effect, because vLLM finds cached keys and values
+        by their tokens."""
         check_request(sampling, deadline_s)
         check_sampling(sampling)
         last = sampling.penalties.last_token if sampling.penalties else 0
@@ -178,11 +179,11 @@ class VllmEngine:
         streams = listen is not None or bool(sampling.stop_strings)
         drawn = VllmTokens()
         stopped = False
-        params = drawing(sampling, self._vocabulary, self._unused, streams=streams)
+        params = sampling_params_of(sampling, self._vocabulary, self._unused, streams=streams)
         async with self._open_request(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
                 (output,) = answer.outputs
-                if stopped:  # tokens that vLLM samples until the abort reaches it
+                if stopped:  # tokens that vLLM sampled before it received the abort
                     drawn.end(output)
                     continue
 
@@ -210,8 +211,8 @@ class VllmEngine:
         )
 
     def _cut_at_stop_string(self, drawn: VllmTokens, before: int, sampling: SamplingParams) -> bool:
-        """Whether one of the tokens from `before` on completes a stop string; then the text after
-        it is dropped."""
+        """Whether one of the tokens from index `before` on completes a stop string. If so, drops
+        the tokens after it."""
         if self._tokenizer is None or not sampling.stop_strings:
             return False
         for count in range(before + 1, len(drawn.ids) + 1):
@@ -228,7 +229,7 @@ class VllmEngine:
         temperature: float = 1.0,
         deadline_s: float,
     ) -> TokenScores:
-        """See ScoringEngine.score. At temperature 1 only."""
+        """See ScoringEngine.score. Only at temperature 1."""
         check_score(context_ids, ids, temperature, deadline_s)
         if temperature != 1:
             raise EngineError(
@@ -240,10 +241,10 @@ class VllmEngine:
         self._check_room(all_ids, 1)
 
         ends = time.monotonic() + deadline_s
-        while True:  # once more when new weights have come in the middle
+        while True:  # again if new weights were loaded in between
             version = self._version
             tokens = VllmTokens()
-            async with self._open_request(all_ids, scoring(), ends - time.monotonic()) as (
+            async with self._open_request(all_ids, scoring_params(), ends - time.monotonic()) as (
                 _,
                 outputs,
             ):
@@ -264,7 +265,7 @@ class VllmEngine:
                 return TokenScores([prompt_logprobs.logprobs[place] for place in places], version)
 
     async def release(self, session: str) -> None:
-        """See Engine.release: vLLM stores nothing by that name."""
+        """See Engine.release. Does nothing: vLLM stores nothing by session."""
 
     def stats(self) -> dict[str, float]:
         """See Engine.stats. Requests that wait in vLLM count as running."""
@@ -286,7 +287,7 @@ class VllmEngine:
     ) -> None:
         """See UpdatableEngine.begin."""
         if weights is None and is_adapted(self._like) and self._adapter is None:
-            weights = trained_weights(self._like)  # vLLM has begun with the base alone
+            weights = trained_weights(self._like)  # vLLM was started with the base only
         verified = None if weights is None else verify_weights(self._like, weights)
         async with self._publishing:
             await self._swap(version, verified, "continue", deadline_s)
@@ -335,9 +336,10 @@ class VllmEngine:
         return await places_of_workers(self._llm.collective_rpc, self._like, specs)
 
     async def receive(
-        self, version: int, incoming: Incoming, *, in_flight: InFlight, deadline_s: float
+        self, version: int, incoming: IncomingWeights, *, in_flight: InFlight, deadline_s: float
     ) -> None:
-        """See ReceivingEngine.receive. vLLM keeps computing until its workers have all weights."""
+        """See ReceivingEngine.receive. vLLM continues to compute until its workers have all
+        weights."""
         published = False
         try:
             with self._changing_nothing(f"receive version {version}"):
@@ -347,7 +349,7 @@ class VllmEngine:
                 check_publish(version, self._version, None, self._like)
                 self.check()
                 await self._pause(in_flight, deadline_s)
-                await to_its_end(self._take_over(version, came=True))
+                await to_its_end(self._switch_weights(version, has_new_weights=True))
                 self._publishes += 1
                 published = True
         finally:
@@ -360,7 +362,7 @@ class VllmEngine:
         in_flight: InFlight,
         deadline_s: float,
     ) -> None:
-        """Serves the weights (None: the current ones) as that version from now on."""
+        """Switches to the weights (None: the current ones) and labels them with the version."""
         self.check()
         path = None if weights is None else self._folder / f"weights-{next(self._numbers)}"
         before = self._adapter
@@ -375,7 +377,7 @@ class VllmEngine:
                         await self._llm.collective_rpc("read_agentevo_weights", args=files)
 
             await self._pause(in_flight, deadline_s)
-            await to_its_end(self._take_over(version, path, came=path is not None))
+            await to_its_end(self._switch_weights(version, path, has_new_weights=path is not None))
         finally:
             if self._adapter is before:
                 await in_thread(remove_weights, path)
@@ -384,7 +386,7 @@ class VllmEngine:
 
     @contextmanager
     def _changing_nothing(self, what: str) -> Iterator[None]:
-        """Wraps the work of vLLM's workers before they change anything."""
+        """Converts errors of vLLM's workers during work that changes nothing."""
         try:
             yield
         except WeightsLostError:
@@ -397,8 +399,8 @@ class VllmEngine:
             ) from error
 
     async def _pause(self, in_flight: InFlight, deadline_s: float) -> None:
-        """Stops all computation and drops everything computed: tokens over keys and values of
-        other weights would be of neither version. If this fails, vLLM resumes."""
+        """Stops all computation and drops all cached keys and values: a token that is sampled over
+        keys and values of other weights belongs to no version. If this fails, vLLM resumes."""
         mode = "wait" if in_flight == "finish" else "keep"
         try:
             async with asyncio.timeout(deadline_s):
@@ -412,9 +414,11 @@ class VllmEngine:
                 ) from None
             raise
 
-    async def _take_over(self, version: int, path: Path | None = None, *, came: bool) -> None:
-        """Switches a paused vLLM to new weights; `came`: weights are in `path`, or in the workers.
-        When it fails, vLLM can hold some of the new weights and some of the old ones, and samples
+    async def _switch_weights(
+        self, version: int, path: Path | None = None, *, has_new_weights: bool
+    ) -> None:
+        """Switches a paused vLLM to new weights. `has_new_weights`: new weights are in `path` or in
+        the workers. If this fails, vLLM may have a mixture of new and old weights, and samples
         nothing from then on."""
         started = time.perf_counter()
         try:
@@ -422,7 +426,7 @@ class VllmEngine:
                 if path is not None and is_adapted(self._like):
                     self._adapter = adapter_of(path)
                     await self._llm.add_lora(self._adapter)
-                elif came:
+                elif has_new_weights:
                     await self._llm.collective_rpc("load_agentevo_weights")
                 await self._llm.update_weight_version(str(version))
         except Exception as error:
@@ -488,8 +492,8 @@ class VllmEngine:
     async def _open_request(
         self, prompt_ids: Sequence[int], params: Any, deadline_s: float
     ) -> AsyncIterator[tuple[str, AsyncIterator[Any]]]:
-        """A request to vLLM: its name there, and its outputs. The end of the block ends the
-        request."""
+        """Opens a request to vLLM and yields its name and its outputs. The end of the block ends
+        the request."""
         self.check()
         name = str(next(self._numbers))
         prompt = prompt_of(prompt_ids)

@@ -35,8 +35,8 @@ class VllmOptions(Section):
 
 
 def read_options(section: EngineSection) -> VllmOptions:
-    """Raises ConfigError for options that are not passed to vLLM, and for keys of `engine` that it
-    does not support."""
+    """The options of the section. Raises ConfigError for options that are not passed to vLLM, and
+    for keys of `engine` that vLLM does not support."""
     if section.batch_invariant:
         raise ConfigError(
             "engine.batch_invariant: vLLM's numbers can depend on the other requests in a step: "
@@ -64,7 +64,7 @@ def read_options(section: EngineSection) -> VllmOptions:
 
 
 def check_options(section: EngineSection) -> None:
-    """As `read_options`. Raises MissingExtraError if vLLM is not installed."""
+    """Raises the errors of `read_options`, and MissingExtraError if vLLM is not installed."""
     read_options(section)
     if find_spec("vllm") is None:
         raise MissingExtraError(

@@ -1,9 +1,8 @@
-"""New weights on their way into vLLM. Either the engine writes them into a file that vLLM's
-workers, which are other processes, read; or the workers receive them from the trainer themselves.
+"""Loads new weights into vLLM's workers, which are separate processes. Either the engine writes a
+file that the workers read, or the workers receive the weights from the trainer.
 
-Invariant: a worker has all of them, and found nothing unknown, before it changes anything. A
-failure after that leaves a mixture of old and new weights, and is reported (`VllmEngine` then
-ends).
+Invariant: before a worker changes its model, it has all weights and has checked their names. A
+later failure leaves a mixture of old and new weights and is reported (`VllmEngine` then ends).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError
-from agentevo.inference.broadcast_files import Incoming
+from agentevo.inference.broadcast_files import IncomingWeights
 from agentevo.inference.broadcast_source import receive_place
 from agentevo.inference.engine import Weights
 from agentevo.inference.verified import check_shapes
@@ -37,16 +36,17 @@ if TYPE_CHECKING:
     from agentevo.models.parts import Spec
 
 CALL_S = 60.0
-"""Longest time for the workers to answer a call, between two steps of the model."""
+"""The time limit for the workers to answer a call. They answer between two steps of the model."""
 POLL_S = 0.05
 Call = Callable[..., Awaitable[Any]]
-"""Calls a method of every worker, and returns what they return, in their order."""
+"""A function that calls a method of every worker and returns their results, in the order of the
+workers."""
 
 T = TypeVar("T")
 
 
 def write_base(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the model that vLLM begins with, without adapters."""
+    """Writes the model that vLLM starts with, without adapters."""
     with no_progress_bars():
         if not is_adapted(model):
             model.save_pretrained(folder)
@@ -62,7 +62,8 @@ def write_base(model: PreTrainedModel, folder: Path) -> None:
 
 
 def adapter_refusal(model: Any) -> str | None:
-    """Why vLLM can't compute with the adapter of a model; None if it can, or there is none."""
+    """Why vLLM does not support the adapter of a model. None if it does, or if there is no
+    adapter."""
     if not is_adapted(model):
         return None
 
@@ -90,7 +91,7 @@ def write_adapter_weights(model: Any, weights: Weights, folder: Path) -> None:
 
 
 def saves_as_it_is(model: PreTrainedModel, names: Iterable[str]) -> bool:
-    """Whether a checkpoint has tensors of these names as the model's modules do."""
+    """Whether a checkpoint of the model has tensors with these names of the model's modules."""
     placeholders = {
         name: torch.empty_like(model.get_parameter(name), device="meta", requires_grad=False)
         for name in names
@@ -102,14 +103,14 @@ def saves_as_it_is(model: PreTrainedModel, names: Iterable[str]) -> bool:
 
 
 def write_weights(model: PreTrainedModel, weights: Weights, path: Path) -> None:
-    """Writes what `model` would save of them: a checkpoint may name and split tensors differently
-    from the modules that compute with them."""
+    """Writes the weights as a checkpoint of `model` has them. A checkpoint may name and split
+    tensors differently from the modules."""
     saved = revert_weight_conversion(model, dict(weights))
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in saved.items()}, path)
 
 
 def remove_weights(path: Path | None) -> None:
-    """Deletes weights that are not read any longer."""
+    """Deletes weights that are no longer read."""
     if path is not None and path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     elif path is not None:
@@ -119,7 +120,7 @@ def remove_weights(path: Path | None) -> None:
 async def places_of_workers(
     call: Call, model: PreTrainedModel, specs: Mapping[str, Spec]
 ) -> list[str]:
-    """The workers' devices; empty with an adapter, which vLLM reads from files, and where a
+    """The workers' devices. Empty if there is an adapter, which vLLM reads from files, or if a
     checkpoint of the model has other tensors than its modules. Raises EngineError for weights that
     are not the model's."""
     check_shapes(model, {name: spec.shape for name, spec in specs.items()})
@@ -129,9 +130,9 @@ async def places_of_workers(
         return list(await call("place_of_agentevo_weights"))
 
 
-async def receive_in_workers(call: Call, incoming: Incoming, base: Path) -> None:
-    """Returns when every worker has the weights, and has changed nothing. It always ends: each step
-    of a worker has a deadline of its own. Raises EngineError."""
+async def receive_in_workers(call: Call, incoming: IncomingWeights, base: Path) -> None:
+    """Returns when every worker has received the weights. The workers' models have not changed
+    then. This always ends, because each step of a worker has a deadline. Raises EngineError."""
     arguments = (msgspec.json.encode(incoming).decode(), str(base))
     async with asyncio.timeout(CALL_S):
         await call("begin_agentevo_weights", args=arguments)
@@ -150,18 +151,18 @@ async def receive_in_workers(call: Call, incoming: Incoming, base: Path) -> None
 
 
 class WeightLoader:
-    """The extension of vLLM's workers: each of its processes has one alongside its model."""
+    """An extension of vLLM's workers. Each worker process has one."""
 
     model_runner: Any
     rank: int
     device: torch.device
     agentevo_weights: ClassVar[dict[str, torch.Tensor]] = {}
-    """Weights that were read or received and are not yet loaded."""
+    """Weights that were read or received, but are not yet loaded."""
     agentevo_receiving: ClassVar[Future[dict[str, torch.Tensor]] | None] = None
 
     def read_agentevo_weights(self, path: str, base: str) -> None:
-        """Reads the tensors of the file `path` and, for those that it lacks, the folder `base`,
-        from which vLLM has begun. Changes nothing of the model."""
+        """Reads the tensors from the file `path`. Reads tensors that are not in this file from the
+        folder `base`, from which vLLM was started. The model does not change."""
         WeightLoader.agentevo_weights = _over_base(base, load_file(path))
 
     def place_of_agentevo_weights(self) -> str:
@@ -169,22 +170,22 @@ class WeightLoader:
         return identity(self.device)
 
     def begin_agentevo_weights(self, incoming: str, base: str) -> None:
-        """As `read_agentevo_weights`, for the weights that this worker receives from now on, in a
-        thread: the model keeps computing."""
+        """As `read_agentevo_weights`, but starts to receive the weights, in a thread, so the model
+        continues to compute."""
 
         def work() -> dict[str, torch.Tensor]:
-            decoded = msgspec.json.decode(incoming, type=Incoming)
+            decoded = msgspec.json.decode(incoming, type=IncomingWeights)
             changed = receive_place(decoded, self.rank, self.device)
             for name, tensor in changed.items():
                 if not torch.isfinite(tensor).all():
                     raise EngineError(f"{name} holds NaN or infinity")
             return _over_base(base, changed)
 
-        self._forget_agentevo_weights()  # of a round that another worker has lost
+        self._forget_agentevo_weights()  # weights of a round that another worker has lost
         WeightLoader.agentevo_receiving = _run_in_thread(work)
 
     def end_agentevo_weights(self) -> list[str] | None:
-        """None while they are being received; then `here`, or `lost` or `refused` and the
+        """None while the weights are being received. Then `here`, or `lost` or `refused` with the
         reason."""
         coming = WeightLoader.agentevo_receiving
         if coming is None or not coming.done():
@@ -199,8 +200,8 @@ class WeightLoader:
         return ["here"]
 
     def load_agentevo_weights(self) -> None:
-        """The model computes with what was read from now on. `load_weights` of vLLM's model is not
-        enough for that: kernels on a CPU keep packed copies of weights."""
+        """Loads the weights that were read into the model. `load_weights` of vLLM's model is not
+        enough: kernels on a CPU keep packed copies of weights."""
         tensors = WeightLoader.agentevo_weights
         self._forget_agentevo_weights()
         self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
@@ -211,8 +212,8 @@ class WeightLoader:
 
 
 def _over_base(base: str, changed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """These tensors and, for missing ones, those of the folder. Raises ValueError for a tensor that
-    the folder does not have."""
+    """These tensors, and the missing ones from the folder. Raises ValueError for a tensor that the
+    folder does not have."""
     tensors = dict(changed)
     shapes = dict[str, list[int]]()
     for path in sorted(Path(base).glob("*.safetensors")):
@@ -230,7 +231,7 @@ def _over_base(base: str, changed: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _run_in_thread(work: Callable[[], T]) -> Future[T]:
-    """Runs the work in a thread that keeps no process from ending."""
+    """Runs the work in a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,16 +1,16 @@
 """The changes between two versions of the weights, bit for bit.
 
-At the learning rates of RL most bfloat16 weights keep their bits from one step to the next, since
-an update is smaller than their last digit. A delta holds the others. `find_change` compares bits,
-not numbers, so `apply_change` gives the new tensor to the last bit, NaN and -0 included.
+At the learning rates of RL, most bfloat16 weights do not change from one step to the next, because
+an update is smaller than their last digit. A delta has only the changed weights. `find_change`
+compares bits, so `apply_change` gives the new tensor to the last bit, including NaN and -0.
 
     gaps[i] + 1 = index[i] - index[i - 1], index[-1] = -1     values[i]: the new element, whole
 
-Gaps have 8 or 16 bits, whichever makes the tensor smaller. Where a gap is too long, unchanged
-elements in between are listed too. Indices therefore only grow and never need 64 bits. Values are
-new elements and not differences, so applying a delta twice gives the same result. Measured on
-SmolLM2-135M (benchmarks/weights.py), this is smaller than int32 indices and quicker than xor with a
-compressor. Nothing here proves that a delta fits its base; the checksums of weight_versions.py do.
+Gaps have 8 or 16 bits, whichever makes the tensor smaller. If a gap is too long, unchanged elements
+in between are listed too. So indices always increase and never need 64 bits. Values are new
+elements, not differences, so applying a delta twice gives the same result. Measured on SmolLM2-135M
+(benchmarks/weights.py), this is smaller than int32 indices and quicker than xor with a compressor.
+Nothing here proves that a delta fits its base; the checksums of weight_versions.py do.
 
     gaps:NAME values:NAME    of one tensor               whole:NAME    all of it, where smaller
     gaps:NAME#2 ...          of its third box, where processes have compared a box each
@@ -41,15 +41,15 @@ class TensorChange(NamedTuple):
 
 
 def find_change(old: torch.Tensor, new: torch.Tensor) -> TensorChange:
-    """The elements whose bits differ."""
+    """Finds the elements whose bits differ."""
     flat = new.detach().reshape(-1)
     indices = _differs(old, new).nonzero().squeeze(1)
     return TensorChange(indices, flat[indices])
 
 
 def pack_change(change: TensorChange, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gaps, values) as they are stored, of at least one element. `new` is the new tensor: what
-    is listed only to bridge a gap is taken from it."""
+    """The stored form (gaps, values) of a change of at least one element. Unchanged elements that
+    bridge a gap are taken from the new tensor `new`."""
     narrow = _bridge_gaps(change.indices, 1 << 8)
     wide = _bridge_gaps(change.indices, 1 << 16)
     size = new.element_size()
@@ -61,8 +61,8 @@ def pack_change(change: TensorChange, new: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def apply_change(base: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A new tensor; `base` stays as it is. Raises EngineError for changes that do not fit this
-    tensor."""
+    """Returns the new tensor. `base` does not change. Raises EngineError for changes that do not
+    fit this tensor."""
     if gaps.dtype not in (torch.uint8, torch.uint16) or gaps.ndim != 1:
         raise EngineError(f"gaps of dtype {gaps.dtype} and shape {tuple(gaps.shape)}")
 
@@ -82,8 +82,8 @@ def apply_change(base: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -
 
 
 def checksum(tensor: torch.Tensor, grid: Grid | None = None) -> str:
-    """SHA-256 of dtype, shape and bits of a tensor on the CPU. `grid`: SHA-256 of the boxes'
-    checksums in their order (`combine_checksums`), as processes compute it that have a box each."""
+    """SHA-256 of dtype, shape and bits of a tensor on the CPU. `grid`: the SHA-256 of the boxes'
+    checksums (`combine_checksums`), which is what several processes with one box each compute."""
     if grid is not None:
         boxes = boxes_of(grid, tensor.shape)
         return combine_checksums(checksum(tensor[box.slices]) for box in boxes)
@@ -98,12 +98,13 @@ def combine_checksums(checksums: Iterable[str]) -> str:
 
 
 def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of all elements."""
+    """The size of all elements in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def change_of(base: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`gaps` and `values`, or `whole` if that is smaller; empty if nothing changed."""
+    """The change as `gaps` and `values`, or as `whole` if that is smaller. Empty if nothing
+    changed."""
     count = int(torch.count_nonzero(_differs(base, new)))  # a sum would create an int64 tensor
     if 2 * count < new.numel():
         gaps, values = pack_change(find_change(base, new), new)
@@ -116,7 +117,7 @@ def change_of(base: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
 def delta_of(
     base: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The contents of a delta's files, for whole tensors."""
+    """The tensors of a delta's files, for whole tensors."""
     return {
         f"{kind}:{name}": packed
         for name, tensor in new.items()
@@ -129,8 +130,9 @@ def with_delta(
     change: Mapping[str, torch.Tensor],
     grids: Mapping[str, Grid] = MappingProxyType({}),
 ) -> dict[str, torch.Tensor]:
-    """The new tensors; those of `base` stay as they are. `grids`: of tensors that were compared in
-    boxes. Raises EngineError for changes that do not fit this base."""
+    """Applies a delta and returns the new tensors. The tensors of `base` do not change. `grids`:
+    the grids of tensors that were compared in boxes. Raises EngineError for changes that do not fit
+    this base."""
     places = _places(base, grids)
     new = dict(base)
     for entry, tensor in change.items():
@@ -172,7 +174,7 @@ def box_keys(name: str, count: int) -> list[str]:
 def _places(
     base: Mapping[str, torch.Tensor], grids: Mapping[str, Grid]
 ) -> dict[str, tuple[str, Box | None]]:
-    """Key of an entry -> its tensor, and its box."""
+    """Key of an entry -> the name of its tensor, and its box."""
     places: dict[str, tuple[str, Box | None]] = {name: (name, None) for name in base}
     for name, grid in grids.items():
         try:
@@ -187,7 +189,7 @@ def _places(
 
 
 def _differs(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """bool [elements]."""
+    """Whether each element's bits differ, bool [elements]."""
     if old.dtype != new.dtype or old.shape != new.shape:
         raise ValueError(f"{old.dtype} {tuple(old.shape)} against {new.dtype} {tuple(new.shape)}")
     return _bits(old.detach().reshape(-1)) != _bits(new.detach().reshape(-1))

@@ -23,12 +23,12 @@ from agentevo.registry import Registry
 if TYPE_CHECKING:
     from torch import nn
 
-    from agentevo.inference.broadcast_files import Incoming
+    from agentevo.inference.broadcast_files import IncomingWeights
     from agentevo.models.parts import Spec
 
 
 LAST_VERSION = 2**53
-"""The largest version: no run reaches larger ones, and they do not fit folder names."""
+"""The largest version that fits a folder name. No run reaches it."""
 
 
 class Latest(msgspec.Struct, frozen=True):
@@ -43,24 +43,24 @@ class WeightSender(Protocol):
     """The trainer's side. The model's weights do not change while one of its methods runs."""
 
     async def begin(self, version: int) -> None:
-        """The model's weights as they are now, loaded or taught before the first step, are
-        `version`, which may be lower than one that was sent before."""
+        """Sets the version of the model's current weights at the start of a run. `version` may be
+        lower than a version that was sent before."""
         ...
 
     async def publish(self, version: int) -> None:
-        """The model's weights as they are now are `version`. Engines serve them from now on, or as
+        """Publishes the model's current weights as `version`. Engines serve them from now on, or as
         soon as they can."""
         ...
 
     async def look_after(self) -> None:
-        """Repairs what was lost of the newest version on its way. Called repeatedly while the
-        trainer waits, so it is cheap when nothing was lost."""
+        """Repairs what was lost of the newest version on its way. The trainer calls it repeatedly
+        while it waits, so it is cheap if nothing was lost."""
         ...
 
 
 class WeightSource(Protocol):
-    """The side of an engine in another process. Blocking; called from a thread. All members but
-    `place` raise EngineError for weights that can't be read."""
+    """The side of an engine in another process. Its methods block, and are called from a thread.
+    All except `place` raise EngineError for weights that can't be read."""
 
     @property
     def place(self) -> str:
@@ -72,31 +72,33 @@ class WeightSource(Protocol):
         ...
 
     def state(self, version: int) -> object:
-        """Compares unequal whenever the version was rewritten: an engine that was refused may try
-        again then."""
+        """A value that changes whenever the version was rewritten. An engine that refused the
+        version may then try again."""
         ...
 
     def read(self, version: int, *, sha256: str | None = None) -> Weights:
-        """Exactly what was sent, on the CPU. `sha256`: the checksum that it has to have."""
+        """Reads exactly the weights that were sent, on the CPU. `sha256`: their expected
+        checksum."""
         ...
 
 
 @runtime_checkable
 class GroupSource(Protocol):
-    """A WeightSource whose weights come over a process group, which an engine's own processes can
-    join in place of the one that reads. Blocking."""
+    """A WeightSource whose weights come over a process group. An engine's processes can join the
+    group themselves. Its methods block."""
 
     def specs(self, latest: Latest) -> Mapping[str, Spec]:
-        """The contents of the version. Raises EngineError."""
+        """The dtype and shape of each tensor of the version. Raises EngineError."""
         ...
 
-    def incoming(self, latest: Latest, places: Sequence[str]) -> Incoming:
-        """Asks for the version, for these places, and waits for the trainer to send it: the places
-        must join at once then. Raises WeightsNotSentError after some seconds, and EngineError."""
+    def incoming(self, latest: Latest, places: Sequence[str]) -> IncomingWeights:
+        """Asks for the version on behalf of these receiving processes (`places`), and waits until
+        the trainer is ready to send it. The processes must then join immediately. Raises
+        WeightsNotSentError after some seconds, and EngineError."""
         ...
 
     def withdraw(self) -> None:
-        """Withdraws the ask: the trainer must not wait for an engine that ends."""
+        """Withdraws the ask when the engine ends, so that the trainer does not wait for it."""
         ...
 
 
@@ -111,10 +113,10 @@ class ReceivingEngine(Protocol):
         ...
 
     async def receive(
-        self, version: int, incoming: Incoming, *, in_flight: InFlight, deadline_s: float
+        self, version: int, incoming: IncomingWeights, *, in_flight: InFlight, deadline_s: float
     ) -> None:
-        """As `publish`, of weights that each place receives. Raises WeightsLostError if they did
-        not arrive."""
+        """As `publish`, but each process receives the weights itself. Raises WeightsLostError if
+        they did not arrive."""
         ...
 
 
@@ -128,8 +130,8 @@ class SenderFactory(Protocol):
         config: RunConfig,
         note: Callable[[str], None],
     ) -> WeightSender:
-        """`model` is what is trained, `engine` this process's engine; `note` gets messages for the
-        user. Raises ConfigError."""
+        """`model` is the trained model, `engine` is this process's engine, and `note` gets messages
+        for the user. Raises ConfigError."""
         ...
 
 
@@ -144,7 +146,8 @@ class WeightTransport:
     """One line for `agentevo list transports`."""
     sender: SenderFactory
     source: SourceFactory | None = None
-    """For engines in other processes. None: the transport serves only this process's engine."""
+    """Opens the source for engines in other processes. None: the transport reaches only this
+    process's engine."""
 
 
 transports: Registry[WeightTransport] = Registry("transports")

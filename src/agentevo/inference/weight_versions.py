@@ -3,16 +3,18 @@
     latest.json  version-000012/manifest.json  version-000012/weights.safetensors
                  version-000013/manifest.json  version-000013/delta.safetensors
 
-A version's checksum is the SHA-256 of its manifest, which has that of each of its files, so it
-covers every bit. A delta's manifest also names all versions that it builds on, back to a full one,
-each with its checksum, and the checksum that every tensor must have afterwards.
+A version's checksum is the SHA-256 of its manifest. The manifest has the checksum of each of its
+files, so the version's checksum covers every bit. A delta's manifest also names all versions that
+it builds on, back to a full version, with their checksums. It also has the checksum that every
+tensor must have after the delta is applied.
 
-Invariants: `read` returns bit for bit what `write` got, or raises EngineError. A delta is applied
-only to its base, and never in place. `latest` names a version only after it was written completely.
-All versions that a kept version builds on are kept. Deltas since a full version are together
-smaller than it, and fewer than `full_every`; if that is impossible, a full one is written.
+Invariants: `read` returns exactly the bits that were passed to `write`, or raises EngineError. A
+delta is applied only to its base, and never in place. `latest` names a version only after it was
+written completely. All versions that a kept version builds on are kept. The deltas after a full
+version are together smaller than it, and fewer than `full_every`. Otherwise the next version is
+written in full.
 
-One process writes, any number read. Blocking.
+One process writes, and any number of processes read. All methods block.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import split_files
 
 PART_BYTES = 2**30
-"""Most bytes of a file, unless a single tensor is larger: files are written, read and hashed side
-by side."""
+"""The most bytes of a file, unless a single tensor is larger. Files are written, read and hashed in
+parallel."""
 SIDE_BY_SIDE = 4
 
 T = TypeVar("T")
@@ -73,20 +75,20 @@ class HeldVersion(NamedTuple):
 
 
 class WeightVersions(ABC):
-    """See the module. The methods of a place of files are abstract; they raise OSError.
-    `full_every`: at most this many versions to a full one; 1 writes and expects no deltas, and
-    holds no copy of the weights."""
+    """See the module. The methods that store files are abstract, and raise OSError. `full_every`:
+    at least one of this many successive versions is full. 1: no deltas are written, and no copy of
+    the weights is held."""
 
     def __init__(self, *, full_every: int = 1) -> None:
         self._full_every = full_every
         self._held: HeldVersion | None = None
-        """The version that was written or read last, with all its tensors."""
+        """The last version that was written or read, with all its tensors."""
         self._parts: PublishedParts | None = None
-        """Of weights in parts, those that were written last..."""
+        """If weights are in parts on several processes: the parts that were written last..."""
         self._parts_base: Base | None = None
-        """...as this version; None before the first."""
+        """...and their version; None before the first."""
         self.advice = ""
-        """Why the last version was written in full although a delta would have been due."""
+        """Why the last version was written in full instead of as a delta."""
 
     @property
     @abstractmethod
@@ -95,16 +97,17 @@ class WeightVersions(ABC):
 
     @abstractmethod
     def versions(self) -> list[int]:
-        """Versions at hand, oldest first, whether or not they are whole."""
+        """The stored versions, the oldest first, including incomplete ones."""
 
     @abstractmethod
     def state(self, version: int) -> object:
-        """Changes whenever a file of the version, or latest.json, is rewritten: an engine that was
-        refused may try again then."""
+        """A value that changes whenever a file of the version, or latest.json, is rewritten. An
+        engine that refused the version may then try again."""
 
     @abstractmethod
     def _get(self, version: int | None, file: str) -> bytes:
-        """A file of a version, or one next to the versions. Raises FileNotFoundError, OSError."""
+        """The content of a file of a version, or of a file next to the versions. Raises
+        FileNotFoundError, OSError."""
 
     @abstractmethod
     def _put(
@@ -113,7 +116,7 @@ class WeightVersions(ABC):
         contents: list[Content],
         manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
-        """Writes a version, replacing an existing one, and returns its manifest's bytes."""
+        """Writes a version, replaces an existing one, and returns its manifest's bytes."""
 
     @abstractmethod
     def _put_gathered(
@@ -123,8 +126,8 @@ class WeightVersions(ABC):
         tensors: Iterator[tuple[str, torch.Tensor]],
         manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
-        """The same for tensors that come one after the other, in the order of the files, and are
-        freed one by one."""
+        """As `_put`, for tensors that are yielded in the order of the files and freed one by
+        one."""
 
     @abstractmethod
     def _put_latest(self, content: bytes) -> None:
@@ -132,23 +135,23 @@ class WeightVersions(ABC):
 
     @abstractmethod
     def _delete(self, version: int) -> None:
-        """Deletes as much of a version as possible."""
+        """Deletes a version, as far as possible."""
 
     @abstractmethod
     def _check_part(self, version: int, part: ManifestPart) -> None:
-        """Raises EngineError if the file has changed since it was written, by a check that is cheap
+        """Raises EngineError if the file has changed since it was written. The check is cheap
         enough for every minute."""
 
     def write(
         self, version: int, model: torch.nn.Module, *, keep: int, in_full: bool = False
     ) -> str:
         """Publishes what `model` trains (its parameters that require a gradient, under their own
-        names) and returns the version's checksum. Of this and older versions, the newest `keep`
-        stay, and what they build on. A failure leaves the existing versions as they were. Replaces
-        an existing `version`. `in_full`: no delta. Raises OSError.
+        names) and returns the version's checksum. The newest `keep` versions stay, and the versions
+        that they build on. A failure does not change existing versions. Replaces an existing
+        `version`. `in_full`: does not write a delta. Raises OSError.
 
-        A model in parts on several processes is gathered tensor by tensor, or, for a delta, what
-        each of them finds changed.
+        If a model is split over several processes, its tensors are gathered one by one; for a
+        delta, only the changes on each process.
         """
         self.advice = ""
         how = in_parts(model)
@@ -164,7 +167,9 @@ class WeightVersions(ABC):
             if held_version is None
             else (held_version.base, delta_of(held_version.tensors, trained))
         )
-        if base is not None and not self._pays(base, num_bytes(change), _specs(trained)):
+        if base is not None and not self._is_delta_small_enough(
+            base, num_bytes(change), _specs(trained)
+        ):
             base = None
 
         if base is None:
@@ -172,12 +177,12 @@ class WeightVersions(ABC):
                 version, _split("weights", trained), full_manifest(version, len(trained))
             )
         else:
-            sums = dict(zip(trained, side_by_side(checksum, trained.values()), strict=True))
+            sums = dict(zip(trained, in_parallel(checksum, trained.values()), strict=True))
             manifest_bytes = self._put(
                 version, _split("delta", change), delta_manifest(version, base, sums)
             )
 
-        latest = self._written(version, manifest_bytes, keep)
+        latest = self._announce(version, manifest_bytes, keep)
         if self._full_every > 1:
             snapshot = {name: tensor.clone() for name, tensor in trained.items()}
             self._held = HeldVersion(base_of(latest, manifest_bytes), snapshot)
@@ -185,8 +190,8 @@ class WeightVersions(ABC):
         return latest.sha256
 
     def _write_parts(self, version: int, how: InParts, keep: int, *, in_full: bool) -> str:
-        """`write` for a model that no process has whole. The others compare, give and keep with
-        this one."""
+        """`write` for a model that is split over several processes. The other processes call
+        `compare`, `give` and `keep` at the same time."""
         if self._parts is None:
             self._parts = PublishedParts(how.own_parts, how.group)
 
@@ -196,7 +201,7 @@ class WeightVersions(ABC):
         if base is not None and not in_full and self._may_follow(base, version):
             how.send_to_others(CompareParts())
             delta = self._parts.compare()
-            if delta is not None and not self._pays(base, delta.num_bytes, specs):
+            if delta is not None and not self._is_delta_small_enough(base, delta.num_bytes, specs):
                 delta = None
 
         if base is None or delta is None:
@@ -211,7 +216,7 @@ class WeightVersions(ABC):
             with delta.taken() as changes:
                 manifest_bytes = self._put_gathered(version, files, changes, manifest)
 
-        latest = self._written(version, manifest_bytes, keep)
+        latest = self._announce(version, manifest_bytes, keep)
         if self._full_every > 1:
             how.send_to_others(KeepParts())
             self._parts.keep()
@@ -219,18 +224,18 @@ class WeightVersions(ABC):
 
         return latest.sha256
 
-    def _written(self, version: int, manifest: bytes, keep: int) -> Latest:
-        """Announces the version, which is written."""
+    def _announce(self, version: int, manifest: bytes, keep: int) -> Latest:
+        """Announces a version whose files are written."""
         latest = Latest(version, hashlib.sha256(manifest).hexdigest())
         self._put_latest(msgspec.json.encode(latest))
         self._delete_old(version, keep)
         return latest
 
     def _may_follow(self, base: Base, version: int) -> bool:
-        """Whether a delta may build on it."""
+        """Whether a delta may build on this base."""
         chain = base.manifest.chain
         taken = [base.latest.version, *(link.version for link in chain)]
-        return len(chain) + 2 <= self._full_every and version not in taken  # it would replace it
+        return len(chain) + 2 <= self._full_every and version not in taken  # not its own base
 
     def _base_of_delta(
         self, trained: Mapping[str, torch.Tensor], version: int
@@ -241,15 +246,16 @@ class WeightVersions(ABC):
             return None
         return held_version if _specs(held_version.tensors) == _specs(trained) else None
 
-    def _pays(self, base: Base, change: int, specs: Mapping[str, Spec]) -> bool:
-        """Whether a delta of so many bytes is worth it."""
+    def _is_delta_small_enough(self, base: Base, change: int, specs: Mapping[str, Spec]) -> bool:
+        """Whether a delta of this size is smaller than the limits."""
         full_bytes = sum(spec.num_bytes for spec in specs.values())
         if change >= full_bytes:
             self.advice = _advice(specs)
         return base.manifest.deltas + change < full_bytes
 
     def _delete_old(self, version: int, keep: int) -> None:
-        """The manifests of the kept versions tell which others must stay."""
+        """Deletes old versions. The manifests of the kept versions name the others that must
+        stay."""
         try:
             versions = [older for older in self.versions() if older <= version]
         except OSError:
@@ -260,20 +266,19 @@ class WeightVersions(ABC):
             try:
                 to_keep.update(link.version for link in self._manifest(kept_version, None).chain)
             except EngineError:
-                continue  # it is torn and builds on nothing
+                continue  # the version is torn and builds on nothing
 
         for old in versions:
             if old not in to_keep:
                 self._delete(old)
 
     def latest(self) -> int | None:
-        """The version that was written last; None before the first."""
+        """The last version that was written; None before the first."""
         latest = self.latest_version()
         return None if latest is None else latest.version
 
     def latest_version(self) -> Latest | None:
-        """`latest` with its checksum. Raises EngineError if latest.json is not what `write`
-        makes."""
+        """`latest` with its checksum. Raises EngineError if latest.json is invalid."""
         try:
             return msgspec.json.decode(self._get(None, LATEST_FILE), type=Latest)
         except FileNotFoundError:
@@ -284,8 +289,8 @@ class WeightVersions(ABC):
             ) from error
 
     def read(self, version: int, *, sha256: str | None = None) -> dict[str, torch.Tensor]:
-        """The tensors of a version, on the CPU, which must not be changed in place. `sha256`: the
-        checksum of the version (by default the stored one is trusted).
+        """The tensors of a version, on the CPU. The caller must not change them in place. `sha256`:
+        the expected checksum of the version; by default the stored one is trusted.
 
         Raises EngineError if the version, or one that it builds on, is gone, or its bytes are not
         the ones that were written.
@@ -297,14 +302,14 @@ class WeightVersions(ABC):
         if self._held is not None and self._held.base.latest == latest:
             return dict(self._held.tensors)
 
-        tensors = self._follow(latest, manifest) if manifest.chain else self._load(manifest)
+        tensors = self._apply_deltas(latest, manifest) if manifest.chain else self._load(manifest)
         if self._full_every > 1:
             self._held = HeldVersion(Base(latest, manifest), tensors)
 
         return dict(tensors)
 
-    def _follow(self, latest: Latest, manifest: VersionManifest) -> dict[str, torch.Tensor]:
-        """The tensors of a delta: from what is held, or from the full version."""
+    def _apply_deltas(self, latest: Latest, manifest: VersionManifest) -> dict[str, torch.Tensor]:
+        """The tensors of a delta, computed from the held version or from the full version."""
         links = manifest.chain
         held_version = self._held
         self._held = None
@@ -341,7 +346,7 @@ class WeightVersions(ABC):
                     "served"
                 ) from error
 
-        checksums = side_by_side(
+        checksums = in_parallel(
             lambda name: checksum(tensors[name], manifest.grids.get(name)), tensors
         )
         actual = dict(zip(tensors, checksums, strict=True))
@@ -359,8 +364,8 @@ class WeightVersions(ABC):
         return tensors
 
     def check(self, expected: Latest) -> None:
-        """Raises EngineError unless latest.json names these weights and they, and all that they
-        build on, are as they were written (see `_check_part`)."""
+        """Raises EngineError unless latest.json names these weights, and their files and those of
+        all versions that they build on are unchanged (see `_check_part`)."""
         latest = self.latest_version()
         if latest != expected:
             raise EngineError(
@@ -374,7 +379,7 @@ class WeightVersions(ABC):
                 self._check_part(link.version, part)
 
     def _load(self, manifest: VersionManifest) -> dict[str, torch.Tensor]:
-        """The contents of a version's files, each compared with its checksum."""
+        """The tensors of a version's files. Compares each file with its checksum."""
 
         def load_part(part: ManifestPart) -> dict[str, torch.Tensor]:
             content = self._read(manifest.version, part.file)
@@ -389,7 +394,7 @@ class WeightVersions(ABC):
                 ) from error
 
         tensors: dict[str, torch.Tensor] = {}
-        for loaded in side_by_side(load_part, manifest.parts):
+        for loaded in in_parallel(load_part, manifest.parts):
             tensors.update(loaded)
 
         return tensors
@@ -462,16 +467,16 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
 
 
 def _split(stem: str, tensors: dict[str, torch.Tensor]) -> list[Content]:
-    """Files of at most PART_BYTES."""
+    """Splits tensors into files of at most PART_BYTES."""
     return [
         Content(file, {name: tensors[name] for name in group})
         for file, group in split_files(stem, _specs(tensors), PART_BYTES).items()
     ]
 
 
-def side_by_side(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """Applies the function to each item, in their order, in threads: hashing and reading release
-    Python's lock."""
+def in_parallel(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+    """Applies the function to each item in threads, and returns the results in order. Hashing and
+    reading release Python's lock."""
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         return list(threads.map(function, items))
 

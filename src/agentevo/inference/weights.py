@@ -4,8 +4,8 @@ can access.
 Invariants, in addition to those of weight_versions.py: a version's folder appears whole or not at
 all, and `latest.json` names a version only after that (files and folders are synced to the disk in
 this order). The writer detects later damage to a version (disk errors, manual changes) by `check`,
-and repairs it by writing the version again. `latest` is what was written last: a trainer that went
-back to a checkpoint may name a lower version than before.
+and repairs it by writing the version again. `latest` is the version that was written last. It may
+be lower than an earlier one if a trainer resumed from a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from agentevo.inference.version_manifest import (
     folder_name,
     version_numbers,
 )
-from agentevo.inference.weight_versions import Content, WeightVersions, side_by_side
+from agentevo.inference.weight_versions import Content, WeightVersions, in_parallel
 from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import write_files
 
 
 class WeightsFolder(WeightVersions):
-    """See the module. Reading and writing block until the disk is done."""
+    """Weight versions in a folder. See the module. Reading and writing block until the disk is
+    done."""
 
     def __init__(self, folder: Path, *, full_every: int = 1) -> None:
         super().__init__(full_every=full_every)
@@ -47,7 +48,7 @@ class WeightsFolder(WeightVersions):
         return str(self.folder)
 
     def path(self, version: int) -> Path:
-        """The folder of that version, whether or not it exists."""
+        """The folder of that version, which may not exist."""
         return self.folder / folder_name(version)
 
     def versions(self) -> list[int]:
@@ -55,7 +56,8 @@ class WeightsFolder(WeightVersions):
         return version_numbers(path.name for path in self.folder.glob("version-*"))
 
     def state(self, version: int) -> tuple[tuple[str, int, int, int], ...]:
-        """See WeightVersions.state. The versions that it builds on are included."""
+        """See WeightVersions.state. It includes the state of the versions that this version builds
+        on."""
         try:
             chain = [link.version for link in self._manifest(version, None).chain]
         except EngineError:
@@ -96,7 +98,7 @@ class WeightsFolder(WeightVersions):
                     raise OSError(f"{self.path(version) / content.file}: {error}") from error
                 return _part(path)
 
-            manifest_bytes = manifest(side_by_side(save, contents))
+            manifest_bytes = manifest(in_parallel(save, contents))
             _write_manifest(staging, manifest_bytes)
 
         sync_to_disk(self.folder)
@@ -111,18 +113,19 @@ class WeightsFolder(WeightVersions):
     ) -> bytes:
         with self._place_version(version) as staging:
             write_files(staging, files, tensors)
-            manifest_bytes = manifest(side_by_side(_part, (staging / file for file in files)))
+            manifest_bytes = manifest(in_parallel(_part, (staging / file for file in files)))
             _write_manifest(staging, manifest_bytes)
         sync_to_disk(self.folder)
         return manifest_bytes
 
     @contextmanager
     def _place_version(self, version: int) -> Iterator[Path]:
-        """A temporary folder that is renamed to the version's folder at the end of the block."""
+        """Yields a temporary folder, and renames it to the version's folder at the end of the
+        block."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(
             f".*{PARTIAL}"
-        ):  # of an earlier writer that was killed; only one writer exists at a time
+        ):  # left by a writer that was killed; only one writer exists at a time
             shutil.rmtree(leftover, ignore_errors=True)
         with atomic_folder(self.path(version)) as staging:
             yield staging

@@ -136,7 +136,7 @@ class LoopRoutes(Routes):
             yield GatewayRoute(call.method, model + call.path, partial(self._call, call))
 
     async def find_caller(self, key: str, path: str) -> Caller | None:
-        return Caller() if await in_thread(self._secret.is_in, f"Bearer {key}") else None
+        return Caller() if await in_thread(self._secret.matches_header, f"Bearer {key}") else None
 
     def refuse_stranger(self) -> Refusal:
         message = "the key is missing or wrong: it is in the file that the server printed"

@@ -44,7 +44,7 @@ from agentevo.loop.seals import Sealer
 from agentevo.loop.wire import error_of, failure_of
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.models.positions import context_length
-from agentevo.models.template_rendering import templates_of_strangers
+from agentevo.models.template_rendering import untrusted_templates
 from agentevo.observability import LiveView
 from agentevo.orchestration.agent_policies import players
 from agentevo.orchestration.checks import check_parts
@@ -200,7 +200,7 @@ class LoopService:
 
     def _run(self) -> None:
         try:
-            with templates_of_strangers() if self._is_of_stranger else nullcontext():
+            with untrusted_templates() if self._is_of_stranger else nullcontext():
                 run_coroutine(self._train())
         except asyncio.CancelledError as error:
             if self._opened.done():  # otherwise it was closed before that

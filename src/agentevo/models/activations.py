@@ -1,5 +1,5 @@
-"""The tensors that decoder layers keep between the forward and the backward pass: everything, the
-expensive part, or only their input; on the device or on the CPU.
+"""Chooses which tensors decoder layers keep between the forward and the backward pass (everything,
+the expensive ones, or only the input), and whether they are on the device or on the CPU.
 
 `keep_activations(model, section)` replaces the `forward` of each decoder layer with a
 `CheckpointedLayer`. Modules, parameters and names stay the same. Passes without gradient call the
@@ -45,10 +45,10 @@ EXPENSIVE_OPERATORS = (
     "aten::_efficient_attention_forward",
     "mkldnn::_linear_pointwise",
 )
-"""Matrix products and attention: the operators whose results `selective` keeps, where this build of
-PyTorch has them. Batched products are not among them: those may be scores."""
+"""The operators whose results `selective` keeps, if this build of PyTorch has them: matrix products
+and attention. Batched products are not included, because their results may be attention scores."""
 SMALLEST_OFFLOAD = 64 * 1024
-"""In bytes. Smaller tensors are not worth the trip."""
+"""The smallest tensor that is offloaded, in bytes. Moving smaller ones costs more than it saves."""
 
 
 class CheckpointedLayer(PackedWeights):
@@ -58,7 +58,7 @@ class CheckpointedLayer(PackedWeights):
         self.layer = layer
         self.section = section
         self.inner: PackedWeights | None = vars(layer).get("forward")
-        """The callable that it replaces (models/fused.py)."""
+        """The layer's callable before the replacement (models/fused.py)."""
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own `forward`: hidden_states [1, T, H] first."""
@@ -95,15 +95,15 @@ class CheckpointedLayer(PackedWeights):
         return forward(*args, **kwargs)
 
     def _on_cpu(self, kwargs: dict[str, Any]) -> Any:
-        """While the context is open, saved tensors are in pinned CPU memory; the layer's parameters
-        and the tensors that all layers share (rotations) stay on the device."""
+        """While the context is open, saved tensors are moved to pinned CPU memory. The layer's
+        parameters and the tensors that all layers share (rotations) stay on the device."""
         return _saved_on_cpu([*self.layer.parameters(), *_tensors(kwargs)])
 
 
 def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrainedModel:
     """Applies the section, in place, to a model that `agentevo.models.attention.prepare` has
-    prepared. On a CPU the allocator then keeps less, too, for the whole process. Raises ModelError
-    for a model without decoder layers of transformers' kind."""
+    prepared. On a CPU, this also makes the allocator of the whole process keep less memory. Raises
+    ModelError for a model without decoder layers of transformers' kind."""
     if section.checkpointing == "none" and not section.offload_activations:
         return model
 
@@ -120,7 +120,7 @@ def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrain
     for layer in layers:
         compiled = isinstance(vars(layer).get("forward"), CompiledLayer)
         if compiled and section.checkpointing == "selective":
-            continue  # it keeps products and attention by itself, and computes the rest again
+            continue  # the compiled layer keeps products and attention, and recomputes the rest
         layer.forward = CheckpointedLayer(layer, section)
 
     if next(model.parameters()).device.type == "cpu":
@@ -168,15 +168,15 @@ def _leaves_device(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _saved_on_cpu(staying: list[torch.Tensor]) -> Iterator[None]:
-    """While the context is open, the tensors that autograd saves are in pinned CPU memory, each one
-    once, except those in `staying` and small ones.
+    """While the context is open, the tensors that autograd saves are in pinned CPU memory, one copy
+    each. Tensors in `staying` and small ones stay on the device.
 
     Copies in both directions run on the device's current stream, in order with the computation.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in staying}
     moved: dict[
         tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]
-    ] = {}  # holds the tensors, so that no address is reused
+    ] = {}  # keeps the tensors alive, so that no address is reused
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device | None, torch.Tensor]:
         place = tensor.untyped_storage().data_ptr()

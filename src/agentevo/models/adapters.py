@@ -1,12 +1,12 @@
-"""LoRA adapters over a base that does not change, by PEFT, which only this module imports.
+"""LoRA adapters over a frozen base. PEFT implements them, and only this module imports PEFT.
 
     add_adapter     a fresh one, trained
     load_adapter    a saved one, next to any others
     use_adapter     which one computes from now on
     merge_adapter   base + adapter -> a plain model folder (`models/merge.py`)
 
-A fresh adapter changes nothing: the policy equals the base. The base's parameters need no gradient.
-Other trained parts (biases, whole modules) are saved with the adapters in PEFT's format.
+With a fresh adapter the policy equals the base. The base's parameters need no gradient. Other
+trained parts (biases, whole modules) are saved with the adapters in PEFT's format.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "adapter_config.json"
 ADAPTER = "default"
-"""Name of a model's first adapter, as PEFT calls it."""
+"""PEFT's name of a model's first adapter."""
 _WARNS_OF_KERNELS = "bitsandbytes.backends.cpu.ops"
 FRESH_INITS = (True, False, "gaussian", "orthogonal")
-"""PEFT's init_lora_weights that leave the base as it is."""
+"""The values of PEFT's init_lora_weights that do not change the base."""
 
 
 def peft() -> ModuleType:
-    """Imports PEFT. Raises MissingExtraError. PEFT imports bitsandbytes, which warns on some CPUs
-    that it lacks a kernel for packed weights; no training here packs them (models/load.py)."""
+    """Imports PEFT. Raises MissingExtraError if it is not installed. PEFT imports bitsandbytes,
+    which warns on some CPUs that it lacks a kernel for packed weights. The warning is suppressed,
+    because AgentEvo never packs them (models/load.py)."""
     logging.getLogger(_WARNS_OF_KERNELS).setLevel(logging.ERROR)
     return load_extra("peft", "lora", "model.lora")
 
@@ -57,8 +58,8 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def check_lora(section: LoraSection) -> None:
-    """Reports, before anything is created, errors that would come later: a missing package, no
-    adapter in the folder."""
+    """Checks before anything is created that the packages are installed and that the folder has an
+    adapter."""
     if not section.enabled:
         return
     peft()
@@ -69,15 +70,15 @@ def check_lora(section: LoraSection) -> None:
 
 
 def check_quantize(kind: str) -> None:
-    """Raises MissingExtraError without bitsandbytes."""
+    """Raises MissingExtraError if bitsandbytes is not installed."""
     load_extra("bitsandbytes", "qlora", f"model.lora.quantize={kind}")
 
 
 def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreTrainedModel:
-    """The model with a fresh adapter, which is the only part that is trained, or with the saved
-    adapter that the section names.
+    """Adds a fresh adapter to the model, or the saved adapter that the section names. Only the
+    adapter is trained.
 
-    `seed` alone decides the fresh weights; no other random generator is disturbed. Raises
+    The fresh weights depend only on `seed`, and other random generators do not change. Raises
     ModelError for layers that the model does not have.
     """
     if section.adapter is not None:
@@ -127,8 +128,8 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
 def load_adapter(
     model: PreTrainedModel, folder: Path, name: str = ADAPTER, *, trainable: bool = False
 ) -> PreTrainedModel:
-    """The model with the adapter that is saved in `folder`, under `name` and in use. Adapters that
-    the model already has stay.
+    """Adds the adapter that is saved in `folder` to the model under `name`, and activates it. Other
+    adapters of the model stay.
 
     Raises ModelError for a folder without an adapter, for a kind other than LoRA, or for an adapter
     of another base.
@@ -162,7 +163,7 @@ def load_adapter(
     _check_ties(adapted)
     if any(
         type(module) is FastLinear for module in adapted.modules()
-    ):  # prepared already: so are the new matrices
+    ):  # the model is prepared already, so the new matrices have to be too
         use_fast_linear(adapted)
 
     use_adapter(adapted, name)
@@ -170,21 +171,21 @@ def load_adapter(
 
 
 def adapter_names(model: PreTrainedModel) -> list[str]:
-    """Names of the model's adapters; none for a plain model."""
+    """Names of the model's adapters; empty for a plain model."""
     return list(model.peft_config) if is_adapted(model) else []
 
 
 def num_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """(trained, all) numbers of the model; of quantized weights those that are stored, several
-    weights in one."""
+    """The numbers of trained and of all parameters. Quantized weights count as stored, so several
+    weights may count as one."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad), sum(
         p.numel() for p in model.parameters()
     )
 
 
 def use_adapter(model: PreTrainedModel, name: str) -> None:
-    """From now on only the adapter `name` computes; which parameters are trained does not change.
-    On an engine: `publish(version, adapter=name)`.
+    """Activates only the adapter `name`. This does not change which parameters are trained. For an
+    engine, call `publish(version, adapter=name)` instead.
 
     Raises ModelError for an unknown name.
     """
@@ -207,7 +208,7 @@ def use_adapter(model: PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def dropping_out(model: torch.nn.Module, seed: int) -> Iterator[None]:
-    """While the context is open, the adapters' dropout is active; `seed` alone decides it.
+    """While the context is open, the adapters' dropout is active, with random numbers from `seed`.
     For supervised training."""
     layers = [module for module in model.modules() if hasattr(module, "lora_dropout")]
     with drawing_by(next(model.parameters()).device, seed):
@@ -223,24 +224,25 @@ def dropping_out(model: torch.nn.Module, seed: int) -> Iterator[None]:
 def write_adapter(
     model: PreTrainedModel, folder: Path, weights: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Writes the adapter in use into an existing folder, in PEFT's format. `weights`: by name, in
-    place of the model's own."""
+    """Writes the active adapter into an existing folder, in PEFT's format. `weights`: name ->
+    tensor that is written instead of the model's."""
     adapted: Any = model
     name = adapted.active_adapter
-    # Never the base's embeddings; left to PEFT, it would ask the hub whether they have changed.
+    # Never save the base's embeddings: by default PEFT would ask the hub whether they have changed.
     adapted.save_pretrained(
         folder, selected_adapters=[name], save_embedding_layers=False, state_dict=weights
     )
     keep_overrides(folder, _overrides_of(model))
 
-    if name != ADAPTER:  # PEFT puts all but its own name into a folder below
+    if name != ADAPTER:  # PEFT writes adapters of other names into a subfolder
         for file in (folder / name).iterdir():
             file.rename(folder / file.name)
         (folder / name).rmdir()
 
 
 def _overrides_of(model: PreTrainedModel) -> dict[str, Any]:
-    """`model.config_overrides` that the model, or the base of its adapters, was loaded with."""
+    """The `model.config_overrides` with which the model, or the base of its adapters, was
+    loaded."""
     adapted: Any = model
     base = adapted.get_base_model() if is_adapted(model) else adapted
     return getattr(base, "config_overrides", {})
@@ -279,8 +281,8 @@ def read_adapter_config(folder: Path) -> Any:
 
 
 def _special_linears(model: PreTrainedModel) -> list[str]:
-    """Linear layers for which an architecture has its own `forward`, such as PhiMoE's routers:
-    their output is not a product to which an adapter could add."""
+    """Linear layers with an architecture's own `forward`, such as PhiMoE's routers. An adapter
+    can't be added to them, because their output is not a plain product."""
     return [
         name
         for name, module in model.named_modules()
@@ -315,7 +317,7 @@ def _check_names(model: Any, section: LoraSection) -> None:
 
 
 def _linear_names(model: Any) -> list[str]:
-    """The last parts of the names of linear layers."""
+    """The last components of the names of linear layers."""
     names = (
         name.split(".")
         for name, module in model.get_base_model().named_modules()
@@ -331,8 +333,8 @@ def _linear_names(model: Any) -> list[str]:
 
 
 def _check_ties(model: Any) -> None:
-    """Raises ModelError for an adapter on one of two layers that share one matrix: it could not be
-    merged, and would compute something else after saving."""
+    """Raises ModelError for an adapter on one of two layers that share one matrix. Such an adapter
+    could not be merged, and would compute different results after saving."""
     inner = model.get_base_model()
     embedding = inner.get_input_embeddings()
     output = inner.get_output_embeddings()

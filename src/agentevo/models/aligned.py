@@ -1,9 +1,9 @@
 """Activation functions that compute every number by the same instructions, whatever its position.
 
 On a CPU, PyTorch computes functions like SiLU and GELU in vector registers. It computes the
-remainder at the end of a tensor, or at the end of a thread's part, by other instructions, whose
-last digits differ. The position of a row in its batch would then change its numbers. `Aligned` pads
-with zeros until there is no remainder.
+remainder at the end of a tensor, or of a thread's part, by other instructions, whose results differ
+in the last digits. A row's numbers would then depend on its position in the batch. `Aligned` pads
+with zeros so that there is no remainder.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import nn
 from torch.nn.functional import pad
 
 VECTORS = 64
-"""A multiple of the numbers that the vector loops of PyTorch take at once."""
+"""A multiple of the numbers that one iteration of PyTorch's vector loops computes."""
 GRAIN = 32768
-"""at::internal::GRAIN_SIZE: PyTorch gives a thread at least so many numbers."""
+"""at::internal::GRAIN_SIZE. PyTorch gives each thread at least this many numbers."""
 GELU_GRAIN = 16384
-"""Above this many numbers GELU is split among all threads."""
+"""GELU on more numbers than this is split among all threads."""
 
 
 class Aligned:
-    """Replaces the `forward` of one activation module, in passes without gradients."""
+    """Replaces the `forward` of one activation module in passes without gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -58,7 +58,8 @@ def _even_rows(rows: int, width: int, threads: int) -> int:
 
 
 def align_activations(model: nn.Module) -> int:
-    """Gives every activation module of `model` its `Aligned`; returns how many."""
+    """Replaces the `forward` of every activation module of `model` by an `Aligned`. Returns their
+    number."""
     aligned = 0
     for module in model.modules():
         if type(module).__module__.startswith(("transformers.activations", "torch.nn.modules.act")):

@@ -1,10 +1,10 @@
-"""The required form of an answer, as a grammar: JSON by a schema, or calls of given tools in the
-notation of the model's family. A thought may come first if the family thinks, and must come first
+"""Turns the required form of an answer into a grammar: JSON by a schema, or calls of tools in the
+notation of the model's family. The answer may begin with a thought if the family thinks, and must
 if the prompt has opened one.
 
-A tool whose function is `strict` (a term of OpenAI's API) is called by its schema or not at all: in
-such an answer no text begins as a call, except calls that fit. Several clients set `strict` by
-default, so if it can't be enforced the answer is free, and a note reports it once.
+If a tool's function is `strict` (a term of OpenAI's API), every call must fit its schema: in such
+an answer, no text can begin like a call unless it is a fitting call. Several clients set `strict`
+by default. So if it can't be enforced, the answer is free, and a note reports it once.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 Schema = Mapping[str, Any] | bool
 ANY_OBJECT: Schema = {"type": "object"}
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""JSON in one line: a policy can't lose itself in white space."""
+"""Options for JSON on one line, so that a policy can't sample endless white space."""
 BARE = ("json", "llama")
-"""Parsers of notations without marks: any object may turn out to be a call."""
+"""The parsers of notations without marks, in which any JSON object may be a call."""
 _SPACE = r"/[ \n]{0,2}/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """The requirements of a request on its answer, beyond a text."""
+    """The requirements of a request on the form of its answer."""
 
     schema: Schema | None = None
     """The JSON schema of the answer."""
     calls: Literal["auto", "none", "required"] = "auto"
-    """`required`: the answer is at least one call of a tool. `none`: nothing in it is read as
-    one."""
+    """`required`: the answer is at least one call of a tool. `none`: nothing in the answer is read
+    as a call."""
     tool: str | None = None
     """The only tool that may be called."""
     parallel: bool = True
-    """Whether it may be several calls."""
+    """Whether the answer may have several calls."""
     strict: bool = False
-    """`strict` of OpenAI's API: asks a remote model's server to enforce the schema. A policy is
-    held to it in any case."""
+    """`strict` of OpenAI's API: asks a remote model's server to enforce the schema. A policy always
+    has to follow it."""
 
 
 def grammar_of(
@@ -59,8 +59,8 @@ def grammar_of(
     tools: Sequence[Mapping[str, Any]] | None,
     prompt: Sequence[Message] | Sequence[int] | str,
 ) -> str:
-    """The grammar of SamplingParams for such an answer to such a prompt, empty if any text is
-    allowed. Raises BadRequestError for forms that this model's family has no notation for."""
+    """The grammar (see SamplingParams) of an answer of this form to this prompt. Empty if any text
+    is allowed. Raises BadRequestError if this model's family has no notation for the form."""
     form = form or AnswerForm()
     tools = () if form.calls == "none" else tools or ()
     strict = _can_enforce(form, chat, tools)
@@ -92,7 +92,7 @@ def grammar_of(
 
 
 def _can_enforce(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether there are strict tools that can be held to their schemas."""
+    """Whether there are strict tools and their schemas can be enforced."""
     if not any(map(is_strict, tools)):
         return False
 
@@ -106,17 +106,17 @@ def _can_enforce(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str
     else:
         return True
 
-    _tell_once(f"`strict` of tools has no effect: {problem}")
+    _note_once(f"`strict` of tools has no effect: {problem}")
     return False
 
 
 @cache
-def _tell_once(line: str) -> None:
+def _note_once(line: str) -> None:
     to_stderr(line)
 
 
 def _begin_of_call(chat: ChatFormat) -> re.Match[str] | None:
-    """Where the notation's own text begins as a call does."""
+    """The match of a call's beginning in the text before its name, or None."""
     notation = chat.call_notation
     begins = chat.parser.begins
     return re.search(begins, notation.before_name) if notation is not None and begins else None
@@ -128,7 +128,7 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def opening_after(chat: ChatFormat, prompt: Sequence[Message] | Sequence[int] | str) -> str:
-    """The part of a prompt, messages or ids, that is in the assistant's place; empty for a plain
+    """The part of a prompt (messages or ids) that is in the assistant's place. Empty for a plain
     text."""
     if isinstance(prompt, str):
         return ""
@@ -146,8 +146,8 @@ def _json(schema: Schema) -> str:
 
 
 def _calls(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The rule `calls` and those below it; none if calls are optional and the family's notation is
-    not known."""
+    """The rule `calls` and the rules that it needs. Empty if calls are optional and the family's
+    notation is unknown."""
     functions = [tool["function"] for tool in tools]
     allowed = [f for f in functions if form.tool is None or f["name"] == form.tool]
     if not allowed:
@@ -177,7 +177,8 @@ def _calls(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]
 def _text_with_calls(
     form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """The rule `text` and those below it: texts in which nothing begins as a call, and calls."""
+    """The rule `text` and the rules that it needs: texts in which nothing begins like a call, and
+    calls."""
     notation = chat.call_notation
     begins = chat.parser.begins
     call_begin = _begin_of_call(chat)
@@ -207,8 +208,8 @@ def _text_with_calls(
 
 
 def _through(mark: str, chat: ChatFormat, name: str, *, text: str) -> tuple[str, list[str]]:
-    """Any `text`, a terminal, up to the mark and with it: the terms, and the rule `name` that they
-    need. The first mark counts."""
+    """Terms for any `text` (a terminal) up to and including the first mark, and the rule `name`
+    that they need."""
     token = next((t for t in chat.added_tokens if mark.startswith(t)), None)
     first = min(
         (place for t in chat.added_tokens if (place := mark.find(t)) > 0), default=len(mark)
@@ -225,8 +226,8 @@ def _through(mark: str, chat: ChatFormat, name: str, *, text: str) -> tuple[str,
 def _each_call(
     functions: Sequence[tuple[Mapping[str, Any], bool]], notation: CallNotation, chat: ChatFormat
 ) -> list[str]:
-    """The rule `call` and one for each function, whose arguments follow its schema or, without
-    `by_schema`, are any object."""
+    """The rule `call` and one rule for each function. The arguments follow its schema; without
+    `by_schema` they are any object."""
     each = [f"call_{number}" for number in range(len(functions))]
     return [
         f"call: {' | '.join(each)}",
@@ -247,7 +248,7 @@ def _one_call(
 
 
 def _thought(chat: ChatFormat, opening: str, rules: list[str]) -> str:
-    """The optional or required text before the answer; adds the rule that it needs."""
+    """The optional or required thought before the answer. Adds the rule that it needs."""
     mark = next((m for m in chat.parser.thoughts if opening.rstrip().endswith(m)), None)
     begin = ""
     if mark is None:
@@ -263,7 +264,7 @@ def _thought(chat: ChatFormat, opening: str, rules: list[str]) -> str:
 
 
 def _text(text: str, chat: ChatFormat) -> str:
-    """A text as terminals of a grammar: what is a token of its own also as that token."""
+    """A text as terminals of a grammar. A part that is a special token may also be that token."""
     terminals = []
     while text:
         matches = [

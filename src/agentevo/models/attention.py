@@ -6,9 +6,9 @@ knows which token may attend to which:
     inference: `CacheAttention` (inference/cache_attention.py), new tokens against a key-value cache
     training:  `TreeAttention` (training/tree_attention.py), packed sequences that share prefixes
 
-Tokens of all sequences share one row, [1, tokens], without padding; only the plan separates them.
-So generation and training use the same model module. A model that computes something else this way
-than transformers does is refused (models/trial.py).
+The tokens of all sequences are in one row [1, tokens] without padding, and only the plan separates
+the sequences. Generation and training therefore use the same model module. If a model would then
+compute something else than in transformers, it is refused (models/trial.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentevo.models.aligned import align_activations
 from agentevo.models.fused import use_fused_layers
 from agentevo.models.fused_decoder import use_fused_decoder
 from agentevo.models.linear import use_fast_linear
-from agentevo.models.positions import hold_positions
+from agentevo.models.positions import limit_positions
 from agentevo.models.trial import REMEDY, PlanMissingError, check_layer_types, try_out
 
 NAME = "agentevo"
@@ -47,9 +47,9 @@ class AttentionPlan(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]. `window`: how many tokens back a token
-        sees, itself included; None for all. A pass calls it in a fixed order, for most models once
-        per layer."""
+        """q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]. `window`: the number of tokens that a
+        token sees, itself included; None for all. A pass calls this method in a fixed order, for
+        most models once per layer."""
         ...
 
 
@@ -93,7 +93,7 @@ def _attention(  # noqa: PLR0917 (transformers' attention interface)
         )
 
     if isinstance(attention_mask, _SlidingMask):
-        # What eager attention goes by: some models don't name the window to the function.
+        # As eager attention does: some models don't pass the window to the function.
         sliding_window = attention_mask.window
     elif attention_mask is not None:
         raise ModelError(OWN_MASK)
@@ -114,11 +114,11 @@ def _attention(  # noqa: PLR0917 (transformers' attention interface)
         sliding_window,
         softcap,
     )
-    return out[..., :value_dim].unsqueeze(0).contiguous(), None  # some models view it
+    return out[..., :value_dim].unsqueeze(0).contiguous(), None  # some models call `view` on it
 
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> _SlidingMask | None:
-    """The plan knows which token attends to which; no mask tensor is built."""
+    """Builds no mask tensor, because the plan knows which token attends to which."""
     return None if local_size is None else _SlidingMask(local_size)
 
 
@@ -127,10 +127,10 @@ AttentionMaskInterface.register(NAME, _mask)
 
 
 def prepare(model: PreTrainedModel, *, on_cpu: bool | None = None) -> PreTrainedModel:
-    """Makes the model's attention use this module and, on a CPU, its linear layers use oneDNN.
-    In place; parameters stay the same objects. `on_cpu`: whether it will compute there, if it is
-    not there now. Raises ModelError for an architecture that does not use transformers'
-    attention interface, or that computes something else this way than transformers alone
+    """Makes the model's attention use this module and, on a CPU, its linear layers use oneDNN. In
+    place; parameters stay the same objects. `on_cpu`: whether the model will compute on a CPU, if
+    it is elsewhere now. Raises ModelError for an architecture that does not use transformers'
+    attention interface, or that would compute something else than in transformers
     (models/trial.py)."""
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
@@ -139,7 +139,7 @@ def prepare(model: PreTrainedModel, *, on_cpu: bool | None = None) -> PreTrained
         )
 
     check_layer_types(model)
-    hold_positions(model)
+    limit_positions(model)
     try_out(model, NAME)
 
     if on_cpu is None:

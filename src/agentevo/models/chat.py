@@ -4,21 +4,23 @@ Over an episode the policy sees the ids
 
     first_prompt(messages) + completion + continuation(new messages) + completion + ...
 
-and every completion keeps exactly the ids that the engine sampled. A continuation is what the chat
-template puts after an assistant message: the template renders a conversation with a sentinel in the
-assistant's place, and the text after the sentinel is encoded. So a template that strips the model's
-thinking from old turns does no harm: old turns are never rendered. Before the result of a tool, the
-assistant's message is a tool call with the sentinel among its arguments, where the template
-supports calls: some templates end such a message differently, or refuse results without a call.
+and every completion keeps exactly the ids that the engine sampled. A continuation is the text that
+the chat template puts after an assistant message. To find it, the template renders a conversation
+with a sentinel in the assistant's place, and the text after the sentinel is encoded. A template may
+strip the model's thinking from old turns, because old turns are never rendered. If a tool's result
+follows, the assistant's message is a tool call with the sentinel among its arguments, provided that
+the template supports calls: some templates end such a message differently, or refuse results
+without a call.
 
 Harmony's templates (GPT-OSS) end an answer with <|return|> if it is the last message and with
-<|end|> in a history, and leave its channel to the model. The sampled <|return|> or <|call|> is kept
-instead of the template's own token; <|end|> ends no answer, because a thought ends with it.
+<|end|> in a history, and let the model choose the channel. The sampled <|return|> or <|call|> is
+kept instead of the template's token. <|end|> does not end an answer, because a thought ends with
+it.
 
 If a template rewrites earlier text (numbers the turns, moves the system message, drops old
-messages), no continuation exists. Such a template is refused at construction; tools that it moves
-are refused when they are first given. One mismatch remains: if a completion ends in mid-word,
-the template's own rendering might merge its last characters with the end-of-turn text. Special
+messages), no continuation exists. Such a template is refused at construction, and tools that it
+moves are refused at their first use. One mismatch remains: if a completion ends in the middle of a
+word, the template's rendering might merge its last characters with the end-of-turn text. Special
 tokens, which all common templates use there, never merge.
 """
 
@@ -50,9 +52,9 @@ from agentevo.models.tool_calls.parser import HARMONY
 from agentevo.types import Message, ToolCall
 
 CACHED_MESSAGES = 8192
-"""Encodings of messages that are remembered."""
+"""The number of cached encodings of messages."""
 LONG_TEXT = 50_000
-"""Characters that take some 10 ms to encode. Longer texts are not remembered."""
+"""The number of characters that take about 10 ms to encode. Longer texts are not cached."""
 _FIRST = "probefirst"
 _SECOND = "probesecond"
 _ASKED = "probequestion"
@@ -62,7 +64,7 @@ OPENS_THINKING = re.compile(r"<think>\s*$")
 
 
 def num_characters(messages: Sequence[Message]) -> int:
-    """Characters of the messages' texts."""
+    """The number of characters in the messages' texts."""
     return sum(
         len(message.text)
         + len(message.reasoning or "")
@@ -72,7 +74,7 @@ def num_characters(messages: Sequence[Message]) -> int:
 
 
 def is_long(messages: Sequence[Message]) -> bool:
-    """Whether encoding them takes too long to wait for, and too long to cache."""
+    """Whether the messages are too long to encode on the event loop, and to cache."""
     return num_characters(messages) > LONG_TEXT
 
 
@@ -94,56 +96,57 @@ class ChatFormat:
         ]
         within = {self._end_in_history} - {self.end_of_turn_id}
         self.end_ids = tuple(sorted({self.end_of_turn_id, *declared} - within))
-        """Ids that end a completion: stop tokens for the engine."""
-        self._said_header = ""
-        """The template's text before an answer that its generation prompt leaves to the policy."""
+        """The ids that end a completion. They are the engine's stop tokens."""
+        self._omitted_header = ""
+        """The text before an answer that the template's generation prompt leaves out, so that the
+        policy writes it."""
         # Members of a group meet the same environments, so the same messages come again and again.
         self._first_prompt = lru_cache(CACHED_MESSAGES)(self._compute_first_prompt)
         self._continuation = lru_cache(CACHED_MESSAGES)(self._compute_continuation)
         self._tools_problem = lru_cache(CACHED_MESSAGES)(self._probe_tools)
         self.opening = self._check_history([_USER])
-        """The generation prompt's text beyond the header of a finished message: "" or the
+        """The generation prompt's text after the header of a finished message: "" or the
         beginning of a thought, such as "<think>\\n"."""
         self.system_problem = self._probe_system()
         """Why conversations with a system message can't be continued, or None."""
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters that one token can represent: the length of a text divided by this is a
-        lower bound of its number of tokens."""
+        """The most characters in one token. A text's length divided by this is a lower bound of its
+        number of tokens."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     @cached_property
     def num_tokens(self) -> int:
-        """Ids of a prompt are below this."""
+        """The number of token ids. All ids of a prompt are smaller."""
         return num_tokens(self.tokenizer)
 
     def first_prompt(self, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS) -> list[int]:
-        """Ids of a new conversation, up to where the assistant speaks."""
+        """The ids of a new conversation, up to the start of the assistant's answer."""
         encode = self._compute_first_prompt if is_long(messages) else self._first_prompt
         return list(encode(tuple(messages), tools))
 
     def continuation(
         self, messages: Sequence[Message], *, ended_with_stop: bool, tools: ToolSchemas = NO_TOOLS
     ) -> list[int]:
-        """Ids to append after a completion, up to where the assistant speaks again; without
-        messages, at once.
+        """The ids to append after a completion, up to the start of the assistant's next answer.
+        Without messages, the assistant answers again directly.
 
         `ended_with_stop`: the completion's last id is one of `end_ids`; the end-of-turn token is
-        then not repeated. False for one that was cut off by a limit or ended by a stop string: its
-        end-of-turn token is part of the answer.
+        then not repeated. False if a limit cut it off or a stop string ended it: then the
+        end-of-turn token is part of the continuation.
         """
         encode = self._compute_continuation if is_long(messages) else self._continuation
         return list(encode(tuple(messages), tools, ended_with_stop))
 
     def completion(self, message: Message) -> list[int]:
-        """Ids of an assistant's message that someone else wrote (a demonstration), as the policy
-        would have to say it, end-of-turn token included."""
+        """The ids of an assistant's message that the policy did not sample (a demonstration), in
+        the form in which the policy would sample it, including the end-of-turn token."""
         end = self.end_of_turn_id
         if message.tool_calls or message.reasoning is not None:
             text, end = self._written_with_end(message)
         else:
-            text = self._said_header + self._template.markers.cut(message.text, "assistant")
+            text = self._omitted_header + self._template.markers.cut(message.text, "assistant")
 
         if OPENS_THINKING.search(self.opening):
             thought, text = thought_of(text, message.reasoning, self.opening)
@@ -152,8 +155,8 @@ class ChatFormat:
         return [*self._encode(text), end]
 
     def plain(self, text: str, *, begins: bool = True) -> list[int]:
-        """Ids of a text outside of any chat. One that `begins` a context gets the token that the
-        tokenizer puts there, unless the text has it already."""
+        """The ids of a text outside of a chat. If the text `begins` a context, it gets the
+        tokenizer's first token, unless it has that token already."""
         ids = self._encode(text)
         if begins and begins_texts_with_bos(self.tokenizer):
             start = self.tokenizer.bos_token_id
@@ -161,9 +164,9 @@ class ChatFormat:
         return ids
 
     def text(self, completion_ids: Sequence[int], stop_strings: Sequence[str] = ()) -> str:
-        """The text of a completion, without the token that ends it; up to the first of
-        `stop_strings` that is in it. Special tokens stay: several families write their tool calls
-        with them (models/tool_calls)."""
+        """The text of a completion without the token that ends it, up to the first of
+        `stop_strings`. Special tokens stay: several families write their tool calls with them
+        (models/tool_calls)."""
         ids = (
             list(completion_ids[:-1])
             if completion_ids and completion_ids[-1] in self.end_ids
@@ -173,7 +176,7 @@ class ChatFormat:
         return before_stop(text, stop_strings)
 
     def text_stream(self, stop_strings: Sequence[str] = ()) -> TextStream:
-        """Gives the text of one completion while its tokens come, in pieces whose sum is
+        """A stream of the text of one completion while its tokens arrive. The pieces add up to
         `text(ids, stop_strings)`."""
         return TextStream(
             self.tokenizer,
@@ -184,26 +187,27 @@ class ChatFormat:
 
     @cached_property
     def parser(self) -> ToolCallParser:
-        """Reads tool calls and reasoning as the model's family writes them."""
+        """The parser for tool calls and reasoning in the notation of the model's family."""
         return find_parser(str(self.tokenizer.get_chat_template()))
 
     @cached_property
     def call_notation(self) -> CallNotation | None:
-        """How the model's family writes tool calls; None if that is not JSON after a name."""
+        """The notation of tool calls in the model's family. None if calls are not JSON after a
+        name."""
         return call_notation(self.parser, self._written)
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """The tokens that represent a text of their own, such as "<tool_call>", and their ids."""
+        """The added tokens, such as "<tool_call>", and their ids."""
         return dict(self.tokenizer.get_added_vocab())
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """Texts of single tokens."""
+        """The texts of single tokens."""
         return TokenTexts(self.tokenizer)
 
     def opening_of(self, prompt_ids: Sequence[int]) -> str:
-        """The part of this prompt's end that is in the assistant's place: `opening`, or nothing."""
+        """The part of this prompt that is in the assistant's place: `opening`, or an empty text."""
         if not self.opening:
             return ""
         end = str(self.tokenizer.decode(list(prompt_ids[-len(self.opening) - 1 :])))
@@ -247,8 +251,8 @@ class ChatFormat:
     def _after_tool_calls(
         self, messages: tuple[Message, ...], tools: ToolSchemas
     ) -> list[int] | None:
-        """The text after an assistant's message of tool calls, from the token that ends it; None if
-        the template has no place for calls, or no token that ends them."""
+        """The text after an assistant's message with tool calls, from the token that ends the
+        message. None if the template does not render calls, or has no token that ends them."""
         results = list(takewhile(lambda message: message.role == "tool", messages))
         ids = self._after_calls_named("probename", results, messages, tools)
         unnamed = ids is not None and any(result.name is None for result in results)
@@ -286,15 +290,16 @@ class ChatFormat:
         return None if end is None else ids[end:]
 
     def _written(self, message: Message) -> str:
-        """The text of an assistant's message with tool calls or reasoning, by the template."""
+        """The text that the template renders for an assistant's message with tool calls or
+        reasoning."""
         return self._written_with_end(message)[0]
 
     def _written_with_end(self, message: Message) -> tuple[str, int]:
-        """The same as `_written`, and the token that ends it."""
+        """As `_written`, with the token that ends the message."""
         prompt = self._template.render([_USER], prompt=True).removesuffix(self.opening)
         rendered = self._template.render([_USER, message], prompt=False)
         answer = rendered.removeprefix(prompt)
-        ends = [self.end_of_turn_id, *(self.end_ids if self._said_header else ())]
+        ends = [self.end_of_turn_id, *(self.end_ids if self._omitted_header else ())]
         marks = map(str, self.tokenizer.convert_ids_to_tokens(ends))
         cuts = ((*answer.rpartition(mark)[:2], end) for mark, end in zip(marks, ends, strict=True))
         text, found_mark, end = next((cut for cut in cuts if cut[1]), ("", "", ends[0]))
@@ -335,9 +340,9 @@ class ChatFormat:
         return ids
 
     def _check_history(self, start: list[Message], tools: ToolSchemas = NO_TOOLS) -> str:
-        """A conversation that grows must only be appended to. `start`: its messages before the
-        first assistant's. Returns the generation prompt's text beyond the header that a
-        finished message gets, such as an opening <think>."""
+        """Checks that the template only appends when a conversation grows. `start`: the messages
+        before the first assistant's. Returns the part of the generation prompt that follows the
+        header of a finished message, such as an opening <think>."""
 
         def render(messages: list[Message], *, prompt: bool) -> str:
             return self._template.render([*start, *messages], prompt=prompt, tools=tools)
@@ -350,7 +355,7 @@ class ChatFormat:
 
         header, sentinel, after_first = once.partition(_FIRST)
         if self.parser.name == HARMONY and header.startswith(generation):
-            self._said_header = header[len(generation) :]
+            self._omitted_header = header[len(generation) :]
             header = generation
 
         if not sentinel or not generation.startswith(header):
@@ -374,8 +379,8 @@ class ChatFormat:
         return generation[len(header) :]
 
     def _probe_system(self) -> str | None:
-        """Why conversations with a system message can't be continued, or None. Only such a
-        conversation is then refused."""
+        """Why conversations with a system message can't be continued, or None. Other conversations
+        are not affected."""
         try:
             self._check_history([Message("system", _SYSTEM), _USER])
         except ModelError as error:
@@ -397,8 +402,8 @@ class ChatFormat:
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The first special token that follows an assistant's message, whether or not another message
-    comes after it. Raises ModelError if there is none."""
+    """The first special token after an assistant's message. It must be the same whether or not
+    another message follows. Raises ModelError if there is none."""
     last, in_history = turn_ends(tokenizer)
     if last != in_history:
         raise ModelError(
@@ -408,9 +413,9 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """The first special token that follows an assistant's message: of the last one, and of one
-    that others follow. They differ with Harmony only; other templates with a difference are refused
-    with a ModelError, as are those without such a token."""
+    """The first special tokens after an assistant's message: after the last message, and after one
+    that others follow. Only Harmony's templates may have different ones. Raises ModelError for
+    other templates with different tokens, and for templates without such a token."""
     template = ChatTemplate(tokenizer)
 
     def after_answer(messages: list[Message], *, prompt: bool) -> list[int]:
@@ -442,13 +447,13 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 
 
 def harmony_ids(tokenizer: PreTrainedTokenizerBase, *texts: str) -> list[int]:
-    """Ids of those of Harmony's marks that are tokens of this tokenizer."""
+    """The ids of Harmony's marks that this tokenizer has as tokens."""
     vocabulary = tokenizer.get_vocab()
     return [vocabulary[text] for text in texts if text in vocabulary]
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of all special tokens, those included that were added without a role."""
+    """The ids of all special tokens, including those that were added without a role."""
     added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
     return {*tokenizer.all_special_ids, *added}
 
@@ -461,8 +466,8 @@ def _after(sentinel: str, text: str) -> str:
 
 
 def thought_of(text: str, reasoning: str | None, opening: str) -> tuple[str, str]:
-    """(thought, answer) of the assistant's text after a generation prompt that opened its
-    thinking with `opening`: the thought closes it with </think>, and is empty if there is none."""
+    """Splits the assistant's text after a generation prompt that opened its thinking with `opening`
+    into (thought, answer). The thought ends with </think>, and is empty if there is none."""
     thinking, closed, answer = text.partition("</think>")
     if closed and not reasoning:
         thought = thinking.removeprefix("<think>")

@@ -1,10 +1,10 @@
-"""Messages -> text, by a tokenizer's own chat template.
+"""Renders messages as text with a tokenizer's chat template.
 
 A message becomes the mapping that templates read. Content is a text. The arguments of a tool call
-are the mapping that their JSON describes (or the exact text, if it is not a JSON object), because
-most templates write JSON themselves. Reasoning has the keys that the template mentions. Some
-templates take calls in another form (DeepSeek-R1: arguments as a text, calls only where content is
-None): each template is tried once, see `CallForm`. Content that a template has no place for is
+are parsed from JSON into a mapping (or stay a text if they are not a JSON object), because most
+templates write JSON themselves. Reasoning is under the keys that the template mentions. Some
+templates need calls in another form (DeepSeek-R1: arguments as a text, calls only if content is
+None). Each template is tried once, see `CallForm`. Content that a template does not render is
 refused, except reasoning, which templates strip from earlier turns. Special tokens that a text
 spells out are cut (message_markers.py): `encode_rendering` makes ids of a rendering.
 """
@@ -28,7 +28,7 @@ from agentevo.models.template_rendering import current_render
 from agentevo.types import ImagePart, Message, ToolCall
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
-"""Exceptions of a template: it may do anything with its input."""
+"""The exceptions that a template may raise, since it may do anything with its input."""
 _CALL = "probecall"
 _ARGUMENT = "probeargument"
 
@@ -49,20 +49,20 @@ NO_TOOLS = ToolSchemas()
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a template takes an assistant's tool calls."""
+    """The form in which a template needs an assistant's tool calls."""
 
     content: str | None
-    """The content of a message that has only calls."""
+    """The content for a message that has only calls."""
     arguments_as_text: bool
-    """Whether it puts the arguments into the text as they are."""
+    """Whether the arguments are passed as a text."""
 
 
 USUAL = CallForm("", arguments_as_text=False)
-"""The usual form, in which conversations without calls are given, too."""
+"""The usual form. It is also used for conversations without calls."""
 
 
 def begins_texts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer itself puts its bos_token at the beginning of a text."""
+    """Whether the tokenizer puts its bos_token at the beginning of a text."""
     start = tokenizer.bos_token_id
     return start is not None and tokenizer.encode("")[:1] == [start]
 
@@ -85,8 +85,8 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, prompt: bool, tools: ToolSchemas = NO_TOOLS
     ) -> str:
-        """The conversation's text, with `prompt` up to where the assistant speaks. Raises
-        ModelError for messages that the template refuses or has no place for."""
+        """The conversation's text. With `prompt`, it includes the generation prompt. Raises
+        ModelError for messages that the template refuses or does not render."""
         form = USUAL
         if any(message.tool_calls for message in messages):
             if isinstance(self.call_form, ModelError):
@@ -103,8 +103,8 @@ class ChatTemplate:
         return self._apply([self._mapping(message, form) for message in messages], prompt, tools)
 
     def in_call_form(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Mappings in OpenAI's form, the arguments of their calls as mappings, as the template
-        takes them. They stay unchanged if it has no place for calls."""
+        """Converts mappings in OpenAI's form, whose calls have arguments as mappings, to the form
+        that the template needs. Unchanged if the template does not render calls."""
         form = self.call_form
         if isinstance(form, ModelError) or form == USUAL:
             return list(messages)
@@ -112,13 +112,14 @@ class ChatTemplate:
 
     @cached_property
     def reasoning_keys(self) -> tuple[str, ...]:
-        """The keys of a message under which the template reads the reasoning."""
+        """The keys of a message from which the template reads the reasoning."""
         source = str(self.tokenizer.get_chat_template())
         return tuple(key for key in REASONING_KEYS if re.search(rf"\b{key}\b", source))
 
     @cached_property
     def call_form(self) -> CallForm | ModelError:
-        """How the template takes calls; an error if it shows them in none of the known ways."""
+        """The form in which the template needs calls. Raises ModelError if it renders them in none
+        of the known forms."""
         for as_text in (False, True):
             for content in ("", None):
                 form = CallForm(content, as_text)
@@ -137,7 +138,7 @@ class ChatTemplate:
         return isinstance(form, CallForm) and self._with_a_call("probetext", form) is not None
 
     def _with_a_call(self, content: str, form: CallForm) -> str | None:
-        """A conversation with a call, or None if it isn't shown."""
+        """Renders a conversation with a call. None if the template leaves the call out."""
         call = ToolCall(_CALL, json.dumps({"a": _ARGUMENT}), "probe0001")
         messages = [Message("user", "q"), Message("assistant", content, (call,))]
         try:
@@ -175,7 +176,7 @@ class ChatTemplate:
 
         calls = mapping.pop("tool_calls", None)
         mapping = self.markers.cut(mapping, message.role)
-        if calls is not None:  # the template writes their notation
+        if calls is not None:  # the template writes their JSON
             mapping["tool_calls"] = self.markers.cut(calls, "user")
         return {"role": message.role, **mapping}
 

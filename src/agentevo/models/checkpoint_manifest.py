@@ -1,13 +1,13 @@
-"""The list of a checkpoint's files: `checkpoint.json` names every file of its folder with its
+"""The manifest of a checkpoint, `checkpoint.json`. It names every file of the folder with its
 sha256.
 
     {"step": 10, "value": 0.9 | null, "sha256": "ef…",
      "files": {"model.safetensors": "ab…", "optimizer/0.pt": "cd…"}}
 
-`sha256` is that of the same object without this key, written without spaces and with sorted keys:
-one number covers all bytes of all files. The manifest is written last, so a folder without one is
-incomplete. Its bytes follow from its content, so any change shows. Files are read back in chunks,
-several at once, while others are written to the disk.
+`sha256` is the checksum of the same object without this key, written without spaces and with sorted
+keys. So one checksum covers all bytes of all files. The manifest is written last, so a folder
+without it is incomplete. Its bytes are determined by its content, so any change is detected. Files
+are read back in chunks, several at once, while others are written to the disk.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from agentevo.errors import CheckpointError, UnusableCheckpointError
 from agentevo.files import sync_to_disk
 
 NAME = "checkpoint.json"
-OF_TRAINING = frozenset({"trainer.pt", "state.json", NAME})
-"""Files of a checkpoint that say nothing about the model, in addition to those of folders
-within."""
-UNREAD = frozenset({"README.md"})
-"""Files that may be added to a checkpoint, in addition to hidden ones: no loader reads them."""
-SEEN_S = 90.0
-"""How long a file that another machine wrote may take to be seen here, as network file systems
-remember folders."""
-LOOK_S = 0.1
-"""How often to look for it."""
+TRAINING_FILES = frozenset({"trainer.pt", "state.json", NAME})
+"""The files of a checkpoint that are not part of the model. Files in subfolders are not part of it
+either."""
+UNREAD_FILES = frozenset({"README.md"})
+"""Files that may be added to a checkpoint because no loader reads them. Hidden files may be added,
+too."""
+VISIBLE_S = 90.0
+"""How long a file that another machine wrote may take to appear here, because network file systems
+cache folders."""
+POLL_INTERVAL_S = 0.1
+"""How often to look for such a file."""
 _CHUNK = 1 << 20
 _READERS = 4
 """The number of files that are hashed at once; hashing releases Python's lock."""
 
 
 class TornError(UnusableCheckpointError):
-    """A checkpoint whose files differ from those that were saved: one is missing or changed. One
-    that can't be read now, and may be complete, is a CheckpointError but not a TornError."""
+    """A file of a checkpoint is missing or has changed since it was saved. If a file can't be read
+    now, the checkpoint may be complete: that is a CheckpointError, but not a TornError."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +56,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     value: float | None
-    """Result of the step's evaluation, if there was one: the best checkpoint has the largest."""
+    """The result of the step's evaluation, if there was one. The best checkpoint has the largest
+    value."""
     files: dict[str, str]
     """Path within the folder, with slashes -> sha256 in hex."""
     sha256: str
@@ -67,10 +69,10 @@ def seal(
     value: float | None,
     known_digests: Mapping[str, str] = MappingProxyType({}),
 ) -> CheckpointManifest:
-    """Hashes every file below `folder`, brings them to the disk, and writes the manifest.
-    `known_digests`: of files that other processes have written, hashed and brought to the disk.
+    """Hashes every file below `folder`, syncs the files to the disk, and writes the manifest.
+    `known_digests`: the checksums of files that other processes have written, hashed and synced.
     Raises OSError."""
-    deadline = time.monotonic() + SEEN_S
+    deadline = time.monotonic() + VISIBLE_S
     while lacking := [name for name in known_digests if not (folder / name).is_file()]:
         if time.monotonic() > deadline:
             raise OSError(
@@ -80,7 +82,7 @@ def seal(
                 lacking[0],
             )
 
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     own_files = sorted(names - known_digests.keys())
@@ -100,8 +102,8 @@ def seal(
 
 
 def read(folder: Path) -> CheckpointManifest:
-    """Reads only the manifest, not the files. Raises TornError, naming it, if it is missing or
-    torn, CheckpointError if it can't be read now."""
+    """Reads only the manifest, not the files. Raises TornError if it is missing or torn, and
+    CheckpointError if it can't be read now. Both name the file."""
     path = folder / NAME
     try:
         content = _regular_file(path).read_bytes()
@@ -129,7 +131,7 @@ def read(folder: Path) -> CheckpointManifest:
 
 def verify(folder: Path) -> CheckpointManifest:
     """Reads every file again. Raises TornError, naming the first file that is missing or has
-    another checksum; CheckpointError for a file that can't be read now, or that was added later."""
+    another checksum; and CheckpointError for a file that can't be read now or was added later."""
     manifest = read(folder)
     _refuse_others(folder, manifest)
     _verify(folder, manifest.files, "is torn: resume from an older one")
@@ -137,16 +139,16 @@ def verify(folder: Path) -> CheckpointManifest:
 
 
 def verify_model(folder: Path, *, most_bytes: float = math.inf) -> bool:
-    """Reads the files of the model again, if `folder` is a checkpoint; another model's has no
-    manifest, and nothing to compare with. Returns whether all were compared: if they have more than
-    `most_bytes` together, large ones are left out. Raises as `verify`."""
+    """Reads the files of the model again, if `folder` is a checkpoint. Other model folders have no
+    manifest, so there is nothing to compare. Returns whether all files were compared: if they are
+    larger than `most_bytes` together, large files are left out. Raises the errors of `verify`."""
     if not (folder / NAME).exists():
         return True
 
     manifest = read(folder)
     _refuse_others(folder, manifest)
     files = manifest.files
-    of_model = {n: files[n] for n in files if n not in OF_TRAINING and "/" not in n}
+    of_model = {n: files[n] for n in files if n not in TRAINING_FILES and "/" not in n}
     sizes = {name: (folder / name).stat().st_size for name in of_model if (folder / name).is_file()}
     is_small = sum(sizes.values()) <= most_bytes
     if not is_small:
@@ -163,14 +165,14 @@ def verify_model(folder: Path, *, most_bytes: float = math.inf) -> bool:
 
 
 def _refuse_others(folder: Path, manifest: CheckpointManifest) -> None:
-    """Raises CheckpointError for a file that the manifest does not name: a loader may read it, as
-    an adapter, a template, or other weights."""
+    """Raises CheckpointError for a file that the manifest does not name. A loader may read such a
+    file as an adapter, a template, or other weights."""
     for place, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
         for path in (Path(place, name) for name in sorted([*names, *links])):
             inner = path.relative_to(folder)
             is_hidden = any(part.startswith(".") for part in inner.parts)
-            if not is_hidden and inner.as_posix() not in {*manifest.files, NAME, *UNREAD}:
+            if not is_hidden and inner.as_posix() not in {*manifest.files, NAME, *UNREAD_FILES}:
                 raise CheckpointError(
                     f"{path} is not a file of the checkpoint, which was saved without it: loading "
                     "the model may read it. Move it elsewhere and try again; if you added it on "
@@ -199,7 +201,7 @@ def _hash_and_sync(path: Path) -> str:
 
 
 def _digest_or_error(path: Path) -> str:
-    """The file's sha256, or the error that reading it gave."""
+    """The file's sha256, or the error if it can't be read."""
     try:
         return _hash(path)
     except FileNotFoundError as error:
@@ -217,7 +219,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def _regular_file(path: Path) -> Path:
-    """The path, if opening it gives a file's bytes: a pipe would be waited for."""
+    """The path, if it is a regular file: opening a pipe would wait."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise FileNotFoundError(errno.ENOENT, "it is no file", str(path))
     return path

@@ -1,12 +1,14 @@
-"""Decoder layers that PyTorch's compiler fuses into fewer kernels, for training on a GPU.
+"""Compiles decoder layers with PyTorch's compiler, which fuses them into fewer kernels, for
+training on a GPU.
 
 In addition to its matrix products, a transformers decoder layer reads and writes its hidden states
-some thirty times: norms in float32, rotations, the gate. Compiled, each run of such operations is
-one kernel. The backward pass computes what it needs of them again within its own kernels, so less
-is kept. Attention remains the plan's (`attention.py`), between two compiled parts.
+some thirty times: norms in float32, rotations, the gate. In a compiled layer, each run of such
+operations is one kernel. The backward pass recomputes their results within its own kernels, so
+fewer tensors are kept. Attention is not compiled: the plan (`attention.py`) computes it between two
+compiled parts.
 
-One compilation serves all layers of a kind and all numbers of tokens. The engine's passes are not
-compiled: their plans, and so the shapes, change with every step.
+One compilation serves all layers of a kind and any number of tokens. The engine's passes are not
+compiled, because their plans, and so the shapes, change with every step.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ class CompiledLayer(PackedWeights):
         return forward(self.layer, *args, **kwargs)
 
     def drop(self) -> None:
-        """See PackedWeights.drop: it packs nothing."""
+        """See PackedWeights.drop. Does nothing: this layer packs nothing."""
 
 
 def compile_layers(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives every decoder layer of a model that `prepare` has prepared its `CompiledLayer`, in
-    place; parameters and names stay. Layers with experts stay as they are: which tokens an expert
-    gets is data that the compiler can't see. Call before `keep_activations`."""
+    """Replaces the `forward` of every decoder layer of a model after `prepare` by a
+    `CompiledLayer`, in place. Parameters and names stay. Layers with experts are not compiled,
+    because the tokens of an expert depend on data that the compiler can't see. Call this before
+    `keep_activations`."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and not _has_experts(layer):
             layer.forward = CompiledLayer(layer)
@@ -51,7 +54,7 @@ def compile_layers(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether any layer is."""
+    """Whether any layer is compiled."""
     return any(
         isinstance(getattr(forward, "inner", forward), CompiledLayer)
         for forward in (vars(module).get("forward") for module in model.modules())

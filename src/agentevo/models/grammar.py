@@ -1,14 +1,14 @@
-"""The tokens that a grammar allows next: constrained decoding, and the same masks again for code
-that trains on or checks the tokens sampled under them. The grammars are llguidance's
+"""Computes which tokens a grammar allows next, for constrained decoding. It computes the same masks
+again for training on the sampled tokens and for checking them. llguidance implements the grammars
 (`agentevo[constrained]`).
 
-A mask is a bit for each token of the vocabulary, lowest bit first, in W uint32. It follows from the
-grammar, the tokens that may end its texts, the tokens before it and the tokenizer only, so it is
-never recorded. A turn has its grammar and a digest of its masks, which shows that masks computed
-again are the same.
+A mask has one bit for each token of the vocabulary, lowest bit first, in W uint32. It depends only
+on the grammar, the tokens that may end its texts, the preceding tokens and the tokenizer, so masks
+are never recorded. A turn records its grammar and a digest of its masks. The digest shows whether
+recomputed masks are the same.
 
 A grammar may come from any client. Its length, the work to compile it and the work for each mask
-are bounded; a grammar that needs more causes a GrammarError, which fails its own request only.
+are bounded; a grammar that exceeds a limit raises GrammarError, and only its own request fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KEPT_GRAMMARS = 64
-"""Compiled grammars that are kept for the next request."""
+"""The number of compiled grammars that are cached."""
 _LIMITS = {
     "max_grammar_size": 20_000,
     "initial_lexer_fuel": 1_000_000,
@@ -39,19 +39,19 @@ _LIMITS = {
     "step_max_items": 10_000,
     "max_items_in_row": 2_000,
 }
-"""llguidance's own measures of work: a compilation is over within about a second, and a mask within
-some 10 ms where an ordinary one takes 0.1."""
+"""The limits, in llguidance's units of work. They allow about a second for a compilation, and about
+10 ms for a mask, which usually takes 0.1 ms."""
 
 
 class Grammars:
-    """Grammars over one model's tokens; safe to use from several threads. `vocabulary`: the number
-    of the model's logits."""
+    """The grammars over one model's tokens. Several threads may use it. `vocabulary`: the number of
+    the model's logits."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._tokens: dict[tuple[int, ...], LLTokenizer] = {}
-        """By the tokens that end a text."""
+        """The tokens that end a text -> llguidance's tokenizer."""
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -71,8 +71,8 @@ class Grammars:
 
     def begin(self, grammar: str, end_ids: Sequence[int]) -> GrammarState:
         """The state before the first token. The first call compiles the grammar, which may take
-        long. Raises GrammarError for one that is wrong or needs too much, and MissingExtraError
-        without llguidance."""
+        long. Raises GrammarError if the grammar is invalid or exceeds a limit, and
+        MissingExtraError if llguidance is not installed."""
         key = (grammar, tuple(end_ids))
         with self._lock:
             matcher = self._compiled.get(key)
@@ -89,9 +89,9 @@ class Grammars:
         return GrammarState(matcher.deep_copy(), self.num_words)
 
     def masks_of(self, constraint: Constraint, ids: Sequence[int]) -> TokenMasks:
-        """The masks that a recorded completion was sampled under. Raises GrammarError if they
-        differ from the recorded ones, because the grammar compiles differently here: by another
-        version of llguidance, or another tokenizer."""
+        """The masks that a recorded completion was sampled under. Raises GrammarError if their
+        digest differs from the recorded one, because this process has another version of llguidance
+        or another tokenizer."""
         state = self.begin(constraint.grammar, constraint.end_ids)
         table: dict[bytes, int] = {}
         rows = np.empty(len(ids), dtype=np.int32)
@@ -134,7 +134,7 @@ class Grammars:
             tokens: LLTokenizer = _library("llguidance.hf").from_tokenizer(
                 self._tokenizer, n_vocab=self._vocabulary, eos_token=ends
             )
-        except ValueError:  # a decoder that it does not know
+        except ValueError:  # llguidance does not know the decoder
             plain = _library("llguidance").TokenizerWrapper(_PlainTokens(self._tokenizer, ends[0]))
             tokens = _library("llguidance").LLTokenizer(
                 plain, n_vocab=self._vocabulary, eos_token=ends
@@ -144,7 +144,8 @@ class Grammars:
 
 
 class _PlainTokens:
-    """A tokenizer each of whose tokens is a text of its own, as llguidance wants to see it."""
+    """A tokenizer in the form that llguidance reads, for vocabularies whose tokens are whole
+    texts."""
 
     bos_token_id = None
 
@@ -169,7 +170,7 @@ class _PlainTokens:
 
 
 class GrammarState:
-    """One completion on its way through a grammar."""
+    """The state of one completion within a grammar."""
 
     def __init__(self, matcher: LLMatcher, num_words: int) -> None:
         self._matcher = matcher
@@ -177,12 +178,15 @@ class GrammarState:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def mask(self) -> np.ndarray:
-        """[W] uint32: the tokens that may come next; never none. Raises GrammarError."""
+        """[W] uint32: the tokens that may come next. At least one is allowed. Raises
+        GrammarError."""
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise self._broken()
 
-        mask = np.frombuffer(bits, dtype=np.uint32)[: self._num_words]  # it may have a word more
+        mask = np.frombuffer(bits, dtype=np.uint32)[
+            : self._num_words
+        ]  # bits may have one word more
         if len(mask) < self._num_words or not mask.any():
             raise GrammarError("the grammar allows no token of this model here")
 
@@ -190,8 +194,8 @@ class GrammarState:
         return mask
 
     def take(self, token: int) -> None:
-        """The next token. Raises GrammarError for a token that the mask does not have, and if the
-        grammar needs too much afterwards."""
+        """Adds the next token. Raises GrammarError if the mask does not allow the token, or if the
+        grammar exceeds a limit afterwards."""
         if not self._matcher.consume_token(token):
             raise self._broken()
 

@@ -1,9 +1,9 @@
-"""Models that no process holds completely: the source of the whole tensors when such a model is
-written (a checkpoint's folder, a version for engines).
+"""Models that are split over several processes. This module assembles the whole tensors when such a
+model is written (a checkpoint's folder, or a version for engines).
 
-The code that splits a model registers it once, with `lies_in_parts`. On the first process, which
-writes, `InParts.tensors` then makes one whole tensor after the other. The other processes send
-their parts when `send_to_others` sends a command.
+The code that splits a model registers it once, with `register_in_parts`. On the first process,
+which writes, `InParts.tensors` then makes one whole tensor after the other. The other processes
+send their parts when `send_to_others` sends a command.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import distributed, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from agentevo.models.parts import Spec, WeightPart, Wholes
+from agentevo.models.parts import Spec, WeightPart, WholeTensors
 from agentevo.models.tensor_file import split_files, write_files
 
 FILE_BYTES = 5 * 2**30
-"""Most bytes of a file of a model's folder, unless a single tensor is larger."""
+"""The most bytes of a file in a model's folder, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True)
@@ -60,48 +60,48 @@ class InParts:
     """See the module."""
 
     skeleton: PreTrainedModel
-    """The model with its configuration, whose weights are not looked at."""
+    """The model with its configuration. Its weights are not read."""
     own_parts: Callable[[bool], Mapping[str, WeightPart]]
-    """This process's parts as they are now, of the dtype that is served, by name in one order
-    everywhere; the argument: whether only of trained tensors."""
+    """Returns this process's current parts by name, in the dtype that is served. The order is the
+    same on all processes. The argument: whether to return only trained tensors."""
     send_to_others: Callable[[PartsCommand], None] = lambda command: None
     """The other processes carry out the command."""
     group: distributed.ProcessGroup | None = None
-    """All processes, for tensors on the CPU."""
+    """The group of all processes, for tensors on the CPU."""
 
     def specs(self, *, only_trained: bool) -> dict[str, Spec]:
         """The specs of the tensors that `tensors` yields, in its order."""
         return {name: part.spec for name, part in self.own_parts(only_trained).items()}
 
-    def tensors(self, *, only_trained: bool) -> Wholes:
-        """On the first process: (name, whole tensor on the CPU), one made after the other."""
+    def tensors(self, *, only_trained: bool) -> WholeTensors:
+        """On the first process: yields (name, whole tensor on the CPU), one after the other."""
         self.send_to_others(GiveParts(only_trained))
-        return Wholes(self.own_parts(only_trained), self.group)
+        return WholeTensors(self.own_parts(only_trained), self.group)
 
 
 _IN_PARTS: WeakKeyDictionary[nn.Module, InParts] = WeakKeyDictionary()
 
 
-def lies_in_parts(model: nn.Module, how: InParts) -> None:
-    """Registers the model: from now on every writer gathers its parts."""
+def register_in_parts(model: nn.Module, how: InParts) -> None:
+    """Registers a split model, so that every writer gathers its parts."""
     _IN_PARTS[model] = how
 
 
 def in_parts(model: nn.Module) -> InParts | None:
-    """None for a model that this process has whole."""
+    """How to gather the model's parts. None if this process has the whole model."""
     return _IN_PARTS.get(model)
 
 
 def write_from_parts(
     how: InParts,
     folder: Path,
-    weights: Wholes | None = None,
+    weights: WholeTensors | None = None,
     *,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Writes a model's configuration and weights as `save_pretrained` does, layer by layer: what
-    transformers merged when it loaded the model (experts, say) is split again within each layer.
-    `weights`: those of another moment, in place of the model's current ones."""
+    """Writes a model's configuration and weights as `save_pretrained` does, but layer by layer.
+    Tensors that transformers merged when it loaded the model (experts, for example) are split again
+    within each layer. `weights`: weights to write instead of the model's current ones."""
     how.skeleton.save_pretrained(folder, state_dict={})
     (folder / "model.safetensors").unlink(missing_ok=True)
     coming = how.tensors(only_trained=False) if weights is None else weights
@@ -109,7 +109,9 @@ def write_from_parts(
         _write_weights(how.skeleton, folder, coming, file_bytes)
 
 
-def _write_weights(model: PreTrainedModel, folder: Path, weights: Wholes, file_bytes: int) -> None:
+def _write_weights(
+    model: PreTrainedModel, folder: Path, weights: WholeTensors, file_bytes: int
+) -> None:
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     specs = {n: s for n, s in weights.specs.items() if n not in ignored}
     layers: dict[str, dict[str, Spec]] = {}
@@ -140,7 +142,7 @@ def _by_layers(
     tensors: Iterable[tuple[str, torch.Tensor]],
     layers: Mapping[str, Mapping[str, Spec]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors as they are saved, of one layer after the other."""
+    """The tensors in the form in which they are saved, one layer after the other."""
     waiting = {layer: set(specs) for layer, specs in layers.items()}
     collected: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
@@ -161,6 +163,7 @@ def _as_saved(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[
 
 
 def _layer_of(name: str) -> str:
-    """A layer's name (`model.layers.3`), or, outside of layers, the tensor's own."""
+    """The name of the tensor's layer (`model.layers.3`). Outside of layers, the tensor's own
+    name."""
     match = re.match(r".*?\.\d+(?=\.)", name)
     return match[0] if match else name

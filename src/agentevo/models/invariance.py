@@ -1,9 +1,9 @@
-"""Whether a model's numbers for a token depend on the other tokens in the pass.
+"""Decides whether a model's results for a token depend on the other tokens in the pass.
 
-They are independent of them, to the last bit, if every product of matrices is one of
-`models/linear.py`, every activation function is one of `models/aligned.py`, and attention sums in a
-fixed order (`inference/cache_attention.py`): in float32 on an x86 CPU, in decoders without experts.
-Everything else in a decoder layer is computed number by number, or row by row.
+The results do not depend on them, to the last bit, if `models/linear.py` computes every matrix
+product, `models/aligned.py` computes every activation function, and attention sums in a fixed order
+(`inference/cache_attention.py`). This is the case in float32 on an x86 CPU, for decoders without
+experts. Everything else in a decoder layer is computed number by number, or row by row.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from agentevo.models.fused import FusedLayer
 from agentevo.models.linear import FastLinear, available
 
 
-def company_matters(model: nn.Module) -> str | None:
-    """The reason why the last digits of a token's numbers can depend on the other tokens in the
-    pass, for a `model` after `prepare`. None if they can't."""
+def batch_dependence(model: nn.Module) -> str | None:
+    """Why the last digits of a token's results can depend on the other tokens in the pass, for a
+    `model` after `prepare`. None if they can't."""
     parameters = list(model.parameters())
     if parameters[0].device.type != "cpu":
         return f"on {parameters[0].device.type} the library chooses kernels by the size of a batch"
@@ -29,7 +29,7 @@ def company_matters(model: nn.Module) -> str | None:
     within = {
         id(part)
         for layer in model.modules()
-        if isinstance(fused := vars(layer).get("forward"), FusedLayer) and fused.stands_in
+        if isinstance(fused := vars(layer).get("forward"), FusedLayer) and fused.can_replace_layer
         for part in layer.modules()
     }
     for name, module in model.named_modules():

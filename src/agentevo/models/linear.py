@@ -1,18 +1,18 @@
-"""Matrix products of linear layers through oneDNN if that is the fast library: float32 on an x86
-CPU.
+"""Computes the matrix products of linear layers with oneDNN where it is the faster library: in
+float32 on an x86 CPU.
 
-PyTorch sends float32 `F.linear` to MKL, which on CPUs that are not Intel's runs at a third of the
-speed of oneDNN (2 cores of an AMD EPYC, 64 rows of SmolLM2's MLP: 125 against 280 GFLOP/s;
-`benchmarks/linear.py` prints it for the machine at hand). oneDNN is part of PyTorch. Only the
-operators that reach it have private names, so this is the one file that uses them.
+PyTorch computes float32 `F.linear` with MKL. On CPUs that are not Intel's, MKL may run at less than
+half the speed of oneDNN (2 cores of an AMD EPYC, 64 rows of SmolLM2's MLP: 125 against 280 GFLOP/s;
+`benchmarks/linear.py` prints it for this machine). oneDNN is part of PyTorch, but its operators
+have private names, so only this file uses them.
 
-`FastLinear` is `nn.Linear` in all but the library that multiplies: same parameters (shared, not
-copied), same state dict, same gradients to float32 rounding.
+`FastLinear` differs from `nn.Linear` only in the library that multiplies. It has the same
+parameters (shared, not copied), the same state dict, and the same gradients up to float32 rounding.
 
 Without gradients a row of a product does not depend on the other rows, to the last bit. oneDNN sums
 over the inputs in one order for any number of rows except one. This module sums a single row in
-that order (`_of_one_row`), or multiplies it twice. `available()` checks whether this machine's
-kernels keep to that order.
+that order (`_of_one_row`), or multiplies two copies of it. `available()` checks whether this
+machine's kernels use that order.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ from agentevo.models.cpu_kernels import BLOCK as BLOCK_OUT
 from agentevo.models.cpu_kernels import FEW_ROWS, CpuKernels, Matrix, cpu_kernels
 
 PACKED_FOR_ROWS = 64
-"""Number of rows that the packed layout is best for; it is also good for the others, except a
-single one."""
+"""The number of rows for which the packed layout is optimised. It is also good for other numbers,
+except a single row."""
 ORDERED = 256
-"""Up to so many numbers every kernel used here adds one product after the other, without rounding
-the product. oneDNN adds up the sums of longer stretches; how long they are depends on the shape."""
+"""For at most this many numbers, every kernel used here adds one product after the other, without
+rounding the product. For more numbers, oneDNN adds up the sums of stretches, whose lengths depend
+on the shape."""
 STRETCHES = (512, 1024)
-"""Lengths of these stretches, as far as known."""
+"""The known lengths of these stretches."""
 _HAS_BITS_OF_ONEDNN: dict[tuple[object, ...], bool] = {}
-"""Kernels, shape and number of threads -> whether PackedMatrix multiplies few rows by them."""
+"""(kernels, shape, number of threads) -> whether PackedMatrix multiplies few rows with the
+kernels."""
 SWISH_WIDTH = 16
-"""Numbers in a row where `_swish` calls oneDNN for its function: a block has several."""
+"""The number of elements in a row with which `_swish` calls oneDNN."""
 
 
 @cache
 def available() -> bool:
-    """Is oneDNN's linear operator in this build of PyTorch, on an x86 CPU, and does it sum in the
-    order that ORDERED says, with one activation for any number of rows?"""
+    """Whether this build of PyTorch has oneDNN's linear operator on an x86 CPU, and the operator
+    sums in the order described at ORDERED and computes the same activation for any number of
+    rows."""
     return _has_operators() and _sums_in_order() and _has_one_swish()
 
 
@@ -63,7 +66,7 @@ def _has_operators() -> bool:
 
 @torch.inference_mode()
 def _sums_in_order() -> bool:
-    """One row summed number by number against the same row among others in oneDNN."""
+    """Compares one row that is summed number by number with the same row among others in oneDNN."""
     numbers = torch.Generator().manual_seed(0)
     for num_inputs, num_outputs in ((64, 200), (ORDERED, 64), (ORDERED, 96)):
         weight = torch.randn(num_outputs, num_inputs, generator=numbers, dtype=torch.float32)
@@ -80,7 +83,7 @@ def _sums_in_order() -> bool:
 
 @torch.inference_mode()
 def _has_one_swish() -> bool:
-    """The numbers of a product, whose activation is computed with it, against `_swish` of them."""
+    """Compares the fused activation of a product with `_swish` of the product."""
     numbers = torch.Generator().manual_seed(0)
     weight = torch.randn(BLOCK_OUT, 64, generator=numbers, dtype=torch.float32)
     x = torch.randn(67, 64, generator=numbers, dtype=torch.float32)
@@ -95,15 +98,15 @@ def product(
     activation: Literal["none", "swish"] = "none",
 ) -> torch.Tensor:
     """activation(x @ weight.T + bias) for x [rows, in], weight [out, in], any strides; float32 on
-    the CPU. A single row may be summed in another order than several."""
+    the CPU. A single row may be summed in another order than several rows."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "")
 
 
 def weighted_sums(
     table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Many small products of a vector and a matrix in one call: sum i is weights @ table[rows] from
-    starts[i] to the next start.
+    """Computes many small products of a vector and a matrix in one call. Sum i is weights @
+    table[rows] over the indices from starts[i] to the next start.
 
     table [N, D], rows [n] and starts [m] integers, weights n numbers of any shape -> [m, D].
     """
@@ -116,8 +119,9 @@ def _identity() -> torch.Tensor:
 
 
 def _swish(row: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(x) of a row [1, out] of whole blocks, with the bits that oneDNN gives many rows,
-    which PyTorch's SiLU does not: the activation of a product with the identity."""
+    """x * sigmoid(x) of a row [1, out] of whole blocks, with the same bits as oneDNN's result for
+    many rows. PyTorch's SiLU has other bits, so this computes a product with the identity and its
+    activation."""
     return product(row.view(-1, SWISH_WIDTH), _identity(), None, "swish").view(1, -1)
 
 
@@ -125,11 +129,11 @@ class PackedMatrix:
     """A copy of a float32 weight [out, in] and its bias [out], laid out for products without
     gradients.
 
-    oneDNN's kernels multiply many rows. With few, a product could be as fast as memory is read, and
-    they are not: `cpu_kernels` are, where there are any, on the very same bytes [out / BLOCK_OUT,
-    in, BLOCK_OUT]. Without them a single row is a weighted sum of embeddings
+    oneDNN's kernels multiply many rows. A product of few rows could be as fast as reading memory,
+    but oneDNN's kernels are slower. `cpu_kernels`, if available, reach this speed on the same bytes
+    [out / BLOCK_OUT, in, BLOCK_OUT]. Without them, a single row is a weighted sum of embeddings
     (`benchmarks/linear.py`): a block of the layout is a table of `in` rows of BLOCK_OUT numbers,
-    and x holds the weight of each row.
+    and x has the weight of each row.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -175,11 +179,11 @@ class PackedMatrix:
         return torch.ops.mkldnn._linear_pointwise(x, factor, self._packed, self.bias, "mul")
 
     def _of_one_row(self, x: torch.Tensor) -> torch.Tensor | None:
-        """x @ weight.T + bias for a single row; None for more, or without tables."""
+        """x @ weight.T + bias for a single row; None for more rows, or without tables."""
         if x.shape[0] != 1 or self._tables is None:
             return None
 
-        # x once for each block; a product with ones is quicker than a copy of an expanded row.
+        # x repeated for each block; a product with ones is faster than a copy of an expanded row.
         sums = weighted_sums(self._tables, self._rows, self._starts, x * self._blocks)
         if sums.shape[0] > self._blocks.shape[0]:
             sums = sums.view(self._blocks.shape[0], -1, BLOCK_OUT).sum(1)
@@ -190,16 +194,17 @@ class PackedMatrix:
     def _of_few_rows(
         self, x: torch.Tensor, addend: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """x @ weight.T + bias + addend by our own kernel; None for many rows, or without it."""
+        """x @ weight.T + bias + addend by our own kernel; None for many rows, or without the
+        kernel."""
         kernels = cpu_kernels()
         if kernels is None or self._few is None or x.shape[0] > FEW_ROWS:
             return None
         return kernels.product(self._few, x, addend)
 
     def _for_few_rows(self) -> Matrix | None:
-        """The matrix as our own kernel takes it; None if there is no kernel, or if it does not give
-        exactly the bits that oneDNN gives many rows. That follows from the shape, so it is checked
-        once for all layers and all weights of that shape: every publish packs the model again."""
+        """The matrix in the form that AgentEvo's kernel needs. None if there is no kernel, or if
+        its results differ in any bit from oneDNN's for many rows. This depends only on the shape,
+        so it is checked once per shape: every publish packs the model again."""
         kernels = cpu_kernels()
         if kernels is None or self._tables is None:
             return None
@@ -224,8 +229,8 @@ class PackedMatrix:
         )
 
     def _find_stretches(self) -> None:
-        """Sets where sums start so that a single row is summed in oneDNN's order; drops the tables
-        where no known order is."""
+        """Sets where sums start, so that a single row is summed in oneDNN's order. Drops the tables
+        if no known order fits."""
         assert self._tables is not None
 
         numbers = torch.Generator().manual_seed(0)
@@ -242,12 +247,12 @@ class PackedMatrix:
         self._tables = None
 
     def _as_tables(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The packed numbers as [out / BLOCK_OUT * in, BLOCK_OUT]; None if the layout is another
-        one, which the first and the last block show.
+        """The packed numbers as [out / BLOCK_OUT * in, BLOCK_OUT]. None if oneDNN uses another
+        layout, which this function sees in the first and the last block.
 
-        They are not copied but read where oneDNN keeps them, and PackedMatrix keeps that alive.
-        Without tables one request generates at 0.8 of the speed; a copy of the tables would cost
-        the weight's size in memory once more (docs/lab-notebook.md, 2026-11-22).
+        The result is a view of oneDNN's memory, which PackedMatrix keeps alive. A copy would need
+        the weight's size in memory once more, and without tables one request generates at 0.8 of
+        the speed (docs/lab-notebook.md, 2026-11-22).
         """
         if (
             self.num_outputs % BLOCK_OUT
@@ -292,11 +297,11 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class PackedWeights(ABC):
-    """A layer that keeps a packed copy of weights."""
+    """A layer that has a packed copy of its weights."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Discards the copy; it is made again when needed."""
+        """Discards the copy, which is packed again when needed."""
 
 
 class FastLinear(nn.Linear, PackedWeights):
@@ -304,8 +309,9 @@ class FastLinear(nn.Linear, PackedWeights):
 
     Without gradients (generation) it multiplies by a copy of the weight in oneDNN's own layout, up
     to 1.5 times faster for few rows, at the cost of the weight's size in memory. The copy is
-    dropped by every pass with gradients (an update follows it; fused optimizers don't count up the
-    weight's version), when the version counter moves, and by `drop_packed`.
+    dropped by every pass with gradients, because an update follows and fused optimizers don't
+    increase the weight's version counter. It is also dropped when the version counter changes, and
+    by `drop_packed`.
     """
 
     _packed: PackedMatrix | None
@@ -352,15 +358,15 @@ class FastLinear(nn.Linear, PackedWeights):
         parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
         state = [(tensor.data_ptr(), tensor._version) for tensor in parameters]
         if self._packed is None or self._packed_of != state:
-            # What it tries out is no part of the pass, which a checkpointed layer repeats without.
+            # The trial is not part of the pass: a checkpointed layer repeats the pass without it.
             with _disable_current_modes():
                 self._packed = PackedMatrix(*(tensor.detach() for tensor in parameters))
             self._packed_of = state
         return self._packed
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: without the packed weight, which can't be copied and is made again when
-        needed."""
+        """The state for copies. It leaves out the packed weight, which can't be copied and is
+        packed again when needed."""
         return {**self.__dict__, "_packed": None}
 
 
@@ -374,8 +380,8 @@ def drop_packed(model: nn.Module) -> None:
 
 
 def use_fast_linear(model: nn.Module) -> int:
-    """Replaces every plain `nn.Linear` of `model`, in place; returns how many. Does nothing if
-    `available()` is false."""
+    """Replaces every plain `nn.Linear` of `model` in place, and returns their number. Does nothing
+    if `available()` is false."""
     if not available():
         return 0
 

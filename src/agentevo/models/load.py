@@ -1,8 +1,8 @@
-"""A config section -> model and tokenizer in memory; and back to a folder.
+"""Loads model and tokenizer from a config section, and saves them to a folder.
 
-`save_model` and `load_model` are inverses: the weights come back bit for bit (in the same dtype),
-the tokenizer encodes the same. The folder is in Hugging Face format, so every other tool reads it
-too.
+`load_model` reads exactly what `save_model` wrote: the weights have the same bits (in the same
+dtype), and the tokenizer encodes the same. The folder is in Hugging Face format, so every other
+tool reads it too.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class LoadedModel:
     """A policy in memory."""
 
     model: PreTrainedModel
-    """In eval mode, on its device, with transformers' own attention; with adapters, PEFT's model
-    around it."""
+    """The model in eval mode, on its device, with transformers' own attention. With adapters, it is
+    PEFT's model around it."""
     tokenizer: PreTrainedTokenizerBase
     name: str
     """The model's name in the recipe."""
@@ -69,11 +69,11 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Loads (or, for `tiny`, makes) the policy that the section names.
+    """Loads the policy that the section names. `tiny` is created instead.
 
-    `corpus` gives the texts for the tiny policy's word tokenizer, `seed` its weights or those of
-    fresh adapters; nothing else uses them. Raises `ModelError` or `UnknownNameError`, with the
-    remedy, if the model can't be found, read or put on the device.
+    `corpus` has the texts for the tiny policy's word tokenizer. `seed` decides the weights of a
+    tiny policy or of fresh adapters. Other models use neither. Raises `ModelError` or
+    `UnknownNameError`, with the remedy, if the model can't be found, read or put on the device.
     """
     loaded = _load(section, corpus, seed, progress)
     if section.chat_template is not None:
@@ -85,7 +85,8 @@ def load_model(
 
 
 def template_text(template: str) -> str:
-    """A chat template of the recipe: the text itself, or that of a template that AgentEvo ships."""
+    """The text of a recipe's chat template: the value itself, or the text of a template that
+    AgentEvo ships."""
     if template in CHAT_TEMPLATES:
         return (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     return template
@@ -136,14 +137,13 @@ def _load(
 
 
 def load_base(name: str, overrides: Mapping[str, Any]) -> LoadedModel:
-    """A model as it was saved, except for `overrides` of its configuration, in its own dtype, on
-    the CPU."""
+    """Loads a model with `overrides` of its configuration, in its own dtype, on the CPU."""
     return _from_pretrained(name, fetch(name), "auto", torch.device("cpu"), {}, overrides)
 
 
 def _quantization_arguments(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Arguments of from_pretrained for a base in 8 or 4 bits: NF4 with quantized constants (arXiv
-    2305.14314, section 3)."""
+    """The arguments of from_pretrained for a base in 8 or 4 bits. 4 bits are NF4 with quantized
+    constants (arXiv 2305.14314, section 3)."""
     check_quantize(kind)
     four = {
         "bnb_4bit_quant_type": "nf4",
@@ -158,8 +158,8 @@ def _quantization_arguments(kind: str, dtype: torch.dtype, device: torch.device)
     return {"quantization_config": bits, "device_map": {"": device}}
 
 
-def _never_pack(model: PreTrainedModel) -> None:
-    """Keeps 4-bit weights in the layout that passes gradients on. On a CPU with avx512_bf16
+def _keep_unpacked(model: PreTrainedModel) -> None:
+    """Keeps 4-bit weights in the layout that supports gradients. On a CPU with avx512_bf16
     bitsandbytes packs a layer permanently in its first pass without gradients, and its product of
     packed weights has no backward pass."""
     for module in model.modules():
@@ -189,8 +189,8 @@ def _from_pretrained(
     model.config_overrides = dict(overrides)
     _check_rows(name, model, tokenizer)
     limit_to_tokens(model, tokenizer)
-    if quantized:  # placed already; such weights can't be moved or converted
-        _never_pack(model)
+    if quantized:  # already on the device; such weights can't be moved or converted
+        _keep_unpacked(model)
         return LoadedModel(model.requires_grad_(False).eval(), tokenizer, name)
 
     return LoadedModel(_place(model, device), tokenizer, name)
@@ -206,8 +206,8 @@ def _check_rows(name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
-    """The model that is saved in `folder`, as the section describes it but without adapters, on the
-    device `meta`: only its config.json is read, no weight. Raises ModelError."""
+    """The model that is saved in `folder`, with the section's settings but without adapters, on the
+    device `meta`. Reads only config.json, and no weights. Raises ModelError."""
     shape = _config(section.name, folder, section.config_overrides)
     try:
         return make_hollow(section, shape)
@@ -216,8 +216,8 @@ def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
 
 
 def make_hollow(section: ModelSection, shape: PretrainedConfig) -> PreTrainedModel:
-    """The model of a configuration, in the section's type and without adapters, on the device
-    `meta`. Raises any exception of the model's class."""
+    """Creates the model of a configuration on the device `meta`, in the section's dtype and without
+    adapters. Raises any exception of the model's class."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             shape, dtype=getattr(torch, section.dtype)
@@ -226,8 +226,8 @@ def make_hollow(section: ModelSection, shape: PretrainedConfig) -> PreTrainedMod
 
 
 def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedModel:
-    """As `load_model`, without a weight: `hollow_model` with fresh adapters where the section asks
-    for them, and the tokenizer. Raises ModelError for everything that loading would refuse, except
+    """As `load_model`, but without weights: the tokenizer, and `hollow_model` with fresh adapters
+    if the section has adapters. Raises ModelError for everything that loading would refuse, except
     problems with the weights."""
     model = hollow_model(section, folder)
     tokenizer = _read_tokenizer(f"model {section.name!r}", folder)
@@ -240,9 +240,9 @@ def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedMod
 
 
 def check_overrides(section: ModelSection, source: Path | str | None) -> None:
-    """Raises ModelError for `config_overrides` that the model does not take, where its folder is on
-    this machine; a model of a hub is checked when it is loaded. `source`: as `resolve` returns it,
-    None if it has not been downloaded."""
+    """Raises ModelError for `config_overrides` that the model does not support, if its folder is on
+    this machine. A hub's model is checked when it is loaded. `source`: the result of `resolve`;
+    None if the model has not been downloaded."""
     if section.config_overrides and isinstance(source, Path):
         _config(section.name, source, section.config_overrides)
 
@@ -257,7 +257,7 @@ def _config(name: str, folder: Path, overrides: Mapping[str, Any]) -> Pretrained
 
 
 def _reason(error: Exception) -> str:
-    """The message of a library's error, on one line of bounded length."""
+    """The message of a library's error, shortened, on one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:297]}..."
 
@@ -265,8 +265,8 @@ def _reason(error: Exception) -> str:
 def load_reward_model(
     name: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
-    """A token-classification model with one output, in the policy's dtype and on its device. Raises
-    ModelError if it can't be read, has other outputs or another vocabulary."""
+    """Loads a token-classification model with one output, in the policy's dtype and on its device.
+    Raises ModelError if it can't be read, has other outputs or another vocabulary."""
     model, own_tokenizer = _read_folder(
         f"reward_model.name={name}",
         fetch(name, None),
@@ -292,8 +292,8 @@ def load_reward_model(
 def _read_folder(
     key: str, folder: Path, reader: Any, kind: str, **options: Any
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The model that `reader` makes of a folder, and its tokenizer. Raises ModelError if it is not
-    `kind` or lacks weights, TornError for a checkpoint that is not as it was saved."""
+    """Reads a model with `reader` from a folder, and its tokenizer. Raises ModelError if the model
+    is not `kind` or lacks weights, and TornError for a checkpoint whose files have changed."""
     verify_model(folder)
     check_weight_files(key, folder)
     try:
@@ -327,15 +327,15 @@ def _read_tokenizer(key: str, folder: Path) -> PreTrainedTokenizerBase:
 
 def _unreadable(key: str, folder: Path, kind: str, error: Exception) -> ModelError:
     remedy = "save or fetch it again"
-    if _looks_or_listens(folder):
+    if _reads_images_or_audio(folder):
         remedy = (
             "it reads images or audio, and AgentEvo supports text models only: name a text model"
         )
     return ModelError(f"{key}: {folder} can't be read as {kind} ({_reason(error)}): {remedy}")
 
 
-def _looks_or_listens(folder: Path) -> bool:
-    """Whether a model's configuration has a part for pictures or sounds."""
+def _reads_images_or_audio(folder: Path) -> bool:
+    """Whether a model's configuration has a part for images or audio."""
     try:
         config = read_json_object(folder / "config.json")
     except ConfigError:
@@ -344,8 +344,8 @@ def _looks_or_listens(folder: Path) -> bool:
 
 
 def _place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """On the device. Parts that transformers keeps in float32 in a model of another dtype (the
-    frequencies of positions, the bias of a router) stay in float32."""
+    """Moves the model to the device and dtype. Tensors that transformers keeps in float32 in a
+    model of another dtype (position frequencies, a router's bias) stay in float32."""
     module: torch.nn.Module = model
     module.to(device=device).eval()
     return model

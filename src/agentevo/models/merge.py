@@ -1,4 +1,4 @@
-"""An adapter and its base become one plain model."""
+"""Merges an adapter and its base into one plain model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from agentevo.models.save import save_model
 def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
     """Writes base + adapter to `out` as a plain model folder in the base's dtype; returns `out`.
 
-    `base`: where the base is, if it is no longer where the adapter says. Raises ModelError, before
-    anything is written.
+    `base`: the path of the base, if it is no longer the one that the adapter names. Raises
+    ModelError before anything is written.
     """
     config = read_adapter_config(folder)
     name = base or config.base_model_name_or_path

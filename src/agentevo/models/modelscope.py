@@ -1,10 +1,10 @@
 """Models of ModelScope's hub, through its own package: `modelscope:OWNER/NAME[@REVISION]`.
 
 The package asks the hub for the list of files and fetches the missing ones, so an interrupted fetch
-is completed. Where the hub can't be reached, the local files of a revision that the name gives are
-taken as they are; without a revision they may be an older version, and are not taken. The package
-itself decides the hub's address, its cache and its token (MODELSCOPE_ENDPOINT, MODELSCOPE_CACHE,
-MODELSCOPE_API_TOKEN).
+is completed. If the hub can't be reached and the name has a revision, the local files of that
+revision are used. Without a revision the local files may be an older version, so they are not used.
+The package reads the hub's address, its cache and its token from MODELSCOPE_ENDPOINT,
+MODELSCOPE_CACHE and MODELSCOPE_API_TOKEN.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from agentevo.errors import ModelError
 from agentevo.extras import load_extra
 
 MODELSCOPE = "modelscope:"
-"""Prefix of the name of such a model."""
+"""The prefix of a ModelScope model's name."""
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
 
 def check_name(name: str) -> None:
-    """Raises ModelError for a name of another form, MissingExtraError without the package."""
+    """Raises ModelError for a name of another form, and MissingExtraError if the package is not
+    installed."""
     _parts(name)
     _package(name)
 
 
 def saved_folder(name: str) -> Path | None:
-    """The folder of a model that an earlier fetch brought; None if there is none, or no
-    package. Nothing is downloaded."""
+    """The folder of a model that was downloaded earlier. None if there is none, or if the package
+    is not installed. Downloads nothing."""
     try:
         package = _package(name)
         return _download(package, name, ignored=(), local_files_only=True)
@@ -39,13 +40,13 @@ def saved_folder(name: str) -> Path | None:
 
 
 def download(name: str, ignored: Sequence[str]) -> Path:
-    """Brings the model onto this machine and returns its folder; files that match `ignored` stay
-    away. Raises ModelError and MissingExtraError."""
+    """Downloads the model, except files that match `ignored`, and returns its folder. Raises
+    ModelError and MissingExtraError."""
     _, revision = _parts(name)
     package = _package(name)
     try:
         return _download(package, name, ignored=ignored, local_files_only=False)
-    except Exception as error:  # what its package and the network raise has no common class
+    except Exception as error:  # errors of the package and of the network have no common class
         if revision is not None and (folder := saved_folder(name)) is not None:
             return folder
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,9 +1,9 @@
-"""torch's settings of the thread that computes: those of a fresh thread, independent of settings
-that a user's code has left.
+"""Sets torch's settings of the computing thread to those of a fresh thread, whatever settings a
+user's code has left.
 
-An agent that awaits the policy inside of `with torch.no_grad()` turns gradients off for all code
-that shares its thread, and two such agents end each other's blocks in the wrong order. AgentEvo's
-own computation does not depend on these settings, and the settings of the user's code are restored
+If an agent awaits the policy inside `with torch.no_grad()`, gradients are off for all code in the
+same thread. Two such agents may also end their blocks in the wrong order. AgentEvo's own
+computation does not depend on these settings, and the settings of the user's code are restored
 afterwards.
 """
 
@@ -21,8 +21,8 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def own_torch_state() -> Iterator[None]:
-    """Gradients on, no inference mode, no autocast, and tensors made on the CPU by default. For
-    code without `await`."""
+    """While the context is open: gradients on, no inference mode, no autocast, and the CPU as the
+    default device. For code without `await`."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

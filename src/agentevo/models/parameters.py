@@ -6,12 +6,13 @@ import torch
 
 
 def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that require a gradient, by name: views, not copies, without gradient."""
+    """Name -> detached view of each parameter that requires a gradient. The views share memory with
+    the parameters."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Name -> parameter, for the parameters that need a gradient."""
+    """Name -> parameter, for all parameters that require a gradient."""
     return {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }

@@ -1,11 +1,13 @@
-"""Tensors that are split over several processes: which box of the whole tensor each process has,
-and how the first process assembles whole tensors, one after the other.
+"""Tensors that are split over several processes. This module describes the box of the whole tensor
+that each process has, and assembles whole tensors on the first process, one after the other.
 
-A part is a box: FSDP cuts rows, tensor and expert parallelism cut one dimension, and both at once
-cut a box out of a box. Processes that have the same box are replicas; one of them sends it.
+A part is a box. FSDP splits rows, tensor and expert parallelism split one dimension, and both
+together take a box out of a box. Processes that have the same box are replicas, and one of them
+sends it.
 
-Whole tensors are made on the CPU, and the consumer frees each before the next, so the first process
-holds its parts and one tensor, never a model. Tensors travel as bytes, so every bit arrives.
+Whole tensors are assembled on the CPU, and the consumer frees each tensor before the next one. So
+the first process holds its parts and one whole tensor, never a whole model. Tensors are sent as
+bytes, so every bit is preserved.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Cut(NamedTuple):
     dim: int
     first: int
     length: int
-    """Of the whole tensor."""
+    """The length of the whole tensor."""
 
 
 class Spec(NamedTuple):
@@ -51,19 +53,20 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Indices of the part in the whole."""
+        """The indices of the part in the whole tensor."""
         return tuple(
             slice(first, first + size) for first, size in zip(self.offset, self.sizes, strict=True)
         )
 
 
 Grid = Sequence[Sequence[int]]
-"""Where the boxes of a tensor begin, along each dimension. They are all combinations."""
+"""The starts of a tensor's boxes along each dimension. The boxes are all combinations of these
+starts."""
 
 
 def boxes_of(grid: Grid, shape: Sequence[int]) -> list[Box]:
-    """The boxes that fill a tensor of this shape, the last dimension's first. Raises ValueError for
-    starts that are not a grid of the shape."""
+    """The boxes that fill a tensor of this shape. The last dimension changes fastest. Raises
+    ValueError for starts that are not a grid of the shape."""
     if len(grid) != len(shape):
         raise ValueError(f"a grid of {len(grid)} dimensions for a tensor of {len(shape)}")
 
@@ -83,8 +86,8 @@ def boxes_of(grid: Grid, shape: Sequence[int]) -> list[Box]:
 
 
 def grid_of(boxes: Collection[Box], shape: Sequence[int]) -> Grid:
-    """The inverse, for boxes in any order. Raises ValueError for boxes that don't fill the tensor,
-    or are not all combinations of where they begin."""
+    """The grid of boxes, which may be in any order. The inverse of `boxes_of`. Raises ValueError if
+    the boxes don't fill the tensor, or are not all combinations of their starts."""
     grid = [sorted({box.offset[dim] for box in boxes}) for dim in range(len(shape))]
     if len(boxes) != len(set(boxes)) or set(boxes) != set(boxes_of(grid, shape)):
         raise ValueError(f"boxes {sorted(boxes)} of a tensor {tuple(shape)}")
@@ -93,11 +96,11 @@ def grid_of(boxes: Collection[Box], shape: Sequence[int]) -> Grid:
 
 @dataclass(frozen=True, eq=False)
 class WeightPart:
-    """This process's part of one tensor."""
+    """This process's part of a tensor."""
 
     local: torch.Tensor
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     offset: tuple[int, ...]
     dtype: torch.dtype | None = None
     """The dtype in which the part is sent, if it is not `local`'s."""
@@ -106,8 +109,8 @@ class WeightPart:
     def of(
         cls, tensor: torch.Tensor, parameter: torch.Tensor | None = None, cut: Cut | None = None
     ) -> WeightPart:
-        """Of a tensor that lies as a parameter does (by default, as it says itself): sharded by
-        FSDP, or not, within a slice, or not."""
+        """The part that a tensor has on this process. The tensor may be sharded by FSDP, and may be
+        within a slice. Its placement is that of a parameter; by default, its own."""
         place = tensor if parameter is None else parameter
         local = tensor.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
@@ -129,16 +132,16 @@ class WeightPart:
 
     @property
     def spec(self) -> Spec:
-        """Of the whole tensor."""
+        """The spec of the whole tensor."""
         return Spec(self.dtype or self.local.dtype, self.shape)
 
     @property
     def given(self) -> torch.Tensor:
-        """The part that this process gives, on the CPU."""
+        """The part that this process sends, on the CPU."""
         return self.local.detach().to(self.spec.dtype).cpu().contiguous()
 
     def to(self, dtype: torch.dtype) -> WeightPart:
-        """The same, given in another dtype."""
+        """The same part, which is sent in another dtype."""
         return WeightPart(self.local, self.shape, self.offset, dtype)
 
     def copy_to_cpu(self) -> WeightPart:
@@ -149,7 +152,7 @@ class WeightPart:
 
 @runtime_checkable
 class Stored(Protocol):
-    """A tensor in a file; any box of it can be read."""
+    """A tensor in a file. Any box of it can be read separately."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -160,13 +163,13 @@ class Stored(Protocol):
 
 
 Saved = torch.Tensor | Stored
-"""A whole tensor of a checkpoint, in memory or not."""
+"""A whole tensor of a checkpoint, in memory or in a file."""
 
 
 def own_part(saved: Saved, parameter: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
-    """The inverse of `WeightPart.of`: of a whole tensor, what this process has of one that is
-    sharded as the parameter is. The result is on the parameter's device. Raises ValueError for a
-    tensor of another shape, where a part of it is asked for."""
+    """This process's part of a whole tensor that is sharded like the parameter. The inverse of
+    `WeightPart.of`. The result is on the parameter's device. Raises ValueError if a part is needed
+    and the tensor has another shape."""
     if not isinstance(parameter, DTensor) and cut is None:
         return saved.to(parameter.device) if isinstance(saved, torch.Tensor) else saved.read()
 
@@ -190,22 +193,23 @@ def own_part(saved: Saved, parameter: torch.Tensor, cut: Cut | None = None) -> t
     )
 
 
-class Wholes:
-    """On the first process: iterates over (name, the whole tensor on the CPU) of every tensor, in
-    the order of the names, while the others `give` theirs. A consumer that stops early calls
-    `close`, which receives the rest; as a context manager it does so itself. Raises ModelError for
-    parts that are not all of a tensor."""
+class WholeTensors:
+    """On the first process: iterates over (name, whole tensor on the CPU) in the order of the
+    names, while the other processes call `give`. A consumer that stops early must call `close`,
+    which receives the remaining tensors. Leaving it as a context manager does the same. Raises
+    ModelError if the parts do not fill a tensor."""
 
     def __init__(
         self, parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None = None
     ) -> None:
-        """`group`: of all processes and for tensors on the CPU. They all have the same names."""
+        """`group`: the group of all processes, for tensors on the CPU. All processes have the same
+        names."""
         self._parts = parts
         self._group = group
         self._boxes = boxes_of_all(parts, group)
         self._waiting = iter(parts)
         self.specs = {name: part.spec for name, part in parts.items()}
-        """The tensors that come, in this order."""
+        """The tensors, in the order in which they are yielded."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self
@@ -228,7 +232,7 @@ class Wholes:
         return name, tensor
 
     def close(self) -> None:
-        """Receives the rest and discards it."""
+        """Receives the remaining tensors and discards them."""
         for name in self._waiting:
             part = self._parts[name]
             self._take(torch.empty(part.shape, dtype=part.spec.dtype), self._givers(name))
@@ -243,7 +247,7 @@ class Wholes:
         return givers_of([boxes[name] for boxes in self._boxes])
 
     def _take(self, tensor: torch.Tensor, givers: Mapping[int, Box]) -> None:
-        """Puts what the other processes give into `tensor`, the whole one."""
+        """Copies the parts of the other processes into the whole tensor `tensor`."""
         for process, box in givers.items():
             if process == 0:
                 continue
@@ -253,8 +257,8 @@ class Wholes:
 
 
 def give(parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None = None) -> None:
-    """The side of the other processes while the first one iterates over `Wholes` of its own
-    parts."""
+    """On the other processes: sends their parts while the first process iterates over
+    `WholeTensors`."""
     boxes = boxes_of_all(parts, group)
     me = distributed.get_rank(group)
     for name, part in parts.items():
@@ -265,7 +269,7 @@ def give(parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None
 def boxes_of_all(
     parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None
 ) -> list[dict[str, Box]]:
-    """The position of the parts of each process; called by all of them."""
+    """The positions of the parts of each process. All processes must call it."""
     boxes = {name: part.box for name, part in parts.items()}
     if not distributed.is_initialized():
         return [boxes]
@@ -275,8 +279,8 @@ def boxes_of_all(
 
 
 def givers_of(boxes: list[Box]) -> dict[int, Box]:
-    """Process -> box, for one tensor: the first process of those that have the same box sends
-    it."""
+    """Process -> the box of one tensor that it sends. Of the processes with the same box, the first
+    one sends it."""
     givers: dict[Box, int] = {}
     for process, box in enumerate(boxes):
         if math.prod(box.sizes):
@@ -285,7 +289,7 @@ def givers_of(boxes: list[Box]) -> dict[int, Box]:
 
 
 def _with_own_part(part: WeightPart) -> torch.Tensor:
-    """A whole tensor with this process's own part in it."""
+    """An otherwise empty whole tensor with this process's part in it."""
     if tuple(part.local.shape) == part.shape:
         return part.given
     tensor = torch.empty(part.shape, dtype=part.spec.dtype)

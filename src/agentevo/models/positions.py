@@ -1,12 +1,13 @@
-"""The longest sequence that a model computes, and rotary frequencies that depend on that length.
+"""Determines the longest sequence that a model computes, which may be limited by rotary frequencies
+that depend on the length.
 
 Two of transformers' types of RoPE choose frequencies by the longest position of a pass: `dynamic`
-beyond `max_position_embeddings`, `longrope` (Phi-3-128k, Phi-3.5, Phi-4-mini) beyond
-`original_max_position_embeddings`. Beyond that border a token's frequencies depend on the other
-sequences of the pass, and, in one sequence, on the later length of the answer: a later pass
-computes other log-probs than the engine. So such a model takes sequences up to the border, where it
-is exact, and `hold_positions` refuses longer ones. Frequencies that are the same on both sides
-(`short_factor` and `long_factor` alike) have no border.
+beyond `max_position_embeddings`, and `longrope` (Phi-3-128k, Phi-3.5, Phi-4-mini) beyond
+`original_max_position_embeddings`. Beyond that border, a token's frequencies depend on the other
+sequences of the pass. Within one sequence they depend on the length of the answer, so a later pass
+computes other log-probs than the engine. Such a model therefore accepts sequences up to the border,
+where it is exact, and `limit_positions` refuses longer ones. Frequencies that are the same on both
+sides (`short_factor` and `long_factor` alike) have no border.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNLIMITED = 1 << 30
-"""Tokens that a model takes whose config knows no limit."""
+"""The context length of a model whose config has no limit, in tokens."""
 LONGEST_ROW = 131_072
-"""Tokens of the longest row of a file that is trained on where the recipe sets no limit: what a
-model takes may be far more than a machine can train."""
+"""The longest row of a training file, in tokens, if the recipe sets no limit. A model's context may
+be far longer than a machine can train on."""
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """The most tokens of a sequence that a model of this config computes, in training and in the
-    engine."""
+    """The longest sequence that a model of this config computes, in training and in the engine, in
+    tokens."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     return min([UNLIMITED if limit is None else int(limit), *_borders(text)])
 
 
 def row_limit(context: int, max_tokens: int | None) -> int:
-    """The most tokens of a row that is trained on, with a model of this context, where the recipe's
-    limit (data.max_tokens) is `max_tokens`."""
+    """The longest row to train on, in tokens, for a model with this context length. `max_tokens`:
+    the recipe's limit (data.max_tokens)."""
     return min(context, max_tokens or LONGEST_ROW)
 
 
 def length_advice(config: PretrainedConfig) -> str:
-    """What to do where the context ends before the model's own does; otherwise nothing."""
+    """Advice if the context is shorter than the model's own. Otherwise an empty text."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     border = context_length(config)
     if border >= (limit or UNLIMITED):
@@ -58,9 +59,9 @@ def length_advice(config: PretrainedConfig) -> str:
     )
 
 
-def hold_positions(model: PreTrainedModel) -> None:
-    """From now on a pass beyond the border raises ModelError instead of changing the frequencies of
-    all other sequences of the pass."""
+def limit_positions(model: PreTrainedModel) -> None:
+    """Makes a pass beyond the border raise ModelError, instead of changing the frequencies of the
+    other sequences in the pass."""
     borders = list(_borders(model.config.get_text_config()))
     for module in model.modules() if borders else ():
         if isinstance(getattr(module, "rope_type", None), str | dict):
@@ -70,8 +71,7 @@ def hold_positions(model: PreTrainedModel) -> None:
 
 
 def _borders(text: Any) -> Iterator[int]:
-    """The longest sequences with the frequencies of short ones, for each RoPE of the config that
-    depends on the length."""
+    """The border of each RoPE of the config whose frequencies depend on the length."""
     parameters = getattr(text, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):
         if not isinstance(rope, dict):

@@ -1,10 +1,10 @@
-"""From the name in a recipe to something that transformers can load.
+"""Resolves the name of a model in a recipe to a folder or hub name that transformers can load.
 
-Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint, or
-RUN@best, RUN@last, RUN@STEP for that one; a known name (`known.py`), downloaded and converted on
-first use; a hub name `org/name`, which is downloaded later, where the hub can be reached.
-`hf://org/name` is a hub name and nothing else, and `modelscope:owner/name[@revision]` is
-ModelScope's. Importing this module imports no torch.
+A name is tried in this order: a local folder with a `config.json`; a run's folder, for its best
+checkpoint (RUN@best, RUN@last or RUN@STEP for a specific one); a known name (`known.py`), which is
+downloaded and converted on first use; a hub name `org/name`, which is downloaded later.
+`hf://org/name` is always a hub name, and `modelscope:owner/name[@revision]` is a name of
+ModelScope's hub. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from agentevo.paths import name_problem, spelling_hint
 from agentevo.registry import nearest
 
 TINY = "tiny"
-"""The model that a run makes for itself."""
+"""The name of the model that a run creates itself."""
 HUB = "hf://"
-"""Prefix of a name that can only be the Hugging Face hub's."""
+"""The prefix of a name that can only be a name of the Hugging Face hub."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH = re.compile(r"[./~]")
-"""Beginning of a name that can only be a path."""
+"""The beginning of a name that can only be a path."""
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 _TOKENIZER = ("tokenizer", "vocab", "merges", "spiece", "added_tokens")
 _OTHER_FORMATS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.ot", "original/*"]
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 def resolve(name: str, progress: Progress | None = None) -> Path | str:
     """A folder with a model in it, or a hub name for transformers. Downloads a known model that is
-    not in the cache yet. Raises as `locate`."""
+    not in the cache yet. Raises the errors of `locate`."""
     source = locate(name)
     return ensure_cached(source, progress) if isinstance(source, KnownModel) else source
 
@@ -49,8 +49,8 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
 def locate(name: str) -> Path | str | KnownModel:
     """What a name in a recipe refers to: a folder, a hub name or a known model. Downloads nothing.
 
-    Raises `UnknownNameError` (with the nearest known name) for a name that is none of these,
-    `ModelError` for a folder without a model.
+    Raises `UnknownNameError` (with the nearest known name) for an unknown name, and `ModelError`
+    for a folder without a model.
     """
     if name.startswith(MODELSCOPE):
         modelscope.check_name(name)
@@ -108,8 +108,8 @@ def locate(name: str) -> Path | str | KnownModel:
 
 
 def saved_folder(name: str) -> Path | None:
-    """The folder that a recipe's model has on this machine; None if a run downloads it first.
-    Asks no network. Raises as `locate`."""
+    """The folder that a recipe's model has on this machine; None if a run has to download it first.
+    Does not use the network. Raises the errors of `locate`."""
     source = locate(name)
     if isinstance(source, Path):
         return source
@@ -131,8 +131,8 @@ def saved_folder(name: str) -> Path | None:
 
 
 def missing_model(name: str) -> str:
-    """Why a recipe's model can't be loaded on this machine without the network, and what to do;
-    empty if it can. Nothing is downloaded, and none of its files is read."""
+    """Why a recipe's model can't be loaded on this machine without the network, and what to do.
+    Empty if it can be loaded. Downloads nothing, and reads none of its files."""
     if name == TINY:
         return ""
 
@@ -140,14 +140,14 @@ def missing_model(name: str) -> str:
         if saved_folder(name) is not None:
             return ""
     except MissingExtraError:
-        pass  # getting it says how its package is installed
+        pass  # downloading it explains how to install its package
     except (ModelError, UnknownNameError):
         return f"the model {name[:200]} is not at that place on this machine: put it there"
     return f"the model {name} is not on this machine: get it with `agentevo models get {name}`"
 
 
 def _folder_of(name: str) -> Path:
-    """Raises ModelError for a name that can't be a path."""
+    """The folder with this name. Raises ModelError for a name that can't be a path."""
     problem = name_problem(name)
     if problem:
         raise ModelError(f"model {name[:60]!r}: {problem}")
@@ -162,7 +162,7 @@ def _holds_model(folder: Path) -> bool:
 
 
 def _no_folder(name: str, path: Path) -> str:
-    """Describes what is at a path that is not a model's folder, and what to give."""
+    """Describes what the path is if it is not a model's folder, and what to give instead."""
     if name.lower().endswith(".gguf"):
         problem = (
             "GGUF is a format for inference" if os.path.isfile(path) else "there is no such file"
@@ -195,8 +195,8 @@ def _check_files(name: str, folder: Path) -> None:
 
 
 def split_run(path: Path) -> tuple[Path | None, str]:
-    """RUN or RUN@WHICH as the run's folder and the name of its checkpoint; (None, "") for a path
-    that names no run with checkpoints."""
+    """Splits RUN or RUN@WHICH into the run's folder and the name of its checkpoint. (None, "") if
+    the path is not a run with checkpoints."""
     folder, at, which = str(path).rpartition("@")
     candidates = [(path, "best"), *([(Path(folder), which)] if at and folder else [])]
     return next(
@@ -210,9 +210,8 @@ def split_run(path: Path) -> tuple[Path | None, str]:
 
 
 def run_checkpoint(run_folder: Path, which: str = "best") -> Path:
-    """The folder of a run's `best` checkpoint, or of the last one if none was evaluated; of its
-    `last` one; or of that of a step: with a whole model, or an adapter. Raises `ModelError` if
-    there is none."""
+    """The folder of a run's checkpoint, which has a whole model or an adapter. `which`: `best` (the
+    last one if none was evaluated), `last`, or a step. Raises `ModelError` if there is none."""
     folder = run_folder / "checkpoints"
     if which not in ("best", "last") and not which.isdecimal():
         raise ModelError(
@@ -249,7 +248,7 @@ def run_checkpoint(run_folder: Path, which: str = "best") -> Path:
 
 
 def _model_of_run(run_folder: Path, which: str) -> Path:
-    """`run_checkpoint`, where it holds a whole model."""
+    """As `run_checkpoint`. Raises ModelError if the checkpoint has only an adapter."""
     path = run_checkpoint(run_folder, which)
     if not os.path.isfile(path / "config.json"):
         raise ModelError(
@@ -261,10 +260,10 @@ def _model_of_run(run_folder: Path, which: str) -> Path:
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:
-    """Brings a model onto this machine (`agentevo models get`) and returns its folder. Raises like
+    """Downloads a model (`agentevo models get`) and returns its folder. Raises the errors of
     `resolve`, and `ModelError` offline.
 
-    A hub model that an earlier fetch brought is found again without the network.
+    A hub model that was downloaded earlier is found without the network.
     """
     source = resolve(name, progress)
     if isinstance(source, Path):
@@ -274,7 +273,7 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
         (progress or logger.info)(f"{source}: fetching from ModelScope")
         return modelscope.download(source, _OTHER_FORMATS)
 
-    import huggingface_hub  # takes longer to import than the whole of this package's command line
+    import huggingface_hub  # importing it takes longer than this package's whole command line
     from huggingface_hub.errors import HfHubHTTPError
 
     (progress or logger.info)(f"{source}: fetching from the Hugging Face hub")
@@ -287,7 +286,7 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
 
 @contextmanager
 def without_hub_bars() -> Iterator[None]:
-    """Keeps the hub's progress bars off the terminal, which belongs to our own views."""
+    """Keeps the hub's progress bars off the terminal, which AgentEvo's own views use."""
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -304,8 +303,9 @@ def without_hub_bars() -> Iterator[None]:
 
 
 def fetch_config(name: str, into: Path) -> Path:
-    """A folder with the model's config.json: its own where it is on this machine, else `into`, to
-    which that file of a hub model is brought, and nothing else. Raises as `fetch`."""
+    """A folder with the model's config.json. This is the model's folder if it is on this machine.
+    Otherwise only this file is downloaded from the hub, into the folder `into`. Raises the errors
+    of `fetch`."""
     is_local = not name.startswith((HUB, MODELSCOPE))
     if is_local and os.path.isfile(_folder_of(name) / "config.json"):
         return _folder_of(name)

@@ -1,5 +1,5 @@
-"""The routers of a mixture: their choices are recorded in one pass and replayed in another
-("rollout routing replay", arXiv 2510.11370, section 3).
+"""Records the choices of a mixture's routers in one pass and replays them in another ("rollout
+routing replay", arXiv 2510.11370, section 3).
 
 `routed(model)` replaces each router's `forward` with a `_Router`, and each decoder layer's with a
 `RoutedLayer`, which takes from the pass's plan the object that receives the choices:
@@ -7,16 +7,16 @@
     plan.routing = Recording(...)    the router's own choice, written down
     plan.routing = Replay(...)       the recorded one in its place
 
-or both, token by token (`Recording.replay`), in a pass of an engine that computes context again.
+or both, token by token (`Recording.replay`), if an engine computes context again.
 
-A layer that is computed again in the backward pass is called with the same plan, so it chooses the
-same experts. A pass whose plan has no `routing` is the model's own.
+A layer that is recomputed in the backward pass gets the same plan, so it chooses the same experts.
+If a plan has no `routing`, the model's own routers decide.
 
-This module does not reimplement any router's code. The code runs unchanged. Of its calls of
-`torch.topk`, the one whose indices the router returns is answered with the recorded experts s and
-the scores at them: with x the scores, the router continues with x[s] instead of the highest of x.
-So weights are computed from the present logits and normalised as the architecture does, and their
-gradient flows into the router:
+This module does not reimplement any router's code. The code runs unchanged, except for one call of
+`torch.topk`: the call whose indices the router returns. This module answers it with the recorded
+experts s and their scores: with x the scores, the router continues with x[s] instead of the highest
+of x. So weights are computed from the present logits and normalised as the architecture does, and
+their gradient flows into the router:
 
     g_i = exp(z_i) / sum of exp(z_j) over j in s        (softmax, norm_topk_prob)
 
@@ -45,20 +45,20 @@ from agentevo.models.trial import pass_alone
 
 KEY = "trainer.routing_replay"
 NAMES = ("gate", "router")
-"""Names of the module that chooses among the module `experts` of the same layer, in the
-architectures."""
+"""The names that architectures use for the router, which chooses among the module `experts` of the
+same layer."""
 OWN = -1
-"""In a row of `RouterReplay`: what the router itself chooses, for tokens that nothing is predicted
-from."""
+"""The mark in a row of `RouterReplay` for tokens whose experts the router itself chooses. Nothing
+is predicted from them."""
 TOKENS = 8
-"""Tokens of the passes that try a model's routers."""
+"""The number of tokens in a trial pass of a model's routers."""
 
 
 class Routing(Protocol):
-    """Receives the calls of a pass's routers."""
+    """Answers the calls of a pass's routers."""
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a router returns for these arguments."""
+        """The router's return value for these arguments."""
         ...
 
 
@@ -72,7 +72,8 @@ class Chooser(ABC):
 
     @abstractmethod
     def choose(self, layer: int, own_choice: torch.Tensor) -> torch.Tensor:
-        """own_choice [T, K], what router number `layer` would choose -> what it chooses."""
+        """own_choice [T, K], the experts that router `layer` would choose -> the experts that it
+        has to choose."""
 
 
 class Routers(NamedTuple):
@@ -84,12 +85,13 @@ class Routers(NamedTuple):
 
 
 _ROUTING: ContextVar[Routing | None] = ContextVar("routing", default=None)
-"""The routing of the layer that is being computed."""
+"""The routing of the layer that is computed now."""
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Recording(Chooser):
-    """Keeps the choices of one pass: of the routers or, for some tokens, of a replay."""
+    """Records the chosen experts of one pass. The routers choose them or, for some tokens, a
+    replay."""
 
     def __init__(self, routers: Routers, replay: RouterReplay | None = None) -> None:
         self.routers = routers
@@ -103,19 +105,19 @@ class Recording(Chooser):
         return chosen
 
     def rows(self) -> np.ndarray:
-        """[T, layers, K] uint16 on the CPU. Raises ModelError if a router was not asked."""
+        """[T, layers, K] uint16 on the CPU. Raises ModelError if a router was not called."""
         chosen = _of_all(self._chosen, self.routers.layers)
         experts: np.ndarray = chosen.to(torch.int16).cpu().numpy().astype(np.uint16)
         return experts
 
 
 class RouterReplay(Chooser):
-    """Answers with recorded experts in one pass, or only records the places at which they differ
-    from the router's own."""
+    """Answers the routers with recorded experts in one pass, or only records where these differ
+    from the routers' own choices."""
 
     def __init__(self, rows: torch.Tensor, *, apply: bool = True) -> None:
-        """rows [T, layers, K] int64; OWN where the router decides. Without `apply` it decides
-        everywhere."""
+        """`rows`: [T, layers, K] int64, with OWN where the router decides. Without `apply` the
+        router always decides."""
         self.rows = rows
         self.apply = apply
         self._differs: dict[int, torch.Tensor] = {}
@@ -137,13 +139,13 @@ class RouterReplay(Chooser):
         return chosen if self.apply else own_choice
 
     def differs(self) -> torch.Tensor | None:
-        """[T, layers] bool: where the router would have chosen other experts than were recorded;
-        None if several processes have a stretch of the pass each. Raises ModelError if a
-        router was not asked."""
+        """[T, layers] bool: whether the router would have chosen other experts than the recorded
+        ones. None if the pass is split over several processes. Raises ModelError if a router was
+        not called."""
         return None if self._is_divided else _of_all(self._differs, self.rows.shape[1])
 
     def stretch(self, first: int, length: int) -> RouterReplay:
-        """The replay of a process that has only these tokens of the pass; the router decides for
+        """The replay for a process that has only these tokens of the pass. The router decides for
         tokens after the end of the record."""
         self._is_divided = True
         rows = self.rows[first : first + length]
@@ -161,7 +163,7 @@ def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
 
 
 class _RouterChoice(TorchFunctionMode):
-    """While a router computes, answers one of its calls of topk with what `chooser` chooses."""
+    """While a router computes, answers one of its calls of topk with the choice of `chooser`."""
 
     def __init__(self, chooser: Chooser, layer: int, number: int) -> None:
         super().__init__()
@@ -195,7 +197,8 @@ class _Router:
         self.router = router
         self.layer = layer
         self.number = 0
-        """Index of the call of topk that chooses; like `routers`, known after the trial."""
+        """The index of the call of topk that chooses. Like `routers`, it is known after the
+        trial."""
         self.routers: Routers | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +210,7 @@ class _Router:
         )
 
     def own_answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The router's own answer."""
+        """The router's return value without any replay."""
         return type(self.router).forward(self.router, *args, **kwargs)
 
 
@@ -225,19 +228,19 @@ class RoutedLayer(PackedWeights):
             _ROUTING.reset(before)
 
     def drop(self) -> None:
-        """See PackedWeights.drop: it keeps none."""
+        """See PackedWeights.drop. Does nothing: this layer packs nothing."""
 
 
 def routers_of(model: nn.Module) -> Routers | None:
-    """The routers of a model that `routed` has prepared, or of a copy of one."""
+    """The routers of a model after `enable_routing`, or of its copy."""
     stand_ins = (vars(module).get("forward") for module in model.modules())
     return next((stand_in.routers for stand_in in stand_ins if isinstance(stand_in, _Router)), None)
 
 
 def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
-    """Lets passes of the model record and replay what its routers choose, in place; after
-    `agentevo.models.attention.prepare`, before `keep_activations`. Raises ModelError, and leaves
-    the model unchanged, for a model without experts and for routers of another kind."""
+    """Lets passes of the model record and replay the choices of its routers, in place. Call this
+    after `agentevo.models.attention.prepare` and before `keep_activations`. Raises ModelError for a
+    model without experts, and for routers that can't be replayed; the model is unchanged then."""
     layer_of_router = _find(model)
     routers = [_Router(router, number) for number, router in enumerate(layer_of_router)]
     stand_ins: list[tuple[nn.Module, Any]] = [(wrapper.router, wrapper) for wrapper in routers]
@@ -251,9 +254,9 @@ def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
     for module, stand_in in stand_ins:
         module.forward = stand_in
 
-    trial = _Trial()
+    trial = _RouterTrial()
     try:
-        with _Counting() as counting:
+        with _TopkCounter() as counting:
             pass_alone(model, TOKENS, trial)
         facts = trial.facts(len(routers), counting.calls)
         if isinstance(facts, str):
@@ -294,8 +297,8 @@ def _refusal(model: nn.Module, why: str) -> ModelError:
     )
 
 
-class _Counting(TorchFunctionMode):
-    """Counts calls of topk, and keeps their results."""
+class _TopkCounter(TorchFunctionMode):
+    """Counts calls of topk, and stores their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +315,7 @@ class _Counting(TorchFunctionMode):
         return result
 
 
-class _Forced(Chooser):
+class _ForcedChoice(Chooser):
     """Chooses the experts `experts` [T, K]."""
 
     def __init__(self, experts: torch.Tensor) -> None:
@@ -323,19 +326,19 @@ class _Forced(Chooser):
         return self.experts
 
 
-class _Trial:
-    """Finds, in one pass of the model, how each router chooses, and checks that it takes another
-    choice."""
+class _RouterTrial:
+    """Finds in one pass of the model how each router chooses, and checks that it accepts other
+    choices."""
 
     def __init__(self) -> None:
         self.calls = 0
-        """Calls of topk, in routers."""
+        """The number of topk calls in routers."""
         self.problem = ""
         self._found: dict[int, Routers] = {}
 
     def facts(self, layers: int, calls: int) -> Routers | str:
-        """What `layers` routers have in common, or why they can't be replayed. `calls`: of topk, in
-        the whole pass."""
+        """The common properties of `layers` routers, or why they can't be replayed. `calls`: the
+        number of topk calls in the whole pass."""
         if self.problem:
             return self.problem
         if len(self._found) != layers:
@@ -347,8 +350,8 @@ class _Trial:
         return kinds.pop() if len(kinds) == 1 else "its routers choose different numbers of experts"
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See Routing.answer_call: the router's own answer."""
-        with _Counting() as counting:
+        """See Routing.answer_call. Returns the router's own answer."""
+        with _TopkCounter() as counting:
             answer = router.own_answer(args, kwargs)
 
         outputs = _tensors(answer)
@@ -385,15 +388,15 @@ def _why_not_forced(
     num_experts: int,
     outputs: list[torch.Tensor],
 ) -> str:
-    """The problem of a router when it is forced to choose other experts than `chosen`, its own
-    choice, which gave `outputs`; empty if there is none."""
+    """Forces a router to choose other experts than `chosen`, its own choice, which gave `outputs`.
+    Returns the problem, or an empty text."""
     weights = _weights(outputs, chosen)
     if weights is None:
         return "returns no weights of the chosen experts"
 
     for shift in _SHIFTS:
         forced = ((chosen + shift) % num_experts).flip(-1)
-        forced_outputs = _tensors(_Forced(forced).answer_call(router, args, kwargs))
+        forced_outputs = _tensors(_ForcedChoice(forced).answer_call(router, args, kwargs))
         forced_weights = _weights(forced_outputs, forced)
         if forced_weights is None or not any(torch.equal(x, forced) for x in forced_outputs):
             return "chooses again among the results of topk"
@@ -413,6 +416,6 @@ def _tensors(answer: Any) -> list[torch.Tensor]:
 
 
 def _weights(outputs: Sequence[torch.Tensor], chosen: torch.Tensor) -> torch.Tensor | None:
-    """The floating-point tensor of the chosen experts' shape, the last one."""
+    """The last floating-point tensor that has the shape of the chosen experts."""
     candidates = [x for x in outputs if x.is_floating_point() and x.shape == chosen.shape]
     return candidates[-1] if candidates else None

@@ -1,4 +1,4 @@
-"""Writing a model and its tokenizer in transformers' format."""
+"""Writes a model and its tokenizer in transformers' format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentevo.files import atomic_folder
 from agentevo.models.adapters import is_adapted, is_adapter_folder, write_adapter
 from agentevo.models.in_parts import in_parts, write_from_parts
 from agentevo.models.parameters import trained_weights
-from agentevo.models.parts import Wholes
+from agentevo.models.parts import WholeTensors
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -27,10 +27,10 @@ PROCESSOR_FILES = (
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
-    """Saves both into `folder` so that readers see all or nothing; an older model there is
-    replaced. Returns the folder.
+    """Saves model and tokenizer into `folder` atomically, and replaces an older model there.
+    Returns the folder.
 
-    Raises `ModelError` rather than replace a folder that holds something else.
+    Raises `ModelError` if the folder exists and holds something else.
     """
     folder = Path(folder)
     holds_model = (folder / "config.json").is_file() or is_adapter_folder(folder)
@@ -51,13 +51,14 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
-    weights: Wholes | Mapping[str, torch.Tensor] | None = None,
+    weights: WholeTensors | Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes both into an existing folder, file by file; of a model with adapters, only the adapter
-    in use. For callers that make the whole folder appear at once by `atomic_folder`.
+    """Writes model and tokenizer into an existing folder, file by file. If the model has adapters,
+    only the active adapter is written. Callers use `atomic_folder` to make the folder appear
+    atomically.
 
-    `weights`: those of another moment (`saved_weights`), in place of the model's own. Those of a
-    model that is split over several processes are gathered, one tensor after the other.
+    `weights`: weights to write instead of the model's current ones (`saved_weights`). The weights
+    of a model that is split over several processes are gathered, one tensor after the other.
     """
     how = in_parts(model)
     with no_progress_bars():
@@ -77,15 +78,15 @@ def write_model(
 
 
 def _copy_processor(source: Path, folder: Path) -> None:
-    """Copies the files of the folder that the model was read from, so that a multimodal model that
-    is trained on text only can still process images elsewhere."""
+    """Copies the processor's files from the folder that the model was read from, so that a
+    multimodal model that was trained on text can still process images in other programs."""
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def saved_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights that a folder is written from, for a model that this process has completely."""
+    """The weights for `write_model`, of a model that this process has completely."""
     if is_adapted(model):
         return trained_weights(model)
     return dict(model.state_dict())
@@ -93,7 +94,7 @@ def saved_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Keeps transformers' progress bars off the terminal, which belongs to the live view."""
+    """Keeps transformers' progress bars off the terminal, which the live view uses."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

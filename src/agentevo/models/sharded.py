@@ -1,16 +1,17 @@
 """A model whose weights are split over several processes (FSDP, `torch.distributed.fsdp`).
 
-Each decoder layer is one group, whose weights are gathered while it computes. Embeddings, the last
-norm and the output layer are the root's group, which stays gathered until the backward pass is
-over, so that the chunked output layer has its whole weight. Gradients are added up over ranks,
-because each rank's loss is a part of the whole minibatch's. The shards are float32 in any compute
-type: they are the master weights.
+Each decoder layer is one group, whose weights are gathered while the layer computes. Embeddings,
+the last norm and the output layer are the root's group. It stays gathered until the backward pass
+ends, because the chunked output layer needs its whole weight. Gradients are summed over ranks,
+because each rank's loss is a part of the minibatch's loss. The shards are always float32, whatever
+the compute dtype: they are the master weights.
 
-All ranks make every pass together, so each makes as many as the others (`passes.null_batches`).
-Written weights are split too (`parts.py`); the first process assembles them tensor by tensor.
+All ranks run every pass together, so all ranks run the same number of passes
+(`passes.null_batches`). To write weights, the first process assembles them tensor by tensor
+(`parts.py`).
 
-Layers that keep packed copies of their weights (models/linear.py, models/fused.py) become plain
-ones, because gathered weights are temporary.
+Layers with packed copies of their weights (models/linear.py, models/fused.py) are replaced by plain
+layers, because gathered weights are temporary.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class _Sharding:
     """The model as it was before it was sharded, without its weights."""
     mesh: DeviceMesh
     own_meshes: Mapping[str, DeviceMesh]
-    """Name of a module -> the mesh over which its weights are split instead."""
+    """Name of a module -> the other mesh over which its weights are split."""
     dtype: torch.dtype
-    """The type that the model computes in."""
+    """The dtype in which the model computes."""
 
 
 _SHARDED: WeakKeyDictionary[nn.Module, _Sharding] = WeakKeyDictionary()
@@ -57,13 +58,13 @@ def shard(
     mesh: DeviceMesh,
     own_meshes: Mapping[str, DeviceMesh] = MappingProxyType({}),
 ) -> PreTrainedModel:
-    """Shards the model in place over the mesh, which has the dimensions (replicate and) shard, on
-    the mesh's kind of device. Every process calls it with the same weights. Modules named in
-    `own_meshes` are sharded over their own mesh instead: experts, which differ between the
-    processes of `mesh`. Raises ModelError for a base in 8 or 4 bits, and for a model without
-    decoder layers of transformers' kind."""
+    """Shards the model in place over the mesh, on the mesh's kind of device. The mesh has the
+    dimension `shard`, optionally after `replicate`. Every process calls it with the same weights.
+    Modules named in `own_meshes` are sharded over their own mesh instead: experts, which differ
+    between the processes of `mesh`. Raises ModelError for a base in 8 or 4 bits, and for a model
+    without decoder layers of transformers' kind."""
     check_shard(model)
-    # No code here changes a model's outputs in place.
+    # AgentEvo never changes a model's outputs in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     make_plain(model)
     hollow = {
@@ -95,7 +96,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def any_sharded() -> bool:
-    """Whether this process has a part of any model, so that passes need all ranks."""
+    """Whether this process has a part of any sharded model. Passes then need all ranks."""
     return len(_SHARDED) > 0
 
 
@@ -103,9 +104,9 @@ def any_sharded() -> bool:
 def copy_sharded(
     policy: PreTrainedModel, change: Callable[[PreTrainedModel], None] = lambda twin: None
 ) -> PreTrainedModel:
-    """A copy of a sharded model, sharded in the same way: each process copies its own part.
-    `change` can replace layers of the copy before it has weights. Weights that the policy does not
-    have are 0."""
+    """Copies a sharded model, with the same sharding. Each process copies its own part. `change`
+    can replace layers of the copy before it has weights. Weights that the policy does not have are
+    0."""
     sharding = _SHARDED[policy]
     device = next(policy.parameters()).device
     twin = copy.deepcopy(sharding.skeleton)
@@ -134,7 +135,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def note_change(model: nn.Module) -> None:
-    """Discards the gathered weights, because code has written to their shards."""
+    """Discards the gathered weights. Call it after code has changed their shards."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
@@ -144,7 +145,7 @@ def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     groups = [(model.get_submodule(name), mesh) for name, mesh in sharding.own_meshes.items()]
     groups += [(module, sharding.mesh) for module in (*_layers(model), model)]
-    for module, mesh in groups:  # one group at a time is whole on the device and in float32
+    for module, mesh in groups:  # only one group at a time is whole on the device and in float32
         place(module, torch.device(mesh.device_type), trained_as=torch.float32)
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
@@ -160,8 +161,8 @@ def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
 def place(
     module: nn.Module, device: torch.device, *, trained_as: torch.dtype | None = None
 ) -> None:
-    """Moves the weights and buffers that are not split to the device; trained weights get another
-    type if `trained_as` names one. In place; parameters stay the same objects."""
+    """Moves the weights and buffers that are not split to the device. Trained weights get the dtype
+    `trained_as`, if it is set. In place; parameters stay the same objects."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             continue
@@ -180,8 +181,8 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def make_plain(model: nn.Module) -> None:
-    """Replaces, in place, the layers that keep packed copies of their weights. They round
-    differently, which AdamW's first steps make visible."""
+    """Replaces, in place, the layers that have packed copies of their weights by plain ones. The
+    layers with packed copies round differently, which AdamW's first steps amplify."""
     for parent in list(model.modules()):
         stand_in = vars(parent).get("forward")
         if isinstance(stand_in, FusedLayer | FusedDecoder):

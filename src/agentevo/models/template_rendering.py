@@ -1,8 +1,8 @@
-"""Messages as mappings -> text, by a tokenizer's chat template: in this process, or, for templates
-of strangers, in a process that has bounds of time, memory and length and can be ended.
+"""Renders messages (as mappings) as text with a tokenizer's chat template. Untrusted templates are
+rendered in a separate process with limits of time, memory and length.
 
-Within `templates_of_strangers`, every template of a new ChatTemplate is rendered in the other
-process. A template that was late once is not rendered again.
+Within `untrusted_templates`, every new ChatTemplate renders in the separate process. A template
+that exceeded the time limit once is not rendered again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ RENDER_S = 20.0
 
 
 Render = Callable[[PreTrainedTokenizerBase, list[dict[str, Any]], Any, bool], str]
-"""(tokenizer, messages, schemas of tools or None, up to where the assistant speaks) -> text. Raises
-every exception of the template."""
+"""(tokenizer, messages, schemas of tools or None, whether to add the generation prompt) -> text.
+Raises any exception of the template."""
 
 
 def render_here(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any, prompt: bool
 ) -> str:
-    """Renders in this process: for templates of models that its user has chosen."""
+    """Renders in this process, for templates of models that the user has chosen."""
     text = tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=prompt
     )
@@ -97,8 +97,8 @@ def current_render() -> Render:
 
 
 @contextmanager
-def templates_of_strangers() -> Iterator[None]:
-    """Chat formats that are made in this context render their templates in a separate process,
+def untrusted_templates() -> Iterator[None]:
+    """Chat formats that are created in this context render their templates in a separate process,
     which ends with the block."""
     worker = TemplateWorker()
     before = _render.set(worker.render)

@@ -1,7 +1,7 @@
-"""The process that renders chat templates of strangers, for template_rendering.py.
+"""The process that renders untrusted chat templates, for template_rendering.py.
 
-A template is a program: it may loop for ever, fill the memory or write without end, in code that no
-thread can break off. A request is {"template", "messages", "tools", "prompt", "special_tokens"},
+A template is a program: it may loop forever, fill the memory or write endless text, in code that a
+thread can't interrupt. A request is {"template", "messages", "tools", "prompt", "special_tokens"},
 and the answer {"text": ...}, or {"problem": ...}.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 from agentevo.json_worker import serve_requests
 
 MAX_MEMORY = 512 * 2**20
-"""Bytes of address space that renderings may take."""
+"""The most address space of the process, in bytes."""
 MAX_PROBLEM = 2000
-"""Characters of a problem that are reported: a template may raise any text."""
+"""The most characters of a reported problem, because a template may raise any text."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def longest_rendering(request: dict[str, Any]) -> int:
-    """Characters that a rendering may have: templates escape and wrap what they are given."""
+    """The most characters of a rendering. Templates escape and wrap their input."""
     input_chars = len(repr(request["messages"])) + len(repr(request["tools"]))
     return len(request["template"]) + 4 * input_chars + 2**16
 

@@ -1,6 +1,6 @@
-"""safetensors files that are written tensor by tensor, so that at most one tensor is in memory. The
-form of each tensor is known beforehand, so the header, which contains the position of each, is
-written first; tensors may then come in any order.
+"""Writes safetensors files tensor by tensor, so that at most one tensor is in memory. Dtype and
+shape of each tensor are known beforehand. So the header, which has the position of each tensor, is
+written first, and the tensors may follow in any order.
 
 The format: https://github.com/huggingface/safetensors (8 bytes of length, a JSON header, tensors
 without gaps; those of wider elements first, so that all are aligned).
@@ -38,8 +38,7 @@ class TensorFile:
     """One file, while it is open. Raises OSError if it can't be written."""
 
     def __init__(self, file: BinaryIO, specs: Mapping[str, Spec]) -> None:
-        """Writes the header. `specs`: all that the file will have. It stays the caller's to
-        close."""
+        """Writes the header. `specs`: all tensors of the file. The caller has to close the file."""
         self._specs = specs
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._places: dict[str, int] = {}
@@ -61,7 +60,7 @@ class TensorFile:
         file.write(len(header).to_bytes(8, "little") + header)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes one tensor, which the caller may free then."""
+        """Writes one tensor. The caller may free it afterwards."""
         spec = self._specs[name]
         if Spec(tensor.dtype, tuple(tensor.shape)) != spec:
             raise ValueError(
@@ -73,7 +72,7 @@ class TensorFile:
         self._file.write(flat.numpy().data)
 
     def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Writes all tensors of the file, which are the next of `tensors`."""
+        """Writes all tensors of the file. They are the next ones of `tensors`."""
         for _ in self._specs:
             name, tensor = next(tensors)
             self.add(name, tensor)
@@ -85,8 +84,8 @@ def write_files(
     files: Mapping[str, Mapping[str, Spec]],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Writes files (name -> what it has) one after the other; tensors come in this order, and each
-    is let go before the next. Raises OSError."""
+    """Writes files (name -> specs of its tensors) one after the other. `tensors` yields the tensors
+    in this order, and each is freed before the next. Raises OSError."""
     coming = iter(tensors)
     for name, specs in files.items():
         with (folder / name).open("wb") as file:
@@ -96,8 +95,8 @@ def write_files(
 
 
 def split_files(stem: str, specs: Mapping[str, Spec], most: int) -> dict[str, dict[str, Spec]]:
-    """Name of a file -> what it has, in the order of `specs`: at most so many bytes each, unless a
-    single tensor is larger."""
+    """Splits tensors into files, in the order of `specs`: name of a file -> specs of its tensors. A
+    file has at most `most_bytes`, unless a single tensor is larger."""
     groups: list[dict[str, Spec]] = [{}]
     size = 0
     for name, spec in specs.items():
@@ -111,7 +110,7 @@ def split_files(stem: str, specs: Mapping[str, Spec], most: int) -> dict[str, di
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """The names of the files of a model, or of weights, in so many files."""
+    """The file names of a model, or of weights, that are split into this number of files."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

@@ -1,15 +1,16 @@
-"""The text of a completion while its tokens arrive: token ids in, pieces of text out.
+"""Streams the text of a completion while its tokens arrive: token ids in, pieces of text out.
 
-Invariant: the pieces add up to the text of the whole completion, and no piece is ever taken back.
-So text that may still change waits: the bytes of an incomplete character, a run of SentencePiece's
+Invariant: the pieces add up to the text of the whole completion, and no piece is ever withdrawn. So
+text that may still change waits: the bytes of an incomplete character, a run of SentencePiece's
 byte tokens (which decode together), a token that would end the completion, and the possible
-beginning of a stop string. `finish` compares and gives the rest.
+beginning of a stop string. `finish` compares the pieces with the whole text and returns the
+remaining text.
 
-Cost: linear in the length. A token is decoded with the few before it, with which it has the same
-text as in the whole completion: a character is at most 4 tokens of one byte, and a decoder that
-drops a leading space does so only at the first token. Tokenizers that rewrite their text afterwards
-(`clean_up_tokenization_spaces`), and those that are not of the `tokenizers` package, give all of
-their text at the end.
+Cost: linear in the length. A token is decoded together with a few preceding tokens, which is enough
+to give the same text as in the whole completion: a character has at most 4 tokens of one byte, and
+a decoder that drops a leading space does so only at the first token. Tokenizers that rewrite their
+text afterwards (`clean_up_tokenization_spaces`), and those that are not of the `tokenizers`
+package, give all of their text at the end.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from agentevo.errors import ModelError
 
 CONTEXT = 4
-"""Tokens before new ones that are decoded with them."""
+"""The number of preceding tokens that are decoded with new tokens."""
 WINDOW = 16
-"""Tokens that are kept for decoding at most, before only CONTEXT of them are."""
+"""The most tokens in the window. Beyond it, only the last CONTEXT tokens are kept."""
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
-"""What the bytes of a character that is not complete are decoded to; one for all of its bytes."""
+"""The replacement character, to which the bytes of an incomplete character are decoded."""
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def before_stop(text: str, stop_strings: Iterable[str]) -> str:
-    """The text up to where the first of the stop strings begins."""
+    """The text before the first stop string in it."""
     starts = [start for stop in stop_strings if (start := text.find(stop)) >= 0]
     return text[: min(starts)] if starts else text
 
 
 class TextStream:
-    """See the module. `decode` gives the text of a whole completion."""
+    """See the module. `decode` returns the text of a whole completion."""
 
     def __init__(
         self,
@@ -56,19 +57,19 @@ class TextStream:
         self._ids: list[int] = []
         """All ids of the completion so far."""
         self._decoded = 0
-        """Number of ids that have been added to the window."""
+        """The number of ids that were added to the window."""
         self._window: list[int] = []
         self._in_run = False
         """Whether the last token of the window is a SentencePiece byte, whose run may continue."""
         self._known = 0
-        """Characters of the window's text that have been taken."""
+        """The number of characters of the window's text that were taken."""
         self._waiting = ""
         """Text that is certain, unless a stop string begins with it."""
         self._stopped = False
         self._pieces: list[str] = []
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before; "" if there is none."""
+        """Adds tokens. Returns the text that has become certain, or ""."""
         self._ids += ids
         if self._stopped or not self._in_pieces:
             return ""
@@ -77,9 +78,9 @@ class TextStream:
         return piece
 
     def finish(self, full_text: str | None = None) -> str:
-        """The rest of the text, now that the completion is whole. `full_text`: all that it says,
-        stop strings included, for a caller that has decoded it. Raises ModelError for a tokenizer
-        that decodes a token differently next to other tokens."""
+        """The remaining text after the last token. `full_text`: the whole text including stop
+        strings, if the caller has already decoded it. Raises ModelError for a tokenizer that
+        decodes a token differently next to other tokens."""
         text = (
             self._decode(self._ids)
             if full_text is None
@@ -96,12 +97,12 @@ class TextStream:
         return text[len(streamed) :]
 
     def _decode_new(self) -> str:
-        """The certain text of the tokens that have not been decoded."""
+        """Decodes the new tokens, and returns the text that is certain."""
         last = len(self._ids) - (bool(self._ids) and self._ids[-1] in self._end_ids)
         new_ids = self._ids[self._decoded : last]
         for token in new_ids:
             name = self._backend.id_to_token(token)
-            if name is not None:  # an id beyond the vocabulary has no text
+            if name is not None:  # an id outside the vocabulary has no text
                 self._window.append(token)
                 self._in_run = _BYTE.fullmatch(name) is not None
 
@@ -120,17 +121,17 @@ class TextStream:
         return new
 
     def _shorten(self, uncertain: int) -> None:
-        """Keeps the newest tokens alone. `uncertain`: characters at the end of the text that have
-        not been taken."""
+        """Drops all but the newest tokens of the window. `uncertain`: the number of characters at
+        the end of the text that were not taken."""
         del self._window[:-CONTEXT]
         self._known = len(self._text()) - uncertain
 
     def _text(self) -> str:
-        # What the tokenizer itself adds to this, `_decodes_in_pieces` rules out.
+        # `_decodes_in_pieces` makes sure that the tokenizer changes nothing else.
         return str(self._backend.decode(self._window, skip_special_tokens=False))
 
     def _before_stop(self, new: str) -> str:
-        """The part of the waiting text and `new` that is certain."""
+        """The part of the waiting text, followed by `new`, that is certain."""
         if not self._stop_strings:
             return new
 
@@ -148,8 +149,8 @@ class TextStream:
 
 
 def _first_beginning(text: str, stop: str) -> int:
-    """The place at which the stop string, or a part of it at the end, begins; else the text's
-    length."""
+    """The index at which the stop string begins, or a prefix of it at the end of the text.
+    Otherwise the text's length."""
     start = text.find(stop[0])
     while start >= 0:
         if stop.startswith(text[start : start + len(stop)]):
@@ -159,7 +160,7 @@ def _first_beginning(text: str, stop: str) -> int:
 
 
 def _decodes_in_pieces(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the text of a token depends on its nearest neighbours alone."""
+    """Whether the text of a token depends only on its nearest neighbours."""
     if not tokenizer.is_fast or type(tokenizer)._decode is not PreTrainedTokenizerFast._decode:
         return False
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"

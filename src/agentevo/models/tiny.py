@@ -1,5 +1,5 @@
-"""A policy made on the spot: a Llama of a few million parameters, and a tokenizer for the texts at
-hand (tiny_tokenizer.py)."""
+"""Creates a tiny policy: a Llama of a few million parameters, and a tokenizer for the run's texts
+(tiny_tokenizer.py)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def make_tiny(
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """A float32 Llama on the CPU with random weights, and its tokenizer.
 
-    `corpus`: texts whose words get tokens of their own (not read for the byte tokenizer). Same
-    shape, words and seed give the same weights, independent of other random numbers; no other
-    generator is disturbed. Raises ModelError for a model that this machine has no memory for.
+    `corpus`: texts whose words become tokens (not used by the byte tokenizer). The same shape,
+    words and seed give the same weights. Other random generators do not change. Raises ModelError
+    if this machine has too little memory for the model.
     """
     tokenizer = tiny_tokenizer(tiny, corpus)
     _check_memory(tiny.num_parameters + 2 * len(tokenizer) * tiny.hidden_size)

@@ -1,11 +1,11 @@
-"""Tokenizers for the texts at hand, of a policy that is made on the spot (tiny.py).
+"""Creates tokenizers for the texts of a run, for the tiny policy (tiny.py).
 
 Both are lossless (`decode(encode(text)) == text`), and both have `<think> </think> <answer>
 </answer>` as single tokens:
 
     word   one token per word of the corpus (a blank before it belongs to it), per digit, symbol and
-           newline; a word outside the corpus falls back to its characters. A character that is
-           neither printable ASCII nor in the corpus becomes `<|unk|>`: that alone is lossy, and
+           newline; a word outside the corpus is encoded as its characters. A character that is
+           neither printable ASCII nor in the corpus becomes `<|unk|>`. Only this is lossy, and
            `ChatFormat` refuses it.
     byte   one token per byte of UTF-8: any text.
 
@@ -30,8 +30,8 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 CHARACTERS = ("\t", "\n", *map(chr, range(32, 127)))
 
 WORDS = r" ?[A-Z]?[a-z]+|[\s\S]"
-"""The pieces that the word tokenizer splits text into: a word with the blank before it, else a
-single character."""
+"""The pieces that the word tokenizer splits text into: a word with the preceding blank, or a single
+character."""
 
 CHAT_TEMPLATE = (
     "{%- if tools -%}{{- '<|system|>' + (tools | tojson) + '<|end|>' -}}{%- endif -%}"
@@ -55,27 +55,28 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(tiny: TinyModel, corpus: Iterable[str]) -> PreTrainedTokenizerFast:
-    """The section's tokenizer; `corpus` as of `word_tokenizer`, not read for the byte tokenizer."""
+    """The section's tokenizer. `corpus`: see `word_tokenizer`; the byte tokenizer does not use
+    it."""
     if tiny.tokenizer == "word":
         return word_tokenizer(corpus, tiny.context_length)
     return byte_tokenizer(tiny.context_length)
 
 
 def word_tokenizer(corpus: Iterable[str], context_length: int) -> PreTrainedTokenizerFast:
-    """One token per piece (`WORDS`) of the corpus, each word with and without a blank before it;
-    the order of the texts does not matter."""
+    """A tokenizer with one token per piece (`WORDS`) of the corpus, and each word with and without
+    a preceding blank. The order of the texts does not matter."""
     split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
     pieces: set[str] = set()
     for text in corpus:
         for token in (*SPECIAL_TOKENS, *TAGS):
-            text = text.replace(token, "\n")  # cut out first, as in encoding
+            text = text.replace(token, "\n")  # removed first, as in encoding
         pieces.update(piece for piece, _ in split.pre_tokenize_str(text))
 
     words = {piece.lstrip(" ") for piece in pieces if len(piece) > 1}
     pieces |= words | {f" {word}" for word in words}
     vocabulary = [*SPECIAL_TOKENS, *TAGS, *CHARACTERS, *sorted(pieces - set(CHARACTERS))]
-    # BPE without merges: with ignore_merges a known piece is one token, and any other falls apart
-    # into its characters.
+    # BPE without merges: with ignore_merges, a known piece is one token, and other pieces are split
+    # into characters.
     bpe = BPE(
         vocab={piece: index for index, piece in enumerate(vocabulary)},
         merges=[],
@@ -89,7 +90,7 @@ def word_tokenizer(corpus: Iterable[str], context_length: int) -> PreTrainedToke
 
 
 def byte_tokenizer(context_length: int) -> PreTrainedTokenizerFast:
-    """One token per byte of UTF-8."""
+    """A tokenizer with one token per byte of UTF-8."""
     vocabulary = [*SPECIAL_TOKENS, *TAGS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(
         BPE(vocab={piece: index for index, piece in enumerate(vocabulary)}, merges=[])

@@ -1,4 +1,4 @@
-"""The text and bytes of single tokens; the bytes can be a part of a character."""
+"""The text and bytes of single tokens. The bytes may be a part of a character."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TokenText(NamedTuple):
     """One token."""
 
     text: str
-    """U+FFFD for a part of a character."""
+    """The token's text; U+FFFD for a part of a character."""
     octets: list[int]
     """Its bytes in UTF-8."""
 
@@ -44,7 +44,8 @@ class TokenTexts:
 
 
 def _octets_of(name: str) -> list[int]:
-    """The bytes of a token by its name, in SentencePiece's form of a byte or in GPT-2's letters."""
+    """The bytes of a token from its name, which is SentencePiece's form of a byte or in GPT-2's
+    letters."""
     byte = _BYTE.fullmatch(name)
     if byte is not None:
         return [int(byte[1], 16)]

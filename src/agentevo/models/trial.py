@@ -1,14 +1,15 @@
-"""Checks by a trial whether AgentEvo computes what a model itself computes.
+"""Checks by a trial pass whether AgentEvo computes the same as the model in transformers.
 
-A model's name and config say little about what its layers do, and transformers gets new ones every
-month. So `try_out` runs a short text twice: by the model's own eager attention, alone, as
-transformers does; and as training and the engine do, in one row with another text and with a token
-at the last position that the model takes, the second half from a cache. The log-probs must agree.
+A model's name and config say little about what its layers do, and transformers adds new models
+every month. So `try_out` runs a short text twice. The first pass is transformers' own: the text
+alone, with the model's eager attention. The second is that of training and the engine: in one row
+with another text, with a token at the last position that the model supports, and with the second
+half computed from a cache. The log-probs must agree.
 
-These show up as a difference: attention in both directions, positions that are counted rather than
-given, frequencies that depend on the longest text of a pass, biases and masks that an attention
-function does not receive, convolutions, recurrences, shifted tokens, experts that drop tokens. A
-short text can't show a rule that begins at some length.
+These features cause a difference: attention in both directions, positions that are counted rather
+than given, frequencies that depend on the longest text of a pass, biases and masks that an
+attention function does not receive, convolutions, recurrences, shifted tokens, experts that drop
+tokens. The short text can't detect features that begin only at some length.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from agentevo.models.positions import context_length
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """The layer types that attention plans can compute. The others of transformers' `layer_types` are
-recurrences and convolutions, or choose what a token sees by a rule that no plan knows (chunks,
-indexes)."""
+recurrences and convolutions, or attention patterns that no plan supports (chunks, indexes)."""
 EAGER = "eager"
-"""The model's own attention, by the formula."""
-TEXT = 14
-"""Tokens of the text."""
-OTHER = 9
-"""Tokens of each other text of the trial."""
-CACHED = 6
-"""Tokens of the text that the second pass finds in its cache."""
-FARTHEST = 1 << 16
-"""The last position tried in a model that knows no limit."""
+"""The model's own attention, computed by the formula."""
+TEXT_TOKENS = 14
+"""The number of tokens of the text."""
+OTHER_TOKENS = 9
+"""The number of tokens of each other text of the trial."""
+CACHED_TOKENS = 6
+"""The number of tokens of the text that the second pass reads from its cache."""
+FARTHEST_POSITION = 1 << 16
+"""The last position to try if the model has no limit."""
 TOLERANCE = 1e-3
-"""Most root mean square difference of log-probs, relative to how much they vary, in float32."""
+"""The largest root mean square difference of log-probs in float32, relative to their standard
+deviation."""
 ROUGH_TOLERANCE = 0.1
 """The same in half precision or quantized, where rounding alone may send a token to another
 expert."""
@@ -54,7 +55,7 @@ class PlanMissingError(ModelError):
 
 
 class KeyValueSize(NamedTuple):
-    """The tensors that one call of attention keeps for a token."""
+    """The sizes of the tensors that one call of attention stores for a token."""
 
     heads: int
     key_dim: int
@@ -62,8 +63,8 @@ class KeyValueSize(NamedTuple):
 
 
 @dataclass
-class _Alone:
-    """A plan by which every token attends to itself only."""
+class _SelfOnlyPlan:
+    """A plan in which every token attends only to itself."""
 
     sizes: list[KeyValueSize] = field(default_factory=list)
     """The sizes of each call so far."""
@@ -83,11 +84,11 @@ class _Alone:
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
-class _SideBySide:
-    """A plan by which a token sees those before it in its own text, here and in the pass
+class _PackedTextsPlan:
+    """A plan in which a token sees the preceding tokens of its text, in this pass and in the pass
     `before`."""
 
-    def __init__(self, tokens: Sequence[_Token], before: _SideBySide | None = None) -> None:
+    def __init__(self, tokens: Sequence[_Token], before: _PackedTextsPlan | None = None) -> None:
         self.tokens = tokens
         self.before = before
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -130,7 +131,7 @@ class _Token(NamedTuple):
 
 
 def check_layer_types(model: PreTrainedModel) -> None:
-    """Raises ModelError for kinds of layers that no attention plan can do."""
+    """Raises ModelError for kinds of layers that attention plans do not support."""
     strange = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
     if strange:
         raise ModelError(
@@ -140,15 +141,16 @@ def check_layer_types(model: PreTrainedModel) -> None:
 
 
 def key_value_sizes(model: PreTrainedModel) -> list[KeyValueSize]:
-    """What each call of attention keeps for a token, in the order of a pass of a prepared model."""
-    plan = _Alone()
+    """The sizes that each call of attention stores for a token, in the order of a pass of a
+    prepared model."""
+    plan = _SelfOnlyPlan()
     with _evaluating(model):
         _logits(model, [_Token(0, 0, 0)], plan, [0])
     return plan.sizes
 
 
 def pass_alone(model: PreTrainedModel, count: int, routing: Any) -> None:
-    """A pass of a prepared model over `count` tokens, each of which attends to itself only.
+    """Runs a pass of a prepared model over `count` tokens, each of which attends only to itself.
     `routing` receives the calls of its routers (models/routers.py)."""
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.linspace(min(2, last), last, count).long().tolist()
@@ -156,14 +158,15 @@ def pass_alone(model: PreTrainedModel, count: int, routing: Any) -> None:
         _logits(
             model,
             [_Token(number, 0, id) for number, id in enumerate(ids)],
-            _Alone(routing=routing),
+            _SelfOnlyPlan(routing=routing),
             [0],
         )
 
 
 def try_out(model: PreTrainedModel, implementation: str) -> None:
-    """Raises ModelError for a model that AgentEvo would compute differently from transformers;
-    leaves it with `implementation`, AgentEvo's attention. One on the device `meta` passes."""
+    """Raises ModelError if AgentEvo would compute the model differently from transformers.
+    Afterwards the model has the attention `implementation`, which is AgentEvo's. A model on the
+    device `meta` is not checked."""
     if next(model.parameters()).is_meta:
         model.set_attn_implementation(implementation)
         return
@@ -172,7 +175,7 @@ def try_out(model: PreTrainedModel, implementation: str) -> None:
     with _evaluating(model):
         reference = _own_logits(model, text)
         model.set_attn_implementation(implementation)
-        far = min(context_length(model.config), FARTHEST) - 1
+        far = min(context_length(model.config), FARTHEST_POSITION) - 1
         difference = _difference(_packed_logits(model, text, other_texts, far), reference)
         if not difference <= _tolerance(model):
             cause = _cause(model, implementation, text, other_texts, reference)
@@ -189,10 +192,10 @@ def _cause(
     """Why the two computations differ, if the cause can be found."""
     tolerance = _tolerance(model)
     model.set_attn_implementation(implementation)
-    repeated = [_Token(number, 0, text[3]) for number in range(OTHER)]
-    around = [_Token(OTHER + number, 0, id) for number, id in enumerate(text[:OTHER])]
+    repeated = [_Token(number, 0, text[3]) for number in range(OTHER_TOKENS)]
+    around = [_Token(OTHER_TOKENS + number, 0, id) for number, id in enumerate(text[:OTHER_TOKENS])]
     mixed = [token for pair in zip(repeated, around, strict=True) for token in pair]
-    copies = _logits(model, mixed, _Alone(), list(range(0, len(mixed), 2)))
+    copies = _logits(model, mixed, _SelfOnlyPlan(), list(range(0, len(mixed), 2)))
     if not _difference(copies, copies[:1].expand_as(copies)) <= tolerance:
         return (
             "what it predicts after a token depends on the tokens around it by another way than "
@@ -210,7 +213,7 @@ def _cause(
             "causal language model)"
         )
 
-    positioned = _own_logits(model, text, position_ids=list(range(TEXT)))
+    positioned = _own_logits(model, text, position_ids=list(range(TEXT_TOKENS)))
     if not _difference(positioned, reference) <= tolerance:
         return (
             "its positions do not begin at 0, so training and the engine would use other "
@@ -230,12 +233,17 @@ def _unlike(difference: float) -> str:
 def _texts(model: PreTrainedModel) -> list[list[int]]:
     """The text that is compared, and two others."""
     last = model.config.get_text_config().vocab_size - 1
-    ids = torch.linspace(min(2, last), last, TEXT + 2 * OTHER).long().tolist()
-    return [ids[OTHER : OTHER + TEXT], ids[:OTHER], ids[OTHER + TEXT :]]
+    ids = torch.linspace(min(2, last), last, TEXT_TOKENS + 2 * OTHER_TOKENS).long().tolist()
+    return [
+        ids[OTHER_TOKENS : OTHER_TOKENS + TEXT_TOKENS],
+        ids[:OTHER_TOKENS],
+        ids[OTHER_TOKENS + TEXT_TOKENS :],
+    ]
 
 
 def _own_logits(model: PreTrainedModel, text: list[int], **lists: list[int]) -> torch.Tensor:
-    """[TEXT, V] by transformers alone; `lists` are further arguments, a number per token."""
+    """The logits [TEXT_TOKENS, V] by transformers alone. `lists` has further arguments, with one
+    number per token."""
     model.set_attn_implementation(EAGER)
     device = next(model.parameters()).device
     inputs = {
@@ -248,28 +256,33 @@ def _own_logits(model: PreTrainedModel, text: list[int], **lists: list[int]) -> 
 def _packed_logits(
     model: PreTrainedModel, text: list[int], other_texts: list[list[int]], far: int | None
 ) -> torch.Tensor:
-    """[TEXT, V] of the text in two passes; the second pass finds the keys of the first in a cache.
-    `far`: the position of an extra token in the passes."""
+    """The logits [TEXT_TOKENS, V] of the text in two passes. The second pass reads the keys of the
+    first one from a cache. `far`: the position of an extra token in the passes."""
     first, second = (
         [_Token(n, place, id) for place, id in enumerate(ids)]
         for n, ids in enumerate(other_texts, 1)
     )
     tokens = [_Token(0, place, id) for place, id in enumerate(text)]
     far_tokens = [] if far is None else [_Token(3, far, text[0])]
-    plan = _SideBySide([*first, *tokens[:CACHED], *far_tokens])
-    first_logits = _logits(model, plan.tokens, plan, list(range(OTHER, OTHER + CACHED)))
-    later = _SideBySide([*far_tokens, *tokens[CACHED:], *second], before=plan)
+    plan = _PackedTextsPlan([*first, *tokens[:CACHED_TOKENS], *far_tokens])
+    first_logits = _logits(
+        model, plan.tokens, plan, list(range(OTHER_TOKENS, OTHER_TOKENS + CACHED_TOKENS))
+    )
+    later = _PackedTextsPlan([*far_tokens, *tokens[CACHED_TOKENS:], *second], before=plan)
     start = len(far_tokens)
-    rest_logits = _logits(model, later.tokens, later, list(range(start, start + TEXT - CACHED)))
+    rest_logits = _logits(
+        model, later.tokens, later, list(range(start, start + TEXT_TOKENS - CACHED_TOKENS))
+    )
     return torch.cat([first_logits, rest_logits])
 
 
 def _logits(
     model: PreTrainedModel, tokens: Sequence[_Token], plan: Any, rows: list[int]
 ) -> torch.Tensor:
-    """[rows, V] of a pass under a plan, requested as training and the engine do."""
+    """The logits [rows, V] of a pass under a plan, requested in the same way as in training and the
+    engine."""
     device = next(model.parameters()).device
-    # What scores every token, as reward models do, knows no `logits_to_keep`.
+    # Models that score every token, such as reward models, have no `logits_to_keep`.
     scores = _inner(model).get_output_embeddings() is None
     options = {} if scores else {"logits_to_keep": torch.tensor(rows, device=device)}
     logits = _pass(
@@ -294,7 +307,7 @@ def _logits(
 def _pass(model: PreTrainedModel, what: str, **inputs: Any) -> torch.Tensor:
     run: Any = model
     try:
-        with torch.enable_grad():  # without, fast layers would keep packed copies of the weights
+        with torch.enable_grad():  # otherwise fast layers keep packed weights
             return run(**inputs).logits.detach()[0].float()
     except PlanMissingError as error:
         raise ModelError(
@@ -309,8 +322,8 @@ def _pass(model: PreTrainedModel, what: str, **inputs: Any) -> torch.Tensor:
 
 
 def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square of the difference between two models' log-probs, relative to that of the
-    expected ones around their mean; of scores, where there is one a token."""
+    """The root mean square difference of log-probs, relative to the standard deviation of the
+    expected ones. If there is one output per token, of scores instead of log-probs."""
     axis = -1 if logits.shape[-1] > 1 else 0
     if axis == -1:
         logits = logits.log_softmax(-1)
@@ -325,7 +338,7 @@ def _tolerance(model: PreTrainedModel) -> float:
 
 
 def _inner(model: PreTrainedModel) -> Any:
-    """The transformers model inside of adapters."""
+    """The transformers model inside adapters."""
     inner: Any = model
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
@@ -336,7 +349,7 @@ def _name(model: PreTrainedModel) -> str:
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """While the context is open, nothing drops out."""
+    """While the context is open, the model is in eval mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

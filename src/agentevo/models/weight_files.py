@@ -1,6 +1,6 @@
-"""Whether the files of a saved model's weights can be read: each file that loading opens exists and
-has the length that its header says. No weight is read, so a changed one does not show; for a
-checkpoint its digests are compared (checkpoint_manifest.py)."""
+"""Checks whether the files of a saved model's weights can be read: each file that loading opens
+must exist and have the length in its header. No weight is read, so changed weights are not
+detected. Digests of a checkpoint are compared instead (checkpoint_manifest.py)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from agentevo.parsing import read_json_object
 
 INDEX = "model.safetensors.index.json"
 WHOLE = ("model.safetensors", "adapter_model.safetensors")
-"""Files that hold all weights of a model or an adapter."""
+"""The files that may hold all weights of a model or an adapter."""
 QUICK_BYTES = 2**29
-"""Files of so many bytes are hashed within a second or two."""
+"""Files of this size in bytes are hashed within a second or two."""
 
 
 def check_saved_model(key: str, folder: Path) -> str:
-    """A note about a saved model that is not loaded: empty, or that its weights are too large to
-    compare with their digests here. `key` is what messages call the model. Raises ModelError and
-    TornError, naming the file, as loading does."""
+    """Checks a saved model without loading it. Returns a note if its weights are too large to
+    compare with their digests here, otherwise an empty text. `key`: the model's name in messages.
+    Raises ModelError and TornError, naming the file, as loading does."""
     compared = verify_model(folder, most_bytes=QUICK_BYTES)
     check_weight_files(key, folder)
     if compared:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.config import RunConfig, SFTSection
-from agentevo.models.in_parts import InParts, lies_in_parts
+from agentevo.models.in_parts import InParts, register_in_parts
 from agentevo.models.sharded import skeleton_of
 from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.learners import (
@@ -94,7 +94,7 @@ class RankTrainers:
             self._model = ranks.share(part_of)
 
         if not self._has_whole:
-            lies_in_parts(
+            register_in_parts(
                 model,
                 InParts(
                     skeleton_of(model),

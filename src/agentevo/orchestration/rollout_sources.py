@@ -459,7 +459,7 @@ class DisaggregatedRollouts:
 
         self._published = remote_sender(parts.model, parts.engine, parts.config, note)
         if self._run_engines is not None:
-            self._run_engines.fed_by(self._published.look_after)
+            self._run_engines.repair_with(self._published.look_after)
 
         self._lost_attempts = LostAttempts(parts.config, parts.store, note)
         self._stream = GroupStream(

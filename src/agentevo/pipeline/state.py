@@ -22,7 +22,7 @@ import msgspec
 
 from agentevo.errors import ConfigError
 from agentevo.files import must_write, open_regular, write_atomic
-from agentevo.models.checkpoint_manifest import OF_TRAINING
+from agentevo.models.checkpoint_manifest import TRAINING_FILES
 from agentevo.pipeline.schema import MAX_STAGES
 
 STATE = "pipeline.json"
@@ -164,7 +164,7 @@ def digest_of_path(path: Path) -> str | None:
     digest = hashlib.sha256()
     has_files = False
     for file in sorted(path.rglob("*")):
-        if file.is_file() and file.name not in OF_TRAINING:
+        if file.is_file() and file.name not in TRAINING_FILES:
             has_files = True
             digest.update(f"{file.relative_to(path).as_posix()}\0".encode("utf-8", "replace"))
             digest.update(_digest_of_file(file).encode())

@@ -45,7 +45,7 @@ from agentevo.tracing import check_tracing, open_tracing
 from agentevo.types import Task
 
 if TYPE_CHECKING:
-    from agentevo.inference.announcements import Lookout
+    from agentevo.inference.announcements import AnnouncementWatcher
     from agentevo.inference.remote import RemoteEngine
     from agentevo.inference.secret import RunSecret
 
@@ -208,7 +208,7 @@ async def engines_and_store(
     engine = RemoteEngine(
         list(urls) or directory,
         also=() if urls else config.rollout.engine_urls,
-        lookout=None if urls else _lookout(config, secret),
+        watcher=None if urls else _announcement_watcher(config, secret),
         secret=secret,
         poll_s=config.rollout.poll_s,
     )
@@ -224,13 +224,15 @@ async def engines_and_store(
         await engine.close()
 
 
-def _lookout(config: RunConfig, secret: RunSecret) -> Lookout | None:
+def _announcement_watcher(config: RunConfig, secret: RunSecret) -> AnnouncementWatcher | None:
     """For engines that announce themselves in the object store of the weights, if there is one."""
-    from agentevo.inference.announcements import Lookout, StoreAnnouncements
+    from agentevo.inference.announcements import AnnouncementWatcher, StoreAnnouncements
     from agentevo.inference.objects import Objects
 
     url = config.rollout.weights.url
-    return Lookout(StoreAnnouncements(Objects(url), secret)) if url is not None else None
+    return (
+        AnnouncementWatcher(StoreAnnouncements(Objects(url), secret)) if url is not None else None
+    )
 
 
 async def _serve(

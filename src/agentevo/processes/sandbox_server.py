@@ -90,7 +90,7 @@ class SandboxServer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: AdmittedConnection = scope["state"]["connection"]
-        is_known = self._secret.is_in(Headers(scope=scope).get("authorization"))
+        is_known = self._secret.matches_header(Headers(scope=scope).get("authorization"))
         try:
             if scope["type"] != "websocket":
                 status = 426 if is_known else 401

@@ -41,7 +41,7 @@ from agentevo.inference.engines import check_engine, engines
 from agentevo.inference.http_server import open_socket, url_of
 from agentevo.inference.objects import Objects
 from agentevo.inference.secret import RunSecret
-from agentevo.inference.server import EngineDoor, listening
+from agentevo.inference.server import EngineApp, listening
 from agentevo.inference.transports import remote_source
 from agentevo.inference.weight_transport import (
     GroupSource,
@@ -130,7 +130,7 @@ async def _serve(
 
         directory = EngineDirectory(config.run_dir / "engines")
         secret = RunSecret(directory.folder, config.rollout.engine_secret)
-        door = EngineDoor(engine, name=name, secret=secret, stats=follower.stats)
+        door = EngineApp(engine, name=name, secret=secret, stats=follower.stats)
         tls, certificate = shown if shown is not None else (None, "")
         announcement = Announcement(
             url=url_of(listener, encrypted=shown is not None),

@@ -87,7 +87,7 @@ class SessionRoutes(Routes):
         own = self._sessions.find_by_key(session_id, key)
         if own is not None:
             return Caller(own)
-        return Caller() if await in_thread(self._secret.is_in, f"Bearer {key}") else None
+        return Caller() if await in_thread(self._secret.matches_header, f"Bearer {key}") else None
 
     def refuse_stranger(self) -> Refusal:
         return Refusal(

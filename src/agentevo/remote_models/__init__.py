@@ -1,5 +1,5 @@
-"""Models behind a foreign HTTP API: for frozen agents, judges and teachers. Their answers are
-recorded, counted and paid for, and never trained."""
+"""Models behind another provider's HTTP API, for frozen agents, judges and teachers. Their answers
+are recorded and counted, and their costs are tracked. They are never trained on."""
 
 from agentevo.remote_models.conversations import RemoteConversations
 from agentevo.remote_models.model import RemoteModel, RemoteModels

@@ -1,4 +1,4 @@
-"""Anthropic's messages, as a client: https://docs.anthropic.com/en/api/messages."""
+"""A client of Anthropic's Messages API: https://docs.anthropic.com/en/api/messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHOICES = {"auto": {"type": "auto"}, "none": {"type": "none"}, "required": {"ty
 
 
 def body_of(url: str, model: str, request: WireRequest) -> dict[str, Any]:
-    """See Wire.body. The API has no seeds: one changes nothing."""
+    """See Wire.body. The API has no seeds, so a seed has no effect."""
     sampling = request.sampling
     if sampling.min_p is not None:
         raise BadRequestError("min_p: Anthropic's API has no such setting: leave it out")
@@ -55,8 +55,8 @@ def body_of(url: str, model: str, request: WireRequest) -> dict[str, Any]:
 
 
 def _tools_in_history(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The tools that a history names: the API takes no calls without a definition of tools, where
-    others let a request end the use of tools by leaving them out."""
+    """Definitions of the tools that a history calls. This API accepts no calls in the history
+    without definitions of tools. Other APIs do, so their requests can leave the tools out."""
     names = dict.fromkeys(call.name for message in messages for call in message.tool_calls)
     return [_tool({"name": name}) for name in names or ("tool",)]
 
@@ -84,7 +84,8 @@ def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Blocks by turns of the user and the assistant: results of tools are the user's."""
+    """The messages as content blocks in turns of user and assistant. Results of tools belong to the
+    user."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         if message.role == "system":
@@ -103,7 +104,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
         return [{**result, "content": message.text}]
 
     blocks: list[dict[str, Any]] = []
-    if message.text.strip():  # an empty text is refused
+    if message.text.strip():  # the API refuses an empty text
         blocks.append({"type": "text", "text": message.text})
 
     for call in message.tool_calls:
@@ -150,12 +151,12 @@ def reply_of(answer: Mapping[str, Any]) -> RemoteReply:
 
 
 class StreamedMessage:
-    """See wire.StreamedAnswer: the events of one message."""
+    """See wire.StreamedAnswer. It reads the events of one message."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, dict[str, Any]] = {}
         self._parts: dict[int, list[str]] = {}
-        """The content so far of each block: of its text, its thought or its JSON."""
+        """The content of each block so far: text, thought or JSON."""
         self._usage: dict[str, Any] = {}
         self._stop_reason: str | None = None
         self._is_whole = False

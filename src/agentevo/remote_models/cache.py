@@ -1,9 +1,10 @@
-"""Kept answers: one file for each question, named by the digest of the server's URL and the whole
-body, the seed included. The files hold the answers, and no key.
+"""A cache of answers, with one file for each question. The file's name is the digest of the
+server's URL and the whole body, including the seed. The files have the answers, but no keys.
 
-Caches are bounded: a process that finds more than the limit removes the oldest entries, down to
-three quarters of it. Processes that write at the same time can exceed the limit by what they wrote
-since each of them last looked, which it does after a sixteenth of the limit.
+The size is bounded: a process that finds the cache above its limit removes the oldest entries, down
+to three quarters of the limit. A process checks the size after it has written a sixteenth of the
+limit. If several processes write at once, the cache can exceed the limit by what they wrote between
+checks.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class ReplyCache:
         self._limit = limit
         self._lock = threading.Lock()
         self._since_look = limit
-        """Bytes written since the last check of the folder; a new process checks at its first
+        """The bytes written since the last check of the folder. A new process checks at its first
         answer."""
 
     def find(self, url: str, body: bytes) -> RemoteReply | None:
-        """The kept answer. A file that can't be read counts as none."""
+        """The cached answer, or None. A file that can't be read counts as missing."""
         try:
             content = self._path(url, body).read_bytes()
             reply = msgspec.json.decode(content, type=RemoteReply)
@@ -41,7 +42,7 @@ class ReplyCache:
         return msgspec.structs.replace(reply, is_cached=True, cost=0.0)
 
     def keep(self, url: str, body: bytes, reply: RemoteReply) -> None:
-        """The first answer to a question stays."""
+        """Stores an answer. The first answer to a question stays."""
         path = self._path(url, body)
         with must_write(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,8 @@ class ReplyCache:
                 self._make_room()
 
     def _make_room(self) -> None:
-        """Files that other processes have just removed are left out."""
+        """Removes the oldest entries if the cache is above its limit. Ignores files that other
+        processes have removed."""
         entries = []
         for path in self._folder.glob("??/*.json"):
             with suppress(OSError):

@@ -1,8 +1,9 @@
-"""One attempt's conversations with remote models: recorded next to its turns, never trained.
+"""One attempt's conversations with remote models. They are recorded next to its turns, and never
+trained on.
 
-A call whose messages begin with a recorded conversation of the same model, tools and agent
-continues from its last answer, however a client has written it again (equivalence.py): the recorded
-turn has only what is new.
+If the messages of a call begin with a recorded conversation of the same model, tools and agent, the
+call continues from the conversation's last answer, in whatever form the client sends it back
+(equivalence.py). The recorded turn then has only the new messages.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from agentevo.store.trace_context import TracedMessage
 from agentevo.types import Message, RemoteTurn, SamplingOverrides
 
 POLICY = "policy"
-"""The agent of the turns if a remote model plays the policy."""
+"""The agent name of the turns if a remote model plays the policy."""
 MAX_COMPLETIONS = 128
-"""Answers that one call may ask for."""
+"""The most answers of one call."""
 
 
-class AnswersRemotely(Protocol):
-    """A remote model, or a replacement of one."""
+class RemoteAnswerer(Protocol):
+    """A remote model, or a replacement for it."""
 
     @property
     def within_s(self) -> float:
-        """The longest that a call takes, in seconds."""
+        """The longest duration of a call, in seconds."""
         ...
 
     async def generate(
@@ -56,12 +57,12 @@ class AnswersRemotely(Protocol):
 
 
 class RemoteConversations:
-    """See the module. `seed` is the attempt's: every call gets its own seed, made from it and the
-    number of the call."""
+    """See the module. `seed` is the attempt's seed. Every call gets its own seed, derived from the
+    attempt's seed and the call's number."""
 
     def __init__(
         self,
-        models: Mapping[str, AnswersRemotely],
+        models: Mapping[str, RemoteAnswerer],
         *,
         name: str,
         seed: int,
@@ -74,7 +75,8 @@ class RemoteConversations:
         self._calls = calls or AttemptCalls(None, name)
         self._num_calls = 0
         self._ends: dict[Hashable, int] = {}
-        """The history up to the end of a turn -> its index; of several the newest."""
+        """The history up to the end of a turn -> the index of the turn, and of the newest one if
+        there are several."""
         self._lost: set[int] = set()
 
     async def complete(
@@ -90,10 +92,10 @@ class RemoteConversations:
         agent: str = "",
         listen: Callable[[int, ContentDelta | ReasoningDelta], None] | None = None,
     ) -> list[RemoteTurn]:
-        """`n` answers of a remote model to a whole history, as recorded turns with one parent.
-        `agent` is the calling agent, if an attempt has several. `listen` receives each answer
-        as it comes, with its number, as RemoteModel.generate sends it. Raises the errors of that
-        method, and UnknownNameError."""
+        """Requests `n` answers of a remote model to a whole history, and records them as turns with
+        one parent. `agent` is the calling agent, if an attempt has several. `listen` receives each
+        answer as it arrives, with its number, in the form of RemoteModel.generate. Raises the
+        errors of that method, and UnknownNameError."""
         if not 1 <= n <= MAX_COMPLETIONS:
             raise BadRequestError(f"n is {n}: ask for 1 to {MAX_COMPLETIONS} completions")
 
@@ -138,7 +140,7 @@ class RemoteConversations:
                 cost=sum(reply.cost for reply in replies),
             )
             schemas = json.dumps(list(tools), ensure_ascii=False) if tools else ""
-            _tell(call, messages, schemas, replies)
+            _trace_messages(call, messages, schemas, replies)
             parent, num_known = self._find_extended(model, agent, schemas, messages)
             return [
                 self._record(model, agent, schemas, messages, parent, num_known, reply, seed)
@@ -146,21 +148,21 @@ class RemoteConversations:
             ]
 
     def within_s(self, model: str) -> float:
-        """The longest that a call of the model takes, in seconds."""
+        """The longest duration of a call of the model, in seconds."""
         return self.models[model].within_s
 
     def discard(self, turn: int) -> None:
-        """No client received the answer of turn `turn`."""
+        """Marks the answer of turn `turn` as not received by any client."""
         self._lost.add(turn)
 
     def received_turns(self) -> set[int]:
-        """The indices of the turns, without those that no client received and no turn continues."""
+        """The indices of all turns that a client received or that another turn continues."""
         parents = {turn.parent for turn in self.turns}
         return {t.index for t in self.turns if t.index not in self._lost or t.index in parents}
 
     def turns_to_record(self) -> list[RemoteTurn]:
-        """The turns for the trajectory: all except those that no client received and no turn
-        continues, renumbered if some are missing."""
+        """The turns for the trajectory: those of `received_turns`, renumbered if some are left
+        out."""
         received = self.received_turns()
         recorded = [turn for turn in self.turns if turn.index in received]
         numbers: dict[int | None, int] = {turn.index: n for n, turn in enumerate(recorded)}
@@ -172,7 +174,7 @@ class RemoteConversations:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """For the trajectory; empty if no remote model was called."""
+        """Metrics for the trajectory. Empty if no remote model was called."""
         if not self.turns:
             return {}
         return {
@@ -228,10 +230,10 @@ class RemoteConversations:
         return turn
 
 
-def _tell(
+def _trace_messages(
     call: RunningCall, messages: Sequence[Message], tools: str, replies: Sequence[RemoteReply]
 ) -> None:
-    """The messages, for the call's span if there is one."""
+    """Adds the messages to the call's span, if there is one."""
     if (tracing := call.tracing) is not None:
         call.said = TracedMessage(
             messages=tuple(messages) if tracing.contents else (),

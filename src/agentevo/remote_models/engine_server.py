@@ -1,10 +1,10 @@
-"""A local model in place of a server: a judge or a teacher on the engine that samples policies,
-with its own event loop and thread, so that no attempt waits for it.
+"""A local model in place of a server: a judge or a teacher on the same kind of engine that samples
+policies. It has its own event loop and thread, so that no attempt waits for it.
 
-It has the input and output of a server of OpenAI's chat completions, so that price log, budget,
-cache, deadlines and the order of models work as for any remote model. It is loaded at the first
-question. The same question has the same answer in any batch (inference/torch_engine.py); without a
-temperature it is greedy. It calls no tools.
+Its requests and answers are those of OpenAI's chat completions, so price log, budget, cache,
+deadlines and the order of models work as for any remote model. The model is loaded at the first
+question. The same question has the same answer in any batch (inference/torch_engine.py). Without a
+temperature the answer is greedy. Tool calls are not supported.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ class EngineServer:
     """See the module: the interface of a remote model's `Server`. Any thread may use it."""
 
     def __init__(self, name: str, section: RemoteModelSection) -> None:
-        """Raises ModelError or UnknownNameError for a name that is not a model's. Nothing is
-        loaded."""
+        """Raises ModelError or UnknownNameError if the name is not the name of a model. Loads
+        nothing."""
         self._name = name
         self._section = section
         self.url = f"engine:{_identity(section.model)}"
-        """The key of kept answers: the model and its settings of computation."""
+        """The part of the cache's keys that identifies the server: the model and the settings that
+        affect its results."""
         self.url += f"#{section.dtype}"
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: asyncio.Task[LocalEngine] | None = None
 
-    def rest(self, seconds: float) -> None:
-        """Never called: an engine queues its requests."""
+    def pause_requests(self, seconds: float) -> None:
+        """Does nothing, because an engine queues its requests."""
 
     def post(
         self,
@@ -82,7 +83,7 @@ class EngineServer:
         except Unanswered:
             raise
         except AgentEvoError as error:
-            status = 400 if "response_format" in request else 0  # it may answer without the form
+            status = 400 if "response_format" in request else 0  # a retry leaves the form out
             raise self._failure(f"gave no answer: {error}", status) from error
         except Exception as error:
             raise self._failure(f"failed: {describe_error(error)}") from error
@@ -93,7 +94,7 @@ class EngineServer:
         return reply, 200
 
     def close(self) -> None:
-        """Ends it, and frees its memory."""
+        """Ends the engine, and frees its memory."""
         with self._lock:
             loop = self._loop
             self._loop = None
@@ -101,7 +102,7 @@ class EngineServer:
         if loop is None:
             return
 
-        with suppress(Exception):  # no caller waits for it any more
+        with suppress(Exception):  # no caller waits for the answer now
             asyncio.run_coroutine_threadsafe(self._end(), loop).result(CLOSE_S)
 
         loop.call_soon_threadsafe(loop.stop)
@@ -193,7 +194,7 @@ def _form(form: Mapping[str, Any]) -> AnswerForm:
 
 
 def _split_thought(text: str, opening: str) -> tuple[str, str]:
-    """The thought at the beginning of an answer, and the rest of the answer."""
+    """Splits an answer into the thought at its beginning, and the text after it."""
     head, mark, rest = text.partition("</think>")
     if not mark or not (head.lstrip().startswith("<think>") or "<think>" in opening):
         return "", text
@@ -201,8 +202,8 @@ def _split_thought(text: str, opening: str) -> tuple[str, str]:
 
 
 def _identity(name: str) -> str:
-    """A model's name, or its folder and when its weights were written, so that a run that was
-    trained further is another model."""
+    """A model's name, or its folder and the time when its weights were written. So a run that was
+    trained further counts as another model."""
     source = resolve(name)
     if not isinstance(source, Path):
         return str(source)

@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 10.0
-"""How long a connection may take to open."""
+"""The time limit for opening a connection."""
 MAX_ANSWER = 64 * 2**20
-"""Bytes of an answer."""
+"""The most bytes of an answer."""
 SHOWN = 300
-"""Characters of a server's answer that a message shows."""
+"""The number of a server's answer's characters that a message shows."""
 _AGAIN = {408, 409, 425, 429}
 _NO_CREDIT = "insufficient_quota"
-"""OpenAI's code for an account without money: a 429 that waiting does not solve."""
+"""OpenAI's code for an account without credit. Its status is 429, but waiting does not help."""
 
 
 class Unanswered(AgentEvoError):
-    """A request without a usable answer. `is_retryable`: a retry can help, after `retry_after_s` if
-    the server sends it. `may_cost`: the request can have a cost."""
+    """A request got no usable answer. `is_retryable`: whether a retry may help, after
+    `retry_after_s` if the server sent it. `may_cost`: whether the server may charge for the
+    request."""
 
     def __init__(
         self,
@@ -62,7 +63,8 @@ class ModelServer:
         key_reference: str | None,
     ) -> None:
         """`url` is the base URL; `key_reference` describes where the key comes from."""
-        # Before any attempt: clients look for the half of httpx that another thread has imported.
+        # Import before any attempt: otherwise a thread could find httpx only half imported by
+        # another one.
         import httpx
 
         headers = {**wire.headers(key), "Content-Type": "application/json"}
@@ -75,11 +77,11 @@ class ModelServer:
         self._name = name
         self._key = key
         self._key_reference = key_reference
-        self._resting_until = 0.0
+        self._paused_until = 0.0
 
-    def rest(self, seconds: float) -> None:
-        """The server wants no request for this time, from any caller."""
-        self._resting_until = max(self._resting_until, time.monotonic() + seconds)
+    def pause_requests(self, seconds: float) -> None:
+        """Pauses the requests of all callers for this time, because the server asked for it."""
+        self._paused_until = max(self._paused_until, time.monotonic() + seconds)
 
     def close(self) -> None:
         """Closes its connections."""
@@ -92,17 +94,17 @@ class ModelServer:
         listen: Listen | None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RemoteReply, int]:
-        """The answer to a body, and its status; `listen` receives each event at once. `headers`: in
-        addition to those of every request. Raises Unanswered."""
+        """Posts a body, and returns the answer and its status. `listen` receives each event
+        immediately. `headers` are sent in addition to those of every request. Raises Unanswered."""
         import httpx
 
         until = time.monotonic() + within_s
-        if self._resting_until >= until:
+        if self._paused_until >= until:
             raise self._failure(
                 "its server asked for a longer pause than is left", is_retryable=False
             )
 
-        time.sleep(max(0.0, self._resting_until - time.monotonic()))
+        time.sleep(max(0.0, self._paused_until - time.monotonic()))
         time_left = max(until - time.monotonic(), 0.01)
         timeout = httpx.Timeout(time_left, connect=min(CONNECT_S, time_left))
         try:
@@ -130,7 +132,7 @@ class ModelServer:
         try:
             answer = msgspec.json.decode(content)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise self._nonsense(error, content) from error
+            raise self._invalid_answer(error, content) from error
 
         return self._reply(answer, content), 200
 
@@ -139,13 +141,13 @@ class ModelServer:
             if not isinstance(answer, Mapping):
                 raise BadAnswerError(f"a {type(answer).__name__}")
             reply = self._wire.reply(answer)
-            msgspec.convert(msgspec.to_builtins(reply), RemoteReply)  # texts where texts belong
+            msgspec.convert(msgspec.to_builtins(reply), RemoteReply)  # checks types
             return reply
         except (BadAnswerError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise self._nonsense(error, content) from error
+            raise self._invalid_answer(error, content) from error
 
     def _events(self, response: httpx.Response, until: float, listen: Listen | None) -> Any:
-        """The complete body of the events."""
+        """Collects the events, and returns the complete body."""
         reader = EventReader()
         streamed = self._wire.streamed()
         data = b""
@@ -157,9 +159,11 @@ class ModelServer:
                             listen(delta)
             return streamed.answer()
         except (BadAnswerError, msgspec.MsgspecError, RecursionError) as error:
-            raise self._nonsense(error, data) from error
+            raise self._invalid_answer(error, data) from error
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise self._nonsense(BadAnswerError(f"no event ({_words(error)})"), data) from error
+            raise self._invalid_answer(
+                BadAnswerError(f"no event ({_words(error)})"), data
+            ) from error
 
     def _parts(self, response: httpx.Response, until: float) -> Iterator[bytes]:
         num_bytes = 0
@@ -174,7 +178,7 @@ class ModelServer:
                     f"answers with more than {MAX_ANSWER} bytes", is_retryable=False, may_cost=True
                 )
 
-    def _nonsense(self, error: Exception, content: bytes) -> Unanswered:
+    def _invalid_answer(self, error: Exception, content: bytes) -> Unanswered:
         return self._failure(
             f"sent an unreadable answer ({_words(error)}): {self._shown(content)}",
             status=200,

@@ -1,14 +1,14 @@
 """The price log of one remote model, and its budget.
 
-The log is an append-only file of JSON lines in the run's folder. A request is one line, written
-when it has ended: model, role, attempt, tokens, cost, status. With a budget, another line comes
-before it, with the maximum that the request can use; the request counts with that until its end is
-recorded. Usage is the sum over the file, whichever process wrote it:
+The log is an append-only file of JSON lines in the run's folder. A request has one line, written at
+its end: model, role, attempt, tokens, cost, status. With a budget, another line is written before
+the request, with the most that the request can use. The request counts with this maximum until its
+end is recorded. Usage is the sum over the file, from all processes:
 
     sum of ended usage + sum of the maximum of requests under way <= budget, at every moment
 
-so that a process that is killed, or a request that broke off and may have been paid for, can't make
-the run spend more than its budget. The lines hold no prompts, no answers and no keys.
+So killed processes and interrupted requests, which may cost money, can't make the run exceed its
+budget. The lines have no prompts, answers or keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentevo.files import must_write
 
 SUMMED = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "tokens", "cost")
 LOCK_S = 30.0
-"""How long the lock of a log may be held by others, who hold it while they write a line."""
+"""The time limit for getting the lock of a log. Other processes hold it while they write a line."""
 
 
 class RemoteModelError(AgentEvoError):
@@ -43,7 +43,7 @@ class RemoteModelError(AgentEvoError):
 
 
 class BudgetExceededError(RemoteModelError):
-    """A call would exceed, or might exceed, the budget of a remote model: it was not made."""
+    """A call was not made because it might exceed the budget of a remote model."""
 
 
 class Spent(msgspec.Struct, kw_only=True):
@@ -64,30 +64,31 @@ class LedgerLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     id: str
     state: str
-    """`begun`, with the most that it can use in tokens and cost; or how it `ended`."""
+    """`begun`: tokens and cost are the most that the request can use. `ended`: they are its
+    usage."""
     model: str
     role: str = ""
     attempt: str = ""
-    """Id of the trajectory that it was made in."""
+    """The id of the trajectory that made the request."""
     at: float
     """Unix time in seconds."""
     seconds: float = 0.0
     status: int = 0
-    """The server's; 0 if it has not answered."""
+    """The server's status; 0 if it has not answered."""
     requests: int = 1
-    """0 for an answer from the cache."""
+    """The number of requests; 0 for an answer from the cache."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     tokens: int = 0
     cost: float = 0.0
     is_estimated: bool = False
-    """The server does not report its usage: the largest possible usage is taken."""
+    """Whether the server did not report its usage. The largest possible usage is then recorded."""
     error: str = ""
 
 
 class Ledger:
-    """See the module. Any thread may use it. Without a path it is in memory."""
+    """See the module. Any thread may use it. Without a path, it is only in memory."""
 
     def __init__(self, path: Path | None, budget: BudgetSection, name: str) -> None:
         self._path = path
@@ -99,14 +100,15 @@ class Ledger:
         self._used = Spent()
         self._open = dict[str, Spent]()
         self._own = 0
-        """Requests of this process that have begun and not ended."""
+        """The running requests of this process."""
         self._settled = threading.Condition(self._thread_lock)
         self._totals: dict[str, dict[str, Any]] = {}
-        """By role."""
+        """Role -> the usage so far."""
 
     def begin(self, most: Spent, *, role: str, until: float) -> str:
-        """The id of a request that may be made now. Waits, up to the monotonic time `until`, for
-        requests of this process whose end may make room. Raises BudgetExceededError."""
+        """Reserves budget for a request, and returns the request's id. Waits up to the monotonic
+        time `until` for running requests of this process, whose end may free budget. Raises
+        BudgetExceededError."""
         if not self._budget.limits:
             return secrets.token_hex(8)
 
@@ -123,7 +125,7 @@ class Ledger:
             while True:
                 with self._lock():
                     self._read()
-                    problem = self._beyond(most)
+                    problem = self._exceeded_limit(most)
                     if not problem:
                         self._write(line)
                         self._own += 1
@@ -135,7 +137,7 @@ class Ledger:
                 self._settled.wait(max(0.0, min(1.0, until - time.monotonic())))
 
     def end(self, line: LedgerLine) -> None:
-        """A request has ended, with this usage."""
+        """Records the end of a request and its usage."""
         with self._thread_lock:
             with self._lock():
                 self._write(line)
@@ -144,8 +146,8 @@ class Ledger:
                 self._settled.notify_all()
 
     def totals(self) -> list[dict[str, Any]]:
-        """The usage of each role so far, in all processes: answers, cached ones included, failed
-        requests, and sums by the names of SUMMED."""
+        """The usage of each role so far, in all processes: the numbers of answers (including cached
+        ones) and of failed requests, and the sums with the names of SUMMED."""
         if self._path is not None and not self._path.exists():
             return []
 
@@ -157,13 +159,14 @@ class Ledger:
             ]
 
     def remaining(self) -> dict[str, float]:
-        """The rest of each limit of the budget, by its name, over all processes: a request that is
-        under way, or was when its process was killed, counts with the most that it can use."""
+        """What is left of each limit of the budget, by its name, over all processes. A running
+        request counts with the most that it can use, and so does a request whose process was
+        killed."""
         with self._thread_lock:
             if self._path is not None and self._path.exists():
                 with self._lock():
                     self._read()
-            used = self._most()
+            used = self._largest_usage()
 
         limits = {name: getattr(self._budget, name) for name in Spent.__struct_fields__}
         return {
@@ -172,9 +175,10 @@ class Ledger:
             if limit is not None
         }
 
-    def _beyond(self, most: Spent) -> str:
-        """The limit that a request with this usage would break, as a sentence; empty for none."""
-        used = self._most()
+    def _exceeded_limit(self, most: Spent) -> str:
+        """A sentence about the limit that a request with this usage would exceed, or an empty
+        text."""
+        used = self._largest_usage()
         limits = self._budget
         for what, limit, now, extra in (
             ("requests", limits.requests, used.requests, most.requests),
@@ -190,8 +194,8 @@ class Ledger:
 
         return ""
 
-    def _most(self) -> Spent:
-        """The usage so far, and the maximum of requests under way."""
+    def _largest_usage(self) -> Spent:
+        """The usage so far, plus the maximum of running requests."""
         used = Spent()
         for spent in (self._used, *self._open.values()):
             used.add(spent)
@@ -199,7 +203,7 @@ class Ledger:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """No other process of the run writes during this block."""
+        """During this block, no other process of the run writes."""
         if self._path is None:
             yield
             return
@@ -216,13 +220,13 @@ class Ledger:
         text = msgspec.json.encode(line) + b"\n"
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            if self._half_a_line():  # of a process that was killed
+            if self._has_partial_line():  # left by a process that was killed
                 text = b"\n" + text
             os.write(handle, text)
         finally:
             os.close(handle)
 
-    def _half_a_line(self) -> bool:
+    def _has_partial_line(self) -> bool:
         assert self._path is not None
         size = self._path.stat().st_size
         if not size:
@@ -246,7 +250,7 @@ class Ledger:
             try:
                 self._take(msgspec.json.decode(text, type=LedgerLine))
             except msgspec.MsgspecError:
-                continue  # half a line of a process that was killed
+                continue  # an incomplete line of a process that was killed
 
     def _take(self, line: LedgerLine) -> None:
         spent = Spent(requests=line.requests, tokens=line.tokens, cost=line.cost)

@@ -1,5 +1,5 @@
-"""The model and the engine behind engine_server.py: the only module of this package that imports
-torch, imported at the first question."""
+"""The model and the engine behind engine_server.py. Only this module of the package imports torch,
+and it is imported at the first question."""
 
 from __future__ import annotations
 

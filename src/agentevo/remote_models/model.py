@@ -1,16 +1,16 @@
-"""Remote models: a history of messages in, a reply out, over HTTP.
+"""Remote models: send a history of messages over HTTP and return the reply.
 
-A model with `api: engine` has no server: statements here about a server then hold for
-engine_server.py, in this process.
+A model with `api: engine` has no server. For it, "server" in this module means engine_server.py in
+this process.
 
-Requests run on threads of this package, so that a step of an engine, which holds the event loop,
-does not count as a slow server, and so that an abandoned call is still accounted for when its
-answer comes. A temporary failure (too many requests, the server's own failures, a connection that
-ends) is tried again, with pauses that double, or as long as its `Retry-After` says; a permanent
-refusal is raised at once. Every call ends within its deadline.
+Requests run on threads of this package, so an engine's step, which blocks the event loop, does not
+make a server look slow. An abandoned call is still recorded in the price log when its answer
+arrives. After a temporary failure (too many requests, a failure of the server, a lost connection)
+the request is repeated, after pauses that double, or after the server's `Retry-After`. A permanent
+refusal is raised immediately. Every call ends within its deadline.
 
-A key is read from the environment when a model is made. It is sent only to its server: an answer of
-the server about it is shown without it.
+A key is read from the environment when the object is created. It is sent only to its server. If the
+server's answer contains the key, messages show the answer without it.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ WIRES = {
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 _REFUSED = (400, 415, 422, 501)
-"""The statuses of servers that do not support the requested form of the answer."""
+"""The statuses with which servers refuse the requested form of the answer."""
 MARGIN_S = 2.0
-"""The seconds that a call can take beyond its deadline if a server keeps its thread busy."""
+"""How far a call can exceed its deadline, in seconds, if a server keeps its thread busy."""
 
 
 class RemoteModel:
-    """See the module. `folder` is where its price log and its cache are; without it they are in
-    memory, and nothing is cached. Any thread and any event loop may use it."""
+    """See the module. `folder` has its price log and its cache. Without it, the price log is in
+    memory and nothing is cached. Any thread and any event loop may use it."""
 
     def __init__(self, name: str, section: RemoteModelSection, folder: Path | None = None) -> None:
         """Raises ConfigError for a key that is not in the environment."""
@@ -95,7 +95,7 @@ class RemoteModel:
 
     @property
     def within_s(self) -> float:
-        """The longest that a call takes, in seconds."""
+        """The longest duration of a call, in seconds."""
         return self.section.deadline_s + MARGIN_S
 
     async def generate(
@@ -112,13 +112,13 @@ class RemoteModel:
         listen: Listen | None = None,
         schema: Mapping[str, Any] | None = None,
     ) -> RemoteReply:
-        """The answer to a whole history. `tool_choice`: auto, none, required or the name of a
-        function; `form` is the required form of the answer, and its `calls` replace `tool_choice`;
-        `sampling` replaces the recipe's values; `role` and `attempt` name the purpose of the
-        request in the price log. `listen` receives the answer as it arrives, on a thread of this
-        package; received pieces are never taken back, so an answer that breaks off after the first
-        piece is not retried. `schema` is a JSON schema that the server enforces if it can; a server
-        that refuses it gets requests without a schema from then on.
+        """Returns the answer to a whole history. `tool_choice`: auto, none, required or the name of
+        a function; `form` is the required form of the answer, and its `calls` replace
+        `tool_choice`; `sampling` replaces the recipe's values; `role` and `attempt` name the
+        purpose of the request in the price log. `listen` receives the answer as it arrives, on a
+        thread of this package; received pieces can't be withdrawn, so an answer that breaks off
+        after the first piece is not retried. `schema` is a JSON schema that the server enforces if
+        it can. If a server refuses schemas, later requests have none.
 
         Raises BudgetExceededError, RemoteModelError if there is no answer, and BadRequestError
         for an invalid request.
@@ -157,14 +157,14 @@ class RemoteModel:
             raise self._late("its server keeps all of max_at_once connections") from None
 
     def close(self) -> None:
-        """Ends it. Calls that wait fail."""
+        """Ends the model's threads and connections. Waiting calls fail."""
         self._workers.close()
         self._server.close()
 
     async def _by_schema(
         self, schema: Mapping[str, Any], generate: Callable[..., Awaitable[RemoteReply]]
     ) -> RemoteReply:
-        """The answer, held to the schema unless the server has refused schemas."""
+        """The answer, with the schema enforced unless the server has refused schemas."""
         if self._takes_schemas:
             try:
                 return await generate(form=AnswerForm(schema=schema, strict=True))
@@ -179,7 +179,7 @@ class RemoteModel:
     def _call(
         self, wire_request: WireRequest, role: str, attempt: str, listen: Listen | None
     ) -> Callable[[], RemoteReply]:
-        """The work of a thread for a checked request."""
+        """Runs a checked request on a thread."""
         if not wire_request.messages:
             raise BadRequestError("messages is a list with at least one message")
 
@@ -213,8 +213,8 @@ class RemoteModel:
         return SamplingOverrides(**base | ({} if overrides is None else overrides.given()))
 
     def _answer(self, content: bytes, request: _RemoteRequest, call: LedgerLine) -> RemoteReply:
-        """On a thread: the answer from the cache or the server, with retries as long as they may
-        help. `content` is the request, whether or not the answer comes in events."""
+        """On a thread: the answer from the cache or the server. Retries while a retry may help.
+        `content` is the request, without the fields for an answer in events."""
         cached_reply = None if self._cache is None else self._cache.find(self._server.url, content)
         if cached_reply is not None:
             self.ledger.end(msgspec.structs.replace(call, id="cache", state="cached", requests=0))
@@ -244,13 +244,13 @@ class RemoteModel:
         )
 
     def _request(self, request: _RemoteRequest, call: LedgerLine) -> RemoteReply:
-        """One request, accounted for."""
+        """Makes one request, and records it in the price log."""
         if request.until <= time.monotonic():
             raise self._late("it waited for its turn")
 
         content = request.content
         max_new = request.max_new_tokens
-        most_tokens = len(content) + max_new  # a token is a byte at the very least
+        most_tokens = len(content) + max_new  # a token has at least one byte
         most = Spent(requests=1, tokens=most_tokens, cost=self._price(len(content), 0, max_new))
         number = self.ledger.begin(most, role=call.role, until=request.until)
         line = msgspec.structs.replace(call, id=number, at=time.time())
@@ -290,14 +290,14 @@ class RemoteModel:
         return 0.0 if price is None else price.of(prompt, cached, completion)
 
     def _pause(self, error: Unanswered, attempt: int, request: _RemoteRequest) -> None:
-        """Before the next request; half of it depends on the call, so that calls that failed
-        together don't repeat together."""
+        """The pause before the next request, in seconds. Half of it depends on the call, so that
+        calls that failed at the same time are not repeated at the same time."""
         pause = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
         share = derive_seed(self.name, "pause", request.number, attempt) / 2**63
         pause = pause * (0.5 + 0.5 * share)
         if error.retry_after_s is not None:
             pause = error.retry_after_s
-            self._server.rest(pause)
+            self._server.pause_requests(pause)
 
         if attempt + 1 == self.section.max_tries:
             return
@@ -315,17 +315,17 @@ class RemoteModel:
 
 @dataclass(slots=True)
 class _RemoteRequest:
-    """A request, sent once or more often."""
+    """A request, which may be sent several times."""
 
     content: bytes
     max_new_tokens: int
     until: float
-    """The end of the call, as monotonic time."""
+    """The monotonic time at which the call must end."""
     number: int
-    """Of the model's calls."""
+    """The number of this call among the model's calls."""
     listen: Listen | None
     headers: Mapping[str, str]
-    """The position of the call in a trace."""
+    """The headers with the call's position in a trace."""
     has_told: bool = False
 
     def on_delta(self, delta: ContentDelta | ReasoningDelta) -> None:
@@ -335,8 +335,8 @@ class _RemoteRequest:
 
 
 class RemoteModels(Mapping[str, RemoteModel]):
-    """The remote models of a run, by name. `folder` is the one in the run's folder for their price
-    logs; without it nothing is written."""
+    """The remote models of a run, by name. `folder` is the folder of their price logs, within the
+    run's folder. Without it nothing is written."""
 
     def __init__(
         self, sections: Mapping[str, RemoteModelSection], folder: Path | None = None
@@ -371,8 +371,8 @@ class RemoteModels(Mapping[str, RemoteModel]):
         return [row for model in self._models.values() for row in model.ledger.totals()]
 
     def summary(self) -> dict[str, Any]:
-        """Their entry in summary.json: `totals`, and the rest of the budgets; empty without remote
-        models."""
+        """The entry of remote models in summary.json: `totals`, and what is left of the budgets.
+        Empty without remote models."""
         if not self._models:
             return {}
         limits_left = {name: model.ledger.remaining() for name, model in self._models.items()}
@@ -382,7 +382,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
         }
 
     def account(self) -> list[str]:
-        """`totals` as readable text, a line for each, and the rest of the budgets."""
+        """`totals` as readable text with a line for each, and what is left of the budgets."""
         lines = [
             f"remote model {row['model']}, asked by {row['role'] or 'no named role'}: "
             f"{row['answers']} answers ({row['from_cache']} from the cache), "
@@ -398,7 +398,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
         return lines
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Closes all models."""
         for model in self._models.values():
             model.close()
 
@@ -443,7 +443,7 @@ def key_of_model(name: str, section: RemoteModelSection) -> str | None:
 
 
 class ModelWorkers:
-    """A bounded number of threads, begun as they are needed, which do not keep a process alive."""
+    """A limited number of daemon threads, started when they are needed."""
 
     def __init__(self, limit: int, name: str) -> None:
         self.ended = threading.Event()
@@ -455,7 +455,7 @@ class ModelWorkers:
         self._num_threads = self._num_busy = 0
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """The result or error of the work."""
+        """Runs the work on a thread, and returns a future with its result or error."""
         future: Future[T] = Future()
         with self._lock:
             if self.ended.is_set():
@@ -469,7 +469,7 @@ class ModelWorkers:
         return future
 
     def close(self) -> None:
-        """Takes no more work, and fails waiting work."""
+        """Accepts no more work. Waiting work fails."""
         with self._lock:
             self.ended.set()
             num_threads = self._num_threads

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, as a client: https://platform.openai.com/docs/api-reference/chat."""
+"""A client of OpenAI's chat completions: https://platform.openai.com/docs/api-reference/chat."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from agentevo.types import Message
 
 _CHOICES = ("auto", "none", "required")
 LARGEST_SEED = 2**31 - 1
-"""Some servers keep a seed in 32 bits."""
+"""The largest seed, because some servers store a seed in 32 bits."""
 
 
 def body_of(url: str, model: str, request: WireRequest) -> dict[str, Any]:
-    """See Wire.body. OpenAI's own servers know the limit of new tokens by another name than most
-    others."""
+    """See Wire.body. OpenAI's own servers have another name for the limit of new tokens than most
+    servers."""
     is_openai = (urlsplit(url).hostname or "").endswith("openai.com")
     sampling = request.sampling
     fields = {
@@ -71,7 +71,7 @@ def _form(form: AnswerForm, *, has_tools: bool) -> dict[str, Any]:
 
 
 def as_openai(message: Message) -> dict[str, Any]:
-    """A message in OpenAI's form, without reasoning, for which its API has no place."""
+    """A message in OpenAI's form, without reasoning, because the API has no field for it."""
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         fields["tool_calls"] = [
@@ -109,7 +109,7 @@ def reply_of(answer: Mapping[str, Any]) -> RemoteReply:
 
 
 class StreamedChat:
-    """See wire.StreamedAnswer: chunks of a chat completion."""
+    """See wire.StreamedAnswer. It reads the chunks of a chat completion."""
 
     def __init__(self) -> None:
         self._content: list[str] = []

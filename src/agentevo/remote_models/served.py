@@ -1,5 +1,5 @@
-"""The models that a server of OpenAI's or Anthropic's API lists (`GET .../models`), so that an
-unknown name is reported before the first request."""
+"""Checks a model's name against the list of a server of OpenAI's or Anthropic's API (`GET
+.../models`), so that an unknown name is reported before the first request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentevo.remote_models.model import WIRES, key_of_model
 WITHIN_S = 20.0
 MAX_LISTED = 10
 MAX_LIST = 4 * 2**20
-"""Bytes of a list."""
+"""The most bytes of a list."""
 
 
 def served_models(name: str, section: RemoteModelSection) -> list[str] | None:
@@ -70,7 +70,7 @@ def _names(content: bytes) -> list[str] | None:
 
 
 def check_served(name: str, section: RemoteModelSection) -> None:
-    """Raises ConfigError if the server lists its models and this one is not among them."""
+    """Raises ConfigError if the server lists its models and this model is not listed."""
     if section.api == "engine":
         return
 

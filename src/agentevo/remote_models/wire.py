@@ -15,7 +15,8 @@ from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.types import FinishReason, Message, SamplingOverrides
 
 MOST_TOKENS = 10**9
-"""Of one prompt or answer, as a server may count them."""
+"""The largest plausible number of tokens of one prompt or answer. A server that reports more is not
+believed."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +24,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     cached_tokens: int = 0
-    """How many of those the server had in its cache."""
+    """The number of prompt tokens that the server had in its cache."""
     completion_tokens: int
 
     def __post_init__(self) -> None:
@@ -49,9 +50,9 @@ class RemoteReply(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None = None
     """None if the server does not report it."""
     cost: float = 0.0
-    """By the recipe's prices."""
+    """The cost by the recipe's prices."""
     is_cached: bool = False
-    """It was kept from an earlier call."""
+    """Whether it comes from the cache."""
 
     @property
     def text(self) -> str:
@@ -59,7 +60,8 @@ class RemoteReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Listen = Callable[[ContentDelta | ReasoningDelta], None]
-"""Receives a model's answer as it comes; only the reply has a call of a tool."""
+"""A function that receives the parts of a model's answer as they arrive. Tool calls are only in the
+final reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +70,14 @@ class WireRequest:
 
     messages: Sequence[Message]
     tools: list[dict[str, Any]] | None
-    """In OpenAI's form."""
+    """The tools' schemas in OpenAI's form."""
     tool_choice: str
     """auto, none, required, or the name of a function."""
     form: AnswerForm | None = None
-    """The form of the answer; tool_choice decides which calls it may have."""
+    """The required form of the answer. `tool_choice` decides which calls it may have."""
     sampling: SamplingOverrides
-    """With all of the recipe's values for the model; max_new_tokens is set."""
+    """The sampling settings, including the recipe's values for the model. max_new_tokens is always
+    set."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -82,33 +85,33 @@ class WireRequest:
 
 
 class StreamedAnswer(Protocol):
-    """An answer that comes in events. A missing part of an event raises LookupError, TypeError,
-    ValueError or AttributeError, a reported failure BadAnswerError."""
+    """An answer that arrives as events. Invalid events raise LookupError, TypeError, ValueError or
+    AttributeError. A failure that the server reports raises BadAnswerError."""
 
     def add(self, event: Any) -> Sequence[ContentDelta | ReasoningDelta]:
         """Adds an event."""
         ...
 
     def answer(self) -> Mapping[str, Any]:
-        """The body that the server would have sent in one piece. Raises BadAnswerError if the
-        events ended before the answer did."""
+        """The body that the server would have sent without events. Raises BadAnswerError if the
+        events ended before the answer was complete."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """An API: how a call is written and its answer read."""
+    """The functions of one API that write a call and read its answer."""
 
     path: Callable[[str], str]
-    """The URL of a base URL."""
+    """Base URL -> the URL of requests."""
     headers: Callable[[str | None], dict[str, str]]
-    """For a key."""
+    """Key -> the headers of a request."""
     body: Callable[[str, str, WireRequest], dict[str, Any]]
-    """For a URL, the server's name of the model, and the call."""
+    """(URL, the server's name of the model, the call) -> the body of the request."""
     reply: Callable[[Mapping[str, Any]], RemoteReply]
-    """Raises BadAnswerError for anything else."""
+    """Body of the answer -> the reply. Raises BadAnswerError for an invalid body."""
     stream: Mapping[str, Any]
-    """The fields of a request for an answer in events."""
+    """The additional fields of a request whose answer arrives as events."""
     streamed: Callable[[], StreamedAnswer]
 
 
@@ -117,7 +120,7 @@ class BadAnswerError(AgentEvoError):
 
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """The messages, in which every tool call and every result has an id, as servers demand."""
+    """The messages, with an id for every tool call and every result, since servers require them."""
     with_ids: list[Message] = []
     ids: list[str] = []
     for number, (message, place) in enumerate(zip(messages, places_of(messages), strict=True)):

@@ -136,7 +136,7 @@ def files_to_push(folder: Path, repo: str) -> dict[str, Path | bytes]:
     files: dict[str, Path | bytes] = {
         name: folder / name
         for name in names
-        if name not in manifest.OF_TRAINING and not name.startswith(".")
+        if name not in manifest.TRAINING_FILES and not name.startswith(".")
     }
     run = run_of(folder)
     if run is not None or CARD not in files:

@@ -1,9 +1,9 @@
 """Sandboxes by bubblewrap: separate namespaces, and a read-only file system that contains only
 the system's programs and this Python.
 
-As root it makes namespaces without a user namespace, and the supervisor becomes an unused user:
-root would not be bound by limits of processes. As an ordinary user, and as root where that is not
-allowed, it makes a user namespace.
+As root it creates namespaces without a user namespace, and the supervisor becomes an unused user,
+because process limits do not apply to root. As an ordinary user, or as root if that is not
+permitted, it creates a user namespace.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 INSTALL = "install it (apt-get install bubblewrap, dnf install bubblewrap, apk add bubblewrap)"
 OWN_FOLDERS = ("/sandbox", "/agentevo")
-"""Inside: the work folder, and the supervisor's program."""
+"""The paths inside the sandbox of the work folder, and of the supervisor's program."""
 _SHARED_MIB = 16
 _TRIAL_S = 20
 
@@ -71,7 +71,7 @@ class Bubblewrap(LocalKind):
 
         uid = new_uid() if os.geteuid() == 0 else None
         read, write = os.pipe()
-        os.write(write, seccomp_program())  # less than a pipe holds
+        os.write(write, seccomp_program())  # the filter is smaller than a pipe's buffer
         os.close(write)
         argv = [
             program,
@@ -118,7 +118,7 @@ def namespace_words(way: str) -> list[str]:
 
 @cache
 def working_way(program: str) -> str:
-    """`root` or `user`; empty if neither works."""
+    """The way that works here: `root` or `user`. Empty if neither works."""
     ways = ["root", "user"] if os.geteuid() == 0 else ["user"]
     return next((way for way in ways if _try_way(program, way).returncode == 0), "")
 
@@ -200,7 +200,7 @@ def _memory_folder(path: str, mib: int) -> list[str]:
 
 
 def _parent_folders(paths: list[str]) -> list[str]:
-    """The parent folders, from the root on: bubblewrap would make them unreadable."""
+    """The parent folders, from the root on. Otherwise bubblewrap would make them unreadable."""
     folders: list[str] = []
     for path in paths:
         parts = path.split("/")[1:-1]

@@ -29,11 +29,12 @@ from agentevo.sandbox.stale import is_gone, owner
 CONTROLLERS = ("memory", "pids", "cpu")
 PREFIX = "agentevo-sandbox-"
 OWN_MIB = 32
-"""Memory of the kernel for a sandbox, in addition to its own memory and files."""
+"""The kernel's memory for a sandbox, in addition to the sandbox's own memory and files, in MiB."""
 OWN_TASKS = 6
-"""Processes of AgentEvo itself: the wrapper, the supervisor, the interpreter."""
+"""The number of AgentEvo's own processes in a sandbox: the wrapper, the supervisor, the
+interpreter."""
 _PERIOD_US = 100_000
-_LOOK_S = 0.005
+_POLL_INTERVAL_S = 0.005
 _NAME = re.compile(rf"{PREFIX}(\d+-\d+-\d+)-\d+")
 _finding = threading.Lock()
 _numbers = itertools.count(1)
@@ -65,7 +66,7 @@ class CgroupLimits(Protocol):
 
 
 class ControlGroup:
-    """The cgroup of one sandbox. Methods can block for a moment."""
+    """The cgroup of one sandbox. Its methods can block for a moment."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -76,7 +77,7 @@ class ControlGroup:
             mib = section.memory_mib + section.disk_mib + OWN_MIB
             self._write("memory.max", str(mib * 2**20))
             self._write("memory.oom.group", "1")
-            with contextlib.suppress(FileNotFoundError):  # a kernel without swap
+            with contextlib.suppress(FileNotFoundError):  # the kernel has no swap
                 self._write("memory.swap.max", "0")
 
         if "pids" in controllers:
@@ -87,8 +88,8 @@ class ControlGroup:
             self._write("cpu.max", f"{quota} {_PERIOD_US}")
 
     def add(self, pids: Iterable[int]) -> None:
-        """Moves processes into it; processes that they start later are in it too. Raises
-        OSError."""
+        """Moves processes into the group. Processes that they start later are also in the group.
+        Raises OSError."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 self._write("cgroup.procs", str(pid))
@@ -102,8 +103,8 @@ class ControlGroup:
         return re.search(r"^oom_kill [1-9]", events, re.MULTILINE) is not None
 
     def end(self, until: float) -> None:
-        """Kills its processes, and deletes it; gives up at `until`, a time of the monotonic
-        clock."""
+        """Kills the group's processes, and deletes the group. Gives up at the monotonic time
+        `until`."""
         while True:
             with contextlib.suppress(OSError):
                 self._write("cgroup.kill", "1")
@@ -116,7 +117,7 @@ class ControlGroup:
             if not self._folder.exists() or time.monotonic() > until:
                 return
 
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def _write(self, name: str, text: str) -> None:
         with (self._folder / name).open("w") as file:  # only the kernel creates these files
@@ -124,8 +125,8 @@ class ControlGroup:
 
 
 def new_group(section: CgroupLimits) -> ControlGroup | None:
-    """A group with the section's limits; None if none can be created. Raises SandboxError if the
-    section needs one, and OSError."""
+    """Creates a group with the section's limits. None if none can be created. Raises SandboxError
+    if the section needs one, and OSError."""
     parent_group = place()
     if section.cpus is not None and "cpu" not in parent_group.controllers:
         why = parent_group.problem or "the cpu controller is not delegated"
@@ -148,14 +149,14 @@ def new_group(section: CgroupLimits) -> ControlGroup | None:
 
 
 def place() -> CgroupPlace:
-    """The place for groups on this machine, found by creating one and moving a process into it.
+    """Finds the place for groups on this machine, by creating a group and moving a process into it.
     Thread-safe."""
     with _finding:  # two trials at once would use the same name and fail
-        return _found()
+        return _find_place()
 
 
 @cache
-def _found() -> CgroupPlace:
+def _find_place() -> CgroupPlace:
     try:
         folders = _own_folders()
     except OSError as error:
@@ -179,7 +180,7 @@ def _found() -> CgroupPlace:
 
 
 def _own_folders() -> list[Path]:
-    """The folder of this process's own group, and those above it."""
+    """The folder of this process's own group, and the folders above it."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     group_path = next((line[3:] for line in lines if line.startswith("0::")), None)
     for mount in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -216,7 +217,7 @@ def _try(folder: Path) -> None:
 
 
 def _groups_below(folder: Path) -> Iterator[Path]:
-    """Groups in it, inner ones first: sandboxed code with access could have created them."""
+    """The groups below it, inner ones first. Sandboxed code with access could have created them."""
     for path, _, _ in os.walk(folder, topdown=False):
         if path != str(folder):
             yield Path(path)

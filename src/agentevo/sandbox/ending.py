@@ -14,11 +14,11 @@ from agentevo.sandbox.launch import SandboxLaunch
 from agentevo.sandbox.watch import descendants
 
 ENDING_S = 5.0
-_LOOK_S = 0.005
+_POLL_INTERVAL_S = 0.005
 
 _alive: set[tuple[int, subprocess.Popen[bytes], SandboxLaunch]] = set()
-"""The sandboxes, with the process that started each: a fork of this process inherits the set, but
-not the sandboxes in it."""
+"""The sandboxes, each with the process that started it. A fork of this process inherits the set,
+but not the sandboxes."""
 
 
 def end_with_this_process(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
@@ -34,7 +34,7 @@ def end_all_of(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
     kill(process, launch)
 
     while time.monotonic() < until and not all(_is_dead(descendant) for descendant in tree):
-        time.sleep(_LOOK_S / 5)
+        time.sleep(_POLL_INTERVAL_S / 5)
 
     if launch.owned_uid is not None:
         _end_user(launch.owned_uid, until)
@@ -56,8 +56,9 @@ def kill(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
     seconds."""
     if process.poll() is None:
         if launch.has_namespace:
-            # The namespace's first process is among them, and all end with it. It does not end with
-            # bubblewrap, which can't signal a process of another user.
+            # The namespace's first process is among these processes, and all others end with it.
+            # Ending bubblewrap does not end it, since bubblewrap can't signal a process of another
+            # user.
             for descendant in descendants(process.pid):
                 _kill(descendant)
         else:
@@ -74,7 +75,7 @@ def _end_descendants(pid: int, until: float) -> None:
             return
         for survivor in living:
             _kill(survivor)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _end_user(uid: int, until: float) -> None:
@@ -90,12 +91,12 @@ def _end_user(uid: int, until: float) -> None:
         for survivor in living:
             _kill(survivor)
 
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _is_of(process: Path, uid: int) -> bool:
     try:
-        status = (process / "status").read_bytes()  # its name may be no text
+        status = (process / "status").read_bytes()  # the file's name may not be text
     except OSError:
         return False
     return f"\nUid:\t{uid}\t".encode() in status

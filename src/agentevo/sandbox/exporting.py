@@ -28,7 +28,7 @@ async def export_files(
             except SandboxError:
                 if has_ended():
                     raise
-                continue  # its name is no UTF-8, or it is gone since
+                continue  # its name is not UTF-8, or it was deleted in between
 
             total += len(content)
             if total > disk_mib * 2**20:
@@ -41,7 +41,7 @@ async def export_files(
 
 
 def _is_inner_path(path: str) -> bool:
-    """Whether a path from the sandbox stays below a folder on this machine."""
+    """Whether a path that the sandbox sent stays within its folder."""
     parts = path.split("/")
     return bool(path) and "\0" not in path and not any(part in ("", ".", "..") for part in parts)
 

@@ -1,7 +1,7 @@
 """Sandboxes without any program to install: landlock for files, seccomp for system calls, rlimits,
 and namespaces if the kernel lets this user create them.
 
-There are four ways; the first one that works in a trial is used:
+There are four ways. The first one that works in a trial is used:
 
     namespaces        root: own processes, network, mounts; an unused user
     user namespaces   an ordinary user: the same within a user namespace
@@ -9,7 +9,7 @@ There are four ways; the first one that works in a trial is used:
     same user         an ordinary user without namespaces; Linux 6.12 or newer, so that landlock
                       keeps signals inside
 
-docs/sandbox.md lists the guarantees that the last two lack.
+docs/sandbox.md lists the guarantees that the last two ways lack.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def launch_by(way: str, section: SandboxSection) -> SandboxLaunch:
 def _confine(
     way: str, folder: Path, uid: int | None, packages: list[str], disk_mib: int, max_files: int
 ) -> tuple[list[str], int]:
-    """The arguments before the program to run, and a handle that it inherits."""
+    """The command that confines and starts the program, and a handle that it inherits."""
     read, write = os.pipe()
     os.write(write, seccomp_program(keeps_attributes=way == "same user"))
     os.close(write)
@@ -130,7 +130,7 @@ def _confine(
 
 @cache
 def working_way() -> str:
-    """The first of WAYS that works here; empty if none does."""
+    """The first of WAYS that works here, or an empty text."""
     return next((way for way in _possible_ways() if not _try_way(way)), "")
 
 
@@ -142,7 +142,7 @@ def _possible_ways() -> list[str]:
 
 @cache
 def _try_way(way: str) -> str:
-    """Tries a way and returns why it does not work; empty if it does."""
+    """Tries a way. Returns why it does not work, or an empty text."""
     folder = new_folder()
     uid = new_uid() if way in ("namespaces", "own user") else None
     try:

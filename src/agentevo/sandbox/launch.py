@@ -29,16 +29,16 @@ class SeenMounts(Protocol):
 
     @property
     def disk_mib(self) -> int:
-        """Size of the work folder."""
+        """The size of the work folder in MiB."""
         ...
 
 
 INSIDE = Path(__file__).parent / "inside"
 FIRST_UID = 1_800_000_000
-"""The first user id without an account. A sandbox that root starts gets a random one of them, which
-no other sandbox has."""
+"""The first user id without an account. A sandbox that root starts gets a random unused one of
+these ids."""
 NUM_UIDS = 100_000_000
-"""How many such users there are."""
+"""The number of such ids."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 TOO_WIDE = ("/", "/home", "/root", "/opt", "/var", "/etc", "/tmp", "/mnt", "/srv", "/Users")
@@ -54,11 +54,11 @@ class SandboxLaunch:
     pass_fds: tuple[int, ...] = ()
     """Handles of this process that the new one inherits; they are closed after its start."""
     uid: int | None = None
-    """The user that starts it, if it is not this process's user."""
+    """The user id that starts it, if it is not this process's user."""
     owned_uid: int | None = None
-    """The user that all its processes have, and no others."""
+    """The user id that only this sandbox's processes have."""
     folder: Path | None = None
-    """A folder of the host that it writes into, whose size has no other limit."""
+    """A folder of the host that it writes into. Only the watch limits its size."""
     work: str = "/sandbox"
     """The work folder's path inside the sandbox."""
     has_namespace: bool = True
@@ -126,8 +126,8 @@ def supervisor_settings(
     is_alone: bool = True,
     counts_processes: bool = True,
 ) -> dict[str, Any]:
-    """`is_alone`: the supervisor can end every process that it can signal. `counts_processes`: the
-    kernel counts the processes of this sandbox separately."""
+    """Settings for the supervisor. `is_alone`: it may end every process that it can signal.
+    `counts_processes`: the kernel counts the processes of this sandbox separately."""
     packages = package_folders(section)
     folder = os.path.dirname(python_program())
     env = {

@@ -1,9 +1,9 @@
 """A sandbox in processes of this machine: the host's side of the connection to its supervisor.
 
-The host trusts nothing from inside: it accepts frames of bounded length, JSON of known
-types, texts of bounded length. Anything else ends the sandbox, and is reported as a failure of the
-code. A call waits for its deadline and a margin, and then ends the sandbox. A cancelled call ends
-the sandbox at once.
+The host trusts nothing from inside. It accepts only frames of bounded length, JSON of known types,
+and texts of bounded length. Anything else ends the sandbox, and is reported as a failure of the
+code. A call that exceeds its deadline and a margin ends the sandbox. A cancelled call ends the
+sandbox immediately.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
 
 MARGIN_S = 6.0
-"""Seconds after its deadline in which the supervisor must end a call."""
+"""The seconds after its deadline within which the supervisor must end a call."""
 FILE_S = 30.0
 """The time limit in seconds for reading, writing or listing files."""
 _HEADER = struct.Struct(">I")
@@ -75,8 +75,7 @@ class LocalKind(ABC):
 
     @abstractmethod
     def obstacle(self) -> str:
-        """Why the kind can't be used here, and what to do; empty if it should work. Can
-        block."""
+        """Why the kind can't be used here, and what to do. Empty if it should work. Can block."""
 
     @abstractmethod
     def launch(self, section: SandboxSection) -> SandboxLaunch:
@@ -89,7 +88,7 @@ class LocalKind(ABC):
         return sandbox
 
     async def problem(self, section: SandboxSection) -> str:
-        """See SandboxKind: starts one and tries it."""
+        """See SandboxKind.problem. Starts a sandbox and tries it."""
         try:
             if obstacle := await in_thread(self.obstacle):
                 return obstacle
@@ -147,7 +146,7 @@ class LocalSandbox:
             limit = self._section.start_timeout_s
             raise SandboxError(f"{self._kind.name}: not started within {limit:g} s") from error
         except SandboxEnded as ended:
-            reason = await self._complaint()
+            reason = await self._last_line()
             await self._abandon(spawning)
             raise SandboxError(
                 f"{self._kind.name}: it can't be started: {reason or ended}"
@@ -228,7 +227,7 @@ class LocalSandbox:
 
         await self._end()
 
-    async def _complaint(self) -> str:
+    async def _last_line(self) -> str:
         """The last line that the wrapper or the supervisor wrote."""
         process = self._process
         if process is None or process.stderr is None:
@@ -367,7 +366,7 @@ class LocalSandbox:
         if is_new:
             await self.start()
 
-        if self._is_closed:  # while it was started
+        if self._is_closed:  # it was closed while it was started
             await self._end()
             raise SandboxError("the sandbox is closed")
 
@@ -419,7 +418,7 @@ class LocalSandbox:
                 if "call" not in message:
                     return message
                 if calling is not None and not calling.done():
-                    calling.cancel()  # the code does not wait for it any more
+                    calling.cancel()  # the code no longer waits for it
 
                 calling = asyncio.create_task(self._answer(message))
         finally:
@@ -457,7 +456,7 @@ class LocalSandbox:
 
     def _write(self, message: dict[str, Any]) -> None:
         content = msgspec.json.encode(message)
-        with contextlib.suppress(OSError):  # the reader sees the end
+        with contextlib.suppress(OSError):  # then the reader sees the end
             self._writer.write(_HEADER.pack(len(content)) + content)
 
     async def _read(self) -> dict[str, Any]:
@@ -468,7 +467,7 @@ class LocalSandbox:
                 raise violation(f"{length:,} bytes")
             message = msgspec.json.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise SandboxEnded(self._failure or self._how_it_died()) from error
+            raise SandboxEnded(self._failure or self._describe_death()) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise violation("text that is not JSON") from error
 
@@ -477,7 +476,7 @@ class LocalSandbox:
 
         return message
 
-    def _how_it_died(self) -> Failure:
+    def _describe_death(self) -> Failure:
         group = None if self._launch is None else self._launch.group
         if group is not None and group.was_out_of_memory():
             limit = self._section.memory_mib
@@ -493,7 +492,8 @@ class LocalSandbox:
             raise violation(f"a reply of another form ({error})") from error
 
     async def _end(self) -> None:
-        """Ends all processes, deletes its files. Not interrupted by a cancellation."""
+        """Ends all processes and deletes the sandbox's files. A cancellation does not interrupt
+        this."""
         process = self._process
         launch = self._launch
         self._process = None
@@ -509,7 +509,8 @@ class LocalSandbox:
 
 
 def _move(pid: int, group: ControlGroup) -> None:
-    """Moves the processes into the group; so far only AgentEvo's run. Raises SandboxError."""
+    """Moves the processes into the group. At this time only AgentEvo's own processes run. Raises
+    SandboxError."""
     try:
         group.add([pid, *descendants(pid)])
     except OSError as error:

@@ -19,8 +19,8 @@ _working: set[tuple[object, ...]] = set()
 
 
 async def problem_of(name: str, section: SandboxSection) -> str:
-    """Why a kind can't be used here; empty if it can. A success is cached in this process. A
-    failure is not, since it can come from this section's limits or from a busy machine.
+    """Why a kind can't be used here, or an empty text. A success is cached in this process. A
+    failure is not, because this section's limits or a busy machine may be the cause.
     """
     key = (name, section.packages, section.url, section.api_key, section.cpus is None)
     if key in _working:
@@ -60,7 +60,7 @@ class Sandboxes:
 
     @asynccontextmanager
     async def open(self, tools: Mapping[str, SandboxTool] | None = None) -> AsyncIterator[Sandbox]:
-        """A new sandbox, which is closed at the end of the block. Raises SandboxError."""
+        """Opens a sandbox, and closes it at the end of the block. Raises SandboxError."""
         for name in tools or {}:
             if not name.isidentifier():
                 raise SandboxError(f"the tool {name!r} can't be a function: rename it")

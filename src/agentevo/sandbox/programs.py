@@ -1,11 +1,12 @@
 """Programs, such as servers, in a bubblewrap sandbox; their stdin and stdout belong to the process
 that starts them.
 
-A program has its own work folder, which is its home. It sees the system's files, its own and the
-named ones, and no network unless requested. The words of a command start it:
-inside/hand_over.py gives the filter of system calls to `bwrap`, and inside/become.py sets limits
-and the user. Its variables are those of the process that starts it, except HOME and TMPDIR. `Walls`
-limit what all its processes use together, as for the sandbox of code.
+A program has its own work folder, which is its home. It sees the system's files, its own files and
+the named files, and has no network unless requested. `sandboxed` returns the command that starts
+it. In this command, inside/hand_over.py passes the filter of system calls to `bwrap`, and
+inside/become.py sets limits and the user. Its environment variables are those of the process that
+starts it, except HOME and TMPDIR. `ProgramConfinement` limit the resources of all its processes
+together, as for the sandbox of code.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ if TYPE_CHECKING:
     from agentevo.config.sandbox import ProgramSandboxSection
 
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki")
-"""Files that programs read to find a server and to trust it."""
+"""The files that programs read to look up names and to verify certificates."""
 
 NODE_MODULES = "/node_modules/"
-"""The folder where a program of npm's finds its packages: its file in `.bin` is a link to one of
-them."""
+"""The folder in which a program from npm finds its packages. Its file in `.bin` is a link into this
+folder."""
 MAX_FILES = 100_000
 """The most files in the work folder: even empty ones use the kernel's memory."""
 ENDING_S = 2.0
 _FIRST_LINE = 4096
-"""Bytes at the start of a script that can name its interpreter."""
+"""The bytes at the start of a script in which its interpreter is named."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class _SeenFolders:
     packages: bool = True
 
 
-class Walls:
+class ProgramConfinement:
     """Limits around one program that the words of `sandboxed` start, and its children: a cgroup if
     possible, and the watch of memory, processes and files."""
 
@@ -68,7 +69,7 @@ class Walls:
         )
         self._pid: int | None = None
 
-    def surround(self, pid: int, notify: Callable[[str], None]) -> None:
+    def apply(self, pid: int, notify: Callable[[str], None]) -> None:
         """Called when the program has started, before it writes anything. `notify` is called, in
         the watching thread, with the limit that ended the program. Raises OSError."""
         section = self._section
@@ -96,7 +97,7 @@ class Walls:
             self._group.add(descendants(pid))
 
     def end(self) -> None:
-        """Blocks, for ENDING_S at most."""
+        """Ends the program's processes. Blocks for at most ENDING_S."""
         if self._pid is not None:
             watch.remove(self._pid)
         if self._group is not None:
@@ -136,7 +137,7 @@ def sandbox_command(
     }
     uids = None
     if way == "root":
-        uids = [FIRST_UID, NUM_UIDS]  # an unused user for each start
+        uids = [FIRST_UID, NUM_UIDS]  # each start has an unused user
         limits["RLIMIT_NPROC"] = section.processes
 
     read_only = [*_own_folders(program), *map(_existing_path, section.read_only)]
@@ -190,8 +191,8 @@ def _program(command: str, folder: Path | None) -> str:
 
 def _own_folders(program: str) -> list[str]:
     """The folders or files that a program needs: the virtual environment that contains it, or its
-    file; likewise for the target where it is a link, and for the interpreter that its first line
-    names."""
+    file. If it is a link, the same for its target. If it is a script, the same for the interpreter
+    in its first line."""
     folders = set[str]()
     waiting = [program]
     visited = set[str]()
@@ -219,7 +220,7 @@ def _own_folders(program: str) -> list[str]:
 
 
 def _interpreter(program: str) -> list[str]:
-    """The path of a script's interpreter, if it exists; with `env`, both paths."""
+    """The path of a script's interpreter, if it exists. If the script uses `env`, both paths."""
     try:
         with open(program, "rb") as file:
             first = file.read(_FIRST_LINE).split(b"\n")[0]

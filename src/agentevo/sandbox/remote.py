@@ -1,9 +1,9 @@
 """A sandbox on another machine: the client of `agentevo sandbox --serve`.
 
-The sandbox ends with its connection, and with this process. A server that is gone, hangs or sends
-invalid data is reported as a failure of the call (`SandboxDied`, `Timeout`). The files are then
-lost, and the next call opens another sandbox, or raises a SandboxError if it can't. The code's
-calls of functions of this machine run here, over the same connection.
+The sandbox ends with its connection, and with this process. If the server is gone, hangs or sends
+invalid data, the call reports a failure (`SandboxDied`, `Timeout`). The files are then lost, and
+the next call opens another sandbox, or raises SandboxError if it can't. If the code calls functions
+of this machine, the calls arrive over the same connection and run here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
 
 MARGIN_S = 15.0
-"""Seconds after its deadline in which the server must end a call; it needs up to six itself."""
+"""The seconds after its deadline within which the server must end a call. The server itself needs
+up to six."""
 FILE_S = 60.0
 CLOSE_S = 1.0
 _FORBIDDEN = 403
@@ -55,7 +56,7 @@ class Remote:
     """Sandboxes of `agentevo sandbox --serve` at `url`."""
 
     async def problem(self, section: SandboxSection) -> str:
-        """See SandboxKind: opens one and tries it."""
+        """See SandboxKind.problem. Opens a sandbox and tries it."""
         try:
             sandbox = await self.open(section, {})
         except SandboxError as error:
@@ -223,7 +224,7 @@ class RemoteSandbox:
             return False
 
         await self.start()
-        if self._is_closed:  # while it was opened
+        if self._is_closed:  # it was closed while it was opened
             self._end()
             raise SandboxError("the sandbox is closed")
 
@@ -238,8 +239,8 @@ class RemoteSandbox:
                 raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
 
     async def _ask(self, request: wire.Request, kind: type[_T], limit_s: float) -> _T:
-        """Sends one request and returns its reply. Raises SandboxError for a refusal, and
-        SandboxEnded, after it has ended everything."""
+        """Sends one request and returns its reply. Raises SandboxError if the server refuses the
+        request, and SandboxEnded after the sandbox was ended."""
         try:
             async with asyncio.timeout(limit_s + MARGIN_S):
                 await self._send(request)
@@ -271,7 +272,7 @@ class RemoteSandbox:
                 if not isinstance(message, wire.Call):
                     raise violation("a reply to no request")
                 if calling is not None and not calling.done():
-                    calling.cancel()  # the code does not wait for it any more
+                    calling.cancel()  # the code no longer waits for it
 
                 calling = asyncio.create_task(self._answer(message))
         finally:
@@ -296,7 +297,7 @@ class RemoteSandbox:
         if error:
             answer = wire.Answer(call.number, error=error)
 
-        with contextlib.suppress(SandboxEnded):  # the reader sees the end
+        with contextlib.suppress(SandboxEnded):  # then the reader sees the end
             await self._send(answer)
 
     async def _send(self, message: wire.FromClient) -> None:
@@ -351,7 +352,7 @@ async def _connect(section: SandboxSection) -> ClientConnection:
 
     class Connect(connect):
         def process_redirect(self, exc: Exception) -> Exception | str:
-            return exc  # the key is for this server alone
+            return exc  # the key is only for this server
 
     url = str(section.url).rstrip("/")
     options: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}

@@ -60,12 +60,13 @@ def storable_failure(failure: Failure | None) -> Failure | None:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be sent: a model's JSON can have halves of surrogate pairs."""
+    """Whether a text can be sent. A model's JSON can have halves of surrogate pairs, which
+    can't."""
     return text.isascii() or text.encode("utf-8", "replace").decode() == text
 
 
 def refused_code(code: str) -> Failure | None:
-    """Why a text can't be sent; None if it can."""
+    """Why code can't be sent, or None."""
     if len(code) > LONGEST_CODE:
         return Failure("ValueError", f"{len(code):,} characters of code, at most 4 MiB")
     if not is_unicode(code):
@@ -74,7 +75,7 @@ def refused_code(code: str) -> Failure | None:
 
 
 def longest_message(section: SandboxSection) -> int:
-    """The most bytes of a message from such a sandbox."""
+    """The most bytes of a message from a sandbox of this section."""
     output = 3 * section.output_kib * 1024 * 6
     files = section.file_mib * 2**20 * 3 // 2 + section.max_files * 1100
     return output + files + 2 * LARGEST_CALL

@@ -1,7 +1,7 @@
 """The contract of a sandbox: code in, its results out.
 
 A sandbox has a work folder, and one Python interpreter whose variables persist from one `run` to
-the next. An `Execution` reports everything that the code does; the code's errors never raise here.
+the next. An `Execution` reports everything that the code does. The code's errors never raise here.
 `SandboxError` is raised for problems that the code did not cause: a sandbox that can't start, a
 path outside the work folder, a closed sandbox. One call runs at a time; others wait for it.
 """
@@ -24,7 +24,7 @@ class Failure(msgspec.Struct, frozen=True):
     """Why code did not finish."""
 
     type: str
-    """The exception's type; or the limit that ended it: `Timeout`, `OutOfMemory`, `DiskFull`,
+    """The exception's type, or the limit that ended the code: `Timeout`, `OutOfMemory`, `DiskFull`,
     `TooManyProcesses`, `InterpreterDied`, `ProtocolViolation`, `SandboxDied`."""
     message: str
     traceback: str = ""
@@ -36,7 +36,7 @@ class Execution(msgspec.Struct, frozen=True):
 
     stdout: str
     stderr: str
-    """The head and the tail; a note between them says what was left out."""
+    """The head and the tail. A note between them shows how much was left out."""
     value: str | None
     """The repr of the last expression, as a notebook shows it; None for None or no expression."""
     error: Failure | None
@@ -45,12 +45,12 @@ class Execution(msgspec.Struct, frozen=True):
     duration_s: float
     is_alive: bool
     """Whether the interpreter is still alive. If not, its variables are lost, and the next call has
-    a new one."""
+    a new interpreter."""
     is_new: bool
     """Whether this call had a new interpreter because an earlier one had ended."""
     files_lost: bool = False
-    """Whether the work folder was lost with it: the whole sandbox ended, and the next call has
-    another."""
+    """Whether the work folder was lost, too: the whole sandbox ended, and the next call has a new
+    one."""
 
 
 class ProgramRun(msgspec.Struct, frozen=True):
@@ -84,15 +84,16 @@ class Sandbox(Protocol):
     """See the module."""
 
     async def run(self, code: str, deadline_s: float | None = None) -> Execution:
-        """Runs code in the interpreter, for at most `deadline_s` (the section's `timeout_s`)."""
+        """Runs code in the interpreter, for at most `deadline_s` seconds (default: the section's
+        `timeout_s`)."""
         ...
 
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes = b"", deadline_s: float | None = None
     ) -> ProgramRun:
-        """Runs a program alone in the work folder: the interpreter, its variables and everything
-        else in the sandbox end first, and the program's children end with it. `python` is this
-        Python."""
+        """Runs a program alone in the work folder. The interpreter, its variables and all other
+        processes of the sandbox are ended first, and the program's children end with the program.
+        The command `python` is this Python."""
         ...
 
     async def files(self) -> dict[str, int]:
@@ -102,7 +103,7 @@ class Sandbox(Protocol):
     async def read_file(self, path: str) -> bytes: ...
 
     async def write_file(self, path: str, content: bytes) -> None:
-        """Makes or replaces a file, and the folders above it."""
+        """Creates or replaces a file, and creates the folders above it."""
         ...
 
     async def export(self, folder: Path) -> tuple[str, ...]:
@@ -119,7 +120,8 @@ class SandboxKind(Protocol):
     """A kind of sandboxes."""
 
     async def problem(self, section: SandboxSection) -> str:
-        """Why it can't be used on this machine, and what to do; empty if a trial succeeded."""
+        """Why the kind can't be used on this machine, and what to do. Empty if a trial
+        succeeded."""
         ...
 
     async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox: ...

@@ -16,7 +16,8 @@ import struct
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _NEWEST = 462
-"""Calls with larger numbers do not exist for the code; they are equal on all architectures."""
+"""The last known call number. Calls with larger numbers do not exist for the code. These numbers
+are equal on all architectures."""
 
 # name: number on x86_64, number on aarch64; None where the architecture has no such call
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
@@ -110,7 +111,7 @@ _OF_OTHER_PROCESSES = {
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
 }
-"""Refused if their first argument, a process, is not 0, the caller."""
+"""Calls that are refused unless their first argument, a process, is 0 (the caller)."""
 _ATTRIBUTES = {
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -210,6 +211,6 @@ def _if(test: int, value: int, result: int) -> list[bytes]:
 
 
 def _on_argument(number: int, index: int, rules: list[bytes]) -> list[bytes]:
-    """The rules on the low half of an argument of one call; other calls skip them."""
+    """The rules on the low half of an argument of one call. Other calls skip them."""
     body = [_line(_LOAD, _ARGUMENTS_AT + 8 * index), *rules, _line(_LOAD, _NUMBER_AT)]
     return [_line(_EQUAL, number, 0, len(body)), *body]

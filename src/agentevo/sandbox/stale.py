@@ -1,6 +1,6 @@
-"""Work folders on the host's disk, for sandboxes without a separate file system. A killed process's
-folders are deleted when the next folder is created, by a process that sees the same processes:
-containers that share a disk do not touch one another's folders."""
+"""Work folders on the host's disk, for sandboxes without a separate file system. The folders of a
+killed process are deleted when another process creates a folder. Only a process of the same process
+namespace deletes them, so containers that share a disk do not touch one another's folders."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ def owner() -> str:
 
 
 def is_gone(name: str) -> bool:
-    """Whether the process that `owner` names would be visible here and has ended."""
+    """Whether the process that `owner` identifies has ended. False if it would not be visible
+    here."""
     namespace, pid, started = map(int, name.split("-"))
     return namespace == _namespace() and _start_time(pid) != started
 
 
 def remove_stale() -> None:
-    """Deletes the folders of processes of this user that are gone."""
+    """Deletes the folders of this user's processes that have ended."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         match = _NAME.fullmatch(path.name)
         if match is None or path.is_symlink():
@@ -51,7 +52,7 @@ def remove_stale() -> None:
 
 
 def _namespace() -> int:
-    """The namespace of process ids: each container has its own. 0 where the system has none."""
+    """The namespace of process ids: each container has its own. 0 if the system has none."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

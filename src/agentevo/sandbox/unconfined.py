@@ -1,5 +1,5 @@
-"""No protection: code runs as this user, with its network and files. Used only where `type: none`
-says so."""
+"""No protection: code runs as this user, with its network and files. Used only if the recipe sets
+`type: none`."""
 
 from __future__ import annotations
 

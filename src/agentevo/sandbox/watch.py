@@ -19,8 +19,8 @@ from pathlib import Path
 from agentevo.errors import describe_error
 from agentevo.sandbox.cgroups import OWN_TASKS
 
-LOOK_S = 0.1
-FOLDER_LOOK_S = 1.0
+POLL_INTERVAL_S = 0.1
+FOLDER_POLL_INTERVAL_S = 1.0
 MIB = 2**20
 
 
@@ -51,7 +51,7 @@ class WatchedSandbox:
             return
 
         now = time.monotonic()
-        if now - self.looked_at_folder > FOLDER_LOOK_S:
+        if now - self.looked_at_folder > FOLDER_POLL_INTERVAL_S:
             self.looked_at_folder = now
             self._look_at_folder(tree)
 
@@ -91,13 +91,13 @@ class SandboxWatch:
                 self._thread.start()
 
     def remove(self, pid: int) -> None:
-        """Stops watching: `end` is no longer called."""
+        """Stops watching the sandbox. `end` is no longer called."""
         with self._lock:
             self._watched.pop(pid, None)
 
     def _run(self) -> None:
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
             with self._lock:
                 if not self._watched:
                     self._thread = None
@@ -107,7 +107,7 @@ class SandboxWatch:
             for sandbox in watched:
                 try:
                     sandbox.look()
-                except OSError:  # it is just ending
+                except OSError:  # the sandbox is just ending
                     continue
                 except Exception as error:  # noqa: BLE001 (others are watched on)
                     sandbox.end(
@@ -119,7 +119,7 @@ watch = SandboxWatch()
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below this one, nearer ones first."""
+    """The descendants of this process, nearer ones first."""
     pids: list[int] = []
     waiting = [pid]
     while waiting:
@@ -145,19 +145,19 @@ def _tasks(pid: int) -> list[str]:
 
 
 def _resident(pid: int) -> int:
-    """Resident bytes of a process: anonymous and shared memory, without files."""
+    """The resident memory of a process in bytes: anonymous and shared memory, without files."""
     return _sum_of(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:"))
 
 
 def _proportional(pid: int) -> int:
-    """The same, with each shared page divided among its processes."""
+    """As `_resident`, but each shared page is divided among its processes."""
     path = f"/proc/{pid}/smaps_rollup"
     return _sum_of(path, (b"Pss_Anon:", b"Pss_Shmem:")) or _resident(pid)
 
 
 def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
-    """The sum, in bytes, of the lines with these names, which are in KiB. The code chooses the
-    names of its processes, which can have any bytes except a line break."""
+    """The sum in bytes of the lines with these names, whose values are in KiB. The file may have
+    any bytes, because the code chooses the names of its processes, but a name has no line break."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError:

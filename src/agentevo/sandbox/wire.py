@@ -5,8 +5,8 @@ sandbox, one JSON message in each frame, bytes as base64.
             Run | Execute | Files | Read | Write      Call ... Call, then Done or Failed
             Answer (to a Call)
 
-One request runs at a time. The sandbox ends with the connection, whichever side ends it. A message
-of another form ends it too.
+One request runs at a time. The sandbox ends with the connection, whichever side ends the
+connection. A message of another form also ends it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ REQUESTED = (
     "env",
     "packages",
 )
-"""The keys of a section that a client can set; the others are the server's own."""
+"""The keys of a section that a client can set. The server sets the others."""
 PING_S = 20.0
 """How often both sides ping each other."""
 SILENT_S = 60.0
-"""Seconds without an answer after which the other side counts as gone."""
+"""The seconds without an answer after which the other side counts as gone."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -85,7 +85,7 @@ class Write(_Message, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """The reply to a Call; the code receives `error` in place of a result."""
+    """The reply to a Call. If `error` is set, it is raised in the code instead of a result."""
 
     number: int
     result: Any = None

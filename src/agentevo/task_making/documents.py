@@ -32,7 +32,7 @@ from agentevo.rewards.answers import jsons_in
 from agentevo.task_making.document_files import SENTENCE
 from agentevo.task_making.scenario import CONTENT, is_held_out
 from agentevo.tools.corpus import Passage
-from agentevo.tools.unspaced import WORD_LETTER, num_words, stands_in
+from agentevo.tools.unspaced import WORD_LETTER, contains_words, num_words
 
 LONGEST_ANSWER = 120
 LONGEST_QUESTION = 1_000
@@ -215,14 +215,14 @@ def _problem(question: str, answer: str, passage: Passage, on_both: Container[by
         return "a question or an answer is missing"
     if len(question) > LONGEST_QUESTION or len(answer) > LONGEST_ANSWER:
         return "a question or an answer is too long"
-    if not stands_in(answer, passage.contents):
+    if not contains_words(answer, passage.contents):
         return "an answer does not stand in the passage"
     if not re.search(f"[{_MARKS}]", question):
         return "a question has no question mark"
-    if stands_in(answer, question):
+    if contains_words(answer, question):
         return "a question holds its answer"
 
-    matches = [sentence for sentence in _sentences(passage) if stands_in(answer, sentence)]
+    matches = [sentence for sentence in _sentences(passage) if contains_words(answer, sentence)]
     if matches and all(asked_key(sentence) in on_both for sentence in matches):
         return "its sentence stands on both sides of the split"
 
@@ -310,7 +310,7 @@ def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
             answer = match.group().rstrip(".,")
             before = sentence[: match.start()]
             after = sentence[match.start() + len(answer) :]
-            if not stands_in(answer, before + after):
+            if not contains_words(answer, before + after):
                 yield sentence, f"{before}{GAP}{after}", answer
 
 

@@ -8,12 +8,13 @@ guests got the rooms that they wanted.
     }
 
 `bookings` exist before the attempt. The attempt scores 1 if exactly the bookings of `wanted` exist
-at its end, else 0: each in its room from before, or in the cheapest room of that kind and city that
-was free and that no other booking has. A task without `wanted` has no outcome.
+at its end, else 0. Each must be in the room that it had before, or in the cheapest room of that
+kind and city that was free and has no other booking. A task without `wanted` has no outcome.
 
 With the option `rooms`, a task without its own rooms gets an office with that number of random
-rooms, some of them taken. They depend on `world` of its metadata (default 0), so any client can use
-the server, also without a task made for it. A city without a hotel is an error there.
+rooms, some of them taken. The rooms depend on `world` in the task's metadata (default 0). So any
+client can use the server, even without a task for it. In such an office, a city without a hotel is
+an error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MAX_ROOMS = 1000
 CITIES = ("Bonn", "Cairo", "Delhi", "Lima", "Oslo", "Quito", "Rome", "Seoul")
 KINDS = ("single", "double", "family")
 GUESTS = ("Abe", "Bea", "Cy", "Dot", "Ed", "Fay")
-"""The number of nights in a random world; like the two values above."""
+"""The guests of a random office. CITIES and KINDS are the cities and kinds of its rooms."""
 
 
 class BookableRoom(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,10 +176,12 @@ class BookingOffice:
         if self._wanted is None:
             return None
         remaining = dict(self._bookings)
-        return float(all(self._takes(stay, remaining) for stay in self._wanted) and not remaining)
+        return float(
+            all(self._take_booking(stay, remaining) for stay in self._wanted) and not remaining
+        )
 
-    def _takes(self, stay: WantedStay, remaining: dict[int, Booking]) -> bool:
-        """Whether a booking of `remaining` is the wanted one; it is then removed."""
+    def _take_booking(self, stay: WantedStay, remaining: dict[int, Booking]) -> bool:
+        """Whether `remaining` has the wanted booking. If so, removes it."""
         mine = [
             booking
             for booking in remaining.values()

@@ -1,4 +1,4 @@
-"""A calculator: evaluates arithmetic in Python's syntax, and nothing else of Python.
+"""A calculator: evaluates arithmetic in Python's syntax. No other Python code runs.
 
 Every answer takes bounded time and memory: no whole number has more than MAX_BITS bits, and no
 expression more than MAX_CHARS characters.
@@ -69,7 +69,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Any:
-    """Raises ToolError for anything but arithmetic."""
+    """The value of an expression. Raises ToolError for anything but arithmetic."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return _check_bounds(number)
@@ -86,7 +86,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Raises ToolError before a number is made that is too large."""
+    """A power. Raises ToolError before a number becomes too large."""
     is_integer = isinstance(base, int) and isinstance(exponent, int)
     if is_integer and abs(base) > 1 and abs(exponent) * base.bit_length() > MAX_BITS:
         raise ToolError(f"a power is larger than {MAX_BITS} bits")

@@ -3,15 +3,15 @@
     metadata: {"setup": "CREATE TABLE ...; INSERT ...", "solved_by": "UPDATE ..."}
 
 `setup` runs before the attempt (after the option `file`, a database that is copied). The attempt
-scores 1 if its tables end with the rows that `solved_by` would leave, in any order, else 0. A task
-without `solved_by` has no outcome.
+scores 1 if its tables have the same rows at the end as after `solved_by`, in any order, else 0. A
+task without `solved_by` has no outcome.
 
-The policy's SQL is one statement per call, within limits of time, rows, sizes and memory. It opens
-no other file: no ATTACH, no PRAGMA, no extension, no virtual table. Each call is one transaction. A
-task's SQL, which clients of a server send, may use only the PRAGMAs of SETUP_PRAGMAS: others would
-change limits of the process or of the database. `query` changes nothing. A process that serves a
-database (`agentevo tools serve`) also bounds the memory of all SQLite in it; in a run's own
-process, only the time limit bounds it.
+The policy's SQL is one statement per call, within limits of time, rows, sizes and memory. It can't
+open other files: ATTACH, PRAGMA, extensions and virtual tables are forbidden. Each call is one
+transaction. A task's SQL, which clients of a server send, may use only the PRAGMAs of
+SETUP_PRAGMAS, because others would change limits of the process or of the database. `query` changes
+nothing. A process that serves a database (`agentevo tools serve`) also bounds the memory of all
+SQLite in it; in a run's own process, only the time limit bounds it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_MIB = 64
 """The maximum size of one database."""
 HEAP_MIB = 512
 """The memory limit of all SQLite in a process that serves databases."""
-LOOK_OPS = 1000
+OPS_PER_CHECK = 1000
 """The number of SQLite's virtual machine steps between two checks of the clock."""
 SETUP_S = 30.0
 _LIMITS = {
@@ -62,7 +62,7 @@ _REFUSED = {
     sqlite3.SQLITE_CREATE_VTABLE,
     sqlite3.SQLITE_DROP_VTABLE,
     sqlite3.SQLITE_ANALYZE,
-    # Temporary data is in files that no limit of the database bounds.
+    # The database's limits do not apply to temporary data in files.
     sqlite3.SQLITE_CREATE_TEMP_INDEX,
     sqlite3.SQLITE_CREATE_TEMP_TABLE,
     sqlite3.SQLITE_CREATE_TEMP_TRIGGER,
@@ -70,7 +70,8 @@ _REFUSED = {
 }
 _NOT_IN_SETUP = {"load_extension", "fts3_tokenizer"}
 _NOT_FUNCTIONS = {*_NOT_IN_SETUP, "glob"}
-"""`glob` takes unbounded time for patterns of many stars; `like` is our own function."""
+"""Functions that are forbidden: `glob` takes unbounded time for patterns with many stars. `like` is
+replaced by `_like`."""
 SETUP_PRAGMAS = {
     "foreign_keys",
     "defer_foreign_keys",
@@ -173,7 +174,7 @@ class DatabaseTools:
             return 0.0
 
     def close(self) -> None:
-        """Forgets it."""
+        """Deletes the database."""
         self._connection.close()
 
     def _made(self) -> sqlite3.Connection:
@@ -207,10 +208,10 @@ class DatabaseTools:
         return tables
 
     def _run_script(self, connection: sqlite3.Connection, key: str) -> None:
-        """Runs the task's own SQL: its time, memory and files are bounded, and nothing else."""
+        """Runs the task's own SQL. Only its time, memory and files are limited."""
         script = self._task.metadata.get(key, "")
         until = time.monotonic() + SETUP_S
-        connection.set_progress_handler(lambda: time.monotonic() > until, LOOK_OPS)
+        connection.set_progress_handler(lambda: time.monotonic() > until, OPS_PER_CHECK)
         refused: list[str] = []
 
         def authorize_all(action: int, first: str | None, second: str | None, *rest: Any) -> int:
@@ -243,7 +244,7 @@ class DatabaseTools:
 
         connection.create_function("like", 2, like, deterministic=True)
         connection.create_function("like", 3, like, deterministic=True)
-        connection.set_progress_handler(lambda: time.monotonic() > self._until, LOOK_OPS)
+        connection.set_progress_handler(lambda: time.monotonic() > self._until, OPS_PER_CHECK)
         connection.set_authorizer(self._authorize)
 
     def _authorize(self, action: int, first: str | None, second: str | None, *rest: Any) -> int:
@@ -316,7 +317,7 @@ def _like(
 
 
 def _pieces(pattern: str, escape: str) -> Sequence[str | None]:
-    """Its characters: "" for any one, None for any number of any."""
+    """The pattern's characters: "" matches any one character, None any number of them."""
     pieces: list[str | None] = []
     characters = iter(pattern)
     for character in characters:
@@ -334,7 +335,7 @@ def _matches(pieces: Sequence[str | None], text: str, is_late: Callable[[], bool
     resume = 0
     while at < len(text):
         steps += 1
-        if steps % LOOK_OPS == 0 and is_late():  # SQLite does not check the clock in here
+        if steps % OPS_PER_CHECK == 0 and is_late():  # SQLite does not check the clock in here
             raise TimeoutError
 
         if place < len(pieces) and pieces[place] is None:

@@ -35,7 +35,7 @@ MAX_TOTAL = 16 * 2**20
 MAX_PATH = 500
 MAX_PARTS = 16
 MAX_LISTED = 200
-MAX_LOOKED_AT = 20_000
+MAX_VISITED = 20_000
 """The maximum number of files and folders that one call visits."""
 MAX_SEARCHED = 64 * 2**20
 """The maximum bytes that one search reads."""
@@ -252,11 +252,11 @@ class FileTools:
     def _walk(self) -> Iterator[str]:
         """The paths of all files and folders, folders with a slash at the end. Links and other
         entries are left out."""
-        yield from _below(self._root, "", [MAX_LOOKED_AT])
+        yield from _below(self._root, "", [MAX_VISITED])
 
     @staticmethod
     def _list(at: int) -> Iterator[str]:
-        yield from _below(at, "", [MAX_LOOKED_AT])
+        yield from _below(at, "", [MAX_VISITED])
 
 
 def _below(at: int, prefix: str, remaining: list[int], depth: int = 0) -> Iterator[str]:

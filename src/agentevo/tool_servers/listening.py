@@ -3,7 +3,7 @@
 Connections are admitted like the engine's (inference/admission.py): a client that has not sent the
 key, or, without a key, the headers of a request, is disconnected after a few seconds. Without a key
 the `Host` header must name this machine, so that no web page can send requests. The time limits are
-BODY_S for the body of a request, TAKEN_S until the client takes each piece of an answer, and IDLE_S
+BODY_S for the body of a request, TAKEN_S for the client to read each piece of an answer, and IDLE_S
 between two requests. The number of connections is bounded.
 """
 
@@ -28,13 +28,13 @@ from agentevo.signals import LOOK_S, asked_to_stop
 
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_CONNECTIONS = 1024
-"""The maximum number of connections that have sent the key, and of all others."""
+"""The maximum number of connections that have sent the key, and also of those that have not."""
 IDLE_S = 120.0
 """How long an idle connection is kept."""
 BODY_S = 30.0
 """The time limit for the body of a request to arrive."""
 TAKEN_S = 60.0
-"""The time limit for the client to take a piece of an answer, or a whole answer."""
+"""The time limit for the client to read a piece of an answer, or a whole answer."""
 BODY_BYTES = 8 * 2**20
 """The maximum bytes of a body that are buffered: the applications refuse longer ones."""
 
@@ -73,7 +73,7 @@ def listen(app: Any, host: str, port: int, *, what: str, path: str, key: str | N
 async def serve_until(
     app: Any, listener: socket.socket, stop: Callable[[], bool], key: str | None = None
 ) -> None:
-    """Serves until `stop`. Raises EngineError if the server does not start."""
+    """Serves until `stop` is set. Raises EngineError if the server does not start."""
     async with serving(
         _Guarded(app, key),
         listener,
@@ -86,7 +86,7 @@ async def serve_until(
 
 
 class _Guarded:
-    """The application behind the admission of connections; see the module."""
+    """Wraps the application and limits its connections. See the module."""
 
     def __init__(self, app: Any, key: str | None) -> None:
         self._app = app
@@ -95,7 +95,7 @@ class _Guarded:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
         if scope["type"] != "http" or not self._shows_key(scope):
-            await self._app(scope, receive, send)  # which refuses a client without the key
+            await self._app(scope, receive, send)  # refuses clients without the key
             return
 
         if self._key is None and not is_own_host(_header(scope, b"host").decode("latin-1")):
@@ -110,13 +110,13 @@ class _Guarded:
         try:
             try:
                 async with asyncio.timeout(BODY_S):
-                    come = await _read(receive)
+                    has_arrived = await _read(receive)
             except TimeoutError:
                 await _refuse(send, 408, f"the body has not come within {BODY_S:g} s")
                 return
 
             async def receive_next() -> Any:
-                return come.pop(0) if come else await receive()
+                return has_arrived.pop(0) if has_arrived else await receive()
 
             async def taken(message: Any) -> None:
                 try:

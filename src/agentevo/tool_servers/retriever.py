@@ -3,8 +3,8 @@
     POST /retrieve   {"queries": ["..."], "topk": 3, "return_scores": true}
     200              {"result": [[{"document": {"id", "title", "text", "contents"}, "score": 1.5}]]}
 
-Without `return_scores` the documents come without scores. An invalid request gets an error with the
-reason, {"error": {"message": ...}}; sizes are bounded.
+Without `return_scores`, the answer has no scores. An invalid request gets an error with the reason,
+{"error": {"message": ...}}. Sizes are bounded.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ async def _body(receive: Any) -> bytes:
 
 
 async def _handle_lifespan(scope: Any, receive: Any, send: Any) -> None:
-    """Accepts the start and the end of the server; other protocols are refused."""
+    """Answers the events for the server's start and end. Refuses other protocols."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close"})
         return

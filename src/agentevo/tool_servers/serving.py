@@ -1,10 +1,10 @@
 """Serves any registered tools as an MCP server: over stdin and stdout, or streamable HTTP.
 
 Over stdin and stdout the process is one session. Over HTTP every session of the protocol has its
-own state, made for the task in its headers (`send_task` of an entry of `agent.tools`). It closes
-with the session, at the latest IDLE_S after its last request, or sooner if another session needs
-its place (door.py). The server supports only revisions of the protocol with sessions: a client that
-requests a later revision is refused, and falls back.
+own state, made for the task in its headers (`send_task` of an entry of `agent.tools`). The state is
+closed with the session: at the latest IDLE_S after its last request, or sooner if another session
+needs its place (session_limiter.py). The server supports only revisions of the protocol with
+sessions: a client that requests a later revision is refused, and falls back.
 
 A class's `outcome()` becomes a tool of that name, which a recipe can name under `outcome`. The
 reward of a ToolResult has no place in the protocol and is left out.
@@ -32,7 +32,7 @@ from agentevo.errors import (
     describe_error,
 )
 from agentevo.extras import load_extra
-from agentevo.tool_servers.door import ToolServerDoor
+from agentevo.tool_servers.session_limiter import SessionLimiter
 from agentevo.tools.functions import FunctionTools
 from agentevo.tools.shorten import shorten_text
 from agentevo.tools.task_headers import SEED_HEADER, TASK_HEADER
@@ -69,7 +69,7 @@ class ToolServer:
         self._told = set[str]()
 
     async def check(self) -> None:
-        """Raises ConfigError for options that no session could start with. Problems of a task are
+        """Raises ConfigError for options with which no session could start. Problems of a task are
         reported to the client that sends it."""
         try:
             async with self._tools.session(self._task, self._seed):
@@ -100,7 +100,7 @@ class ToolServer:
             max_sessions=MAX_SESSIONS,
             max_request_body_size=MAX_BODY,
         )
-        return ToolServerDoor(served, key, MAX_SESSIONS)
+        return SessionLimiter(served, key, MAX_SESSIONS)
 
     async def close(self) -> None:
         """Ends the remaining sessions."""
@@ -132,8 +132,8 @@ class ToolServer:
         return Server(self._section.name, on_list_tools=list_tools, on_call_tool=call_tool)
 
     async def _call(self, session: ToolSession, name: str, arguments: Mapping[str, Any]) -> Any:
-        """The result of a call, which can be an error of the tool. Raises MCPError for arguments
-        that the tool does not take, and for an unknown tool."""
+        """Makes a call and returns its result, which can be an error of the tool. Raises MCPError
+        for wrong arguments and for an unknown tool."""
         from mcp import MCPError
         from mcp_types import INVALID_PARAMS, CallToolResult, TextContent
 
@@ -187,7 +187,11 @@ class ToolServer:
         name = headers.get("mcp-session-id", "")
         opened = self._open.get(name)
         if opened is None:
-            task, seed = (_told_task(headers), _told_seed(headers)) if name else (None, self._seed)
+            task, seed = (
+                (_task_of_headers(headers), _seed_of_headers(headers))
+                if name
+                else (None, self._seed)
+            )
             opened = self._open[name] = _OpenedToolset()
             if name:
                 # The SDK has no other notification of a session's end (mcp 2.3).
@@ -215,7 +219,7 @@ class ToolServer:
 
 
 class _OpenedToolset:
-    """The tools of one session."""
+    """The opened tools of one session."""
 
     def __init__(self) -> None:
         self.stack = AsyncExitStack()
@@ -224,7 +228,7 @@ class _OpenedToolset:
         """The end of the message if the tools can't be made."""
 
 
-def _told_task(headers: Mapping[str, str]) -> Task | None:
+def _task_of_headers(headers: Mapping[str, str]) -> Task | None:
     """The task in a session's headers. Raises MCPError for one that can't be read."""
     from mcp import MCPError
     from mcp_types import INVALID_REQUEST
@@ -239,7 +243,7 @@ def _told_task(headers: Mapping[str, str]) -> Task | None:
         raise MCPError(INVALID_REQUEST, f"the header {TASK_HEADER}: {error}") from None
 
 
-def _told_seed(headers: Mapping[str, str]) -> int:
+def _seed_of_headers(headers: Mapping[str, str]) -> int:
     """The seed in a session's headers. Raises MCPError for one that is not a number."""
     from mcp import MCPError
     from mcp_types import INVALID_REQUEST

@@ -28,7 +28,8 @@ class ResultCache:
         self._running: dict[Hashable, asyncio.Event] = {}
 
     async def get(self, key: Hashable, make: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-        """The result of an equal call, or of `make`. Raises what `make` raises."""
+        """The cached result of an equal call, or the result of `make`. Raises the errors of
+        `make`."""
         while (done_event := self._running.get(key)) is not None:
             await done_event.wait()
 

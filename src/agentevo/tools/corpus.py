@@ -29,7 +29,7 @@ class Passage:
 
     @property
     def contents(self) -> str:
-        """The whole passage, the title first."""
+        """The whole passage, beginning with the title."""
         return f"{self.title}\n{self.text}" if self.title else self.text
 
 
@@ -72,8 +72,8 @@ def _read_passage(line: str, number: int, where: str) -> Passage:
 
 
 def passage_of(row: Any, number: int = 0) -> Passage:
-    """The passage in a row of a corpus or a document of a retriever. `number` is the id of one that
-    has none. Raises ValueError."""
+    """The passage in a row of a corpus or a document of a retriever. `number` is the id if the
+    passage has none. Raises ValueError."""
     if isinstance(row, dict):
         key = next((key for key in _TEXT_KEYS if isinstance(row.get(key), str)), None)
         title = row.get("title")

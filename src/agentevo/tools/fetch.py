@@ -16,12 +16,13 @@ from agentevo.tools.web_hosts import WebHosts, WebPage
 KEPT_PAGES = 8
 """The number of pages that an attempt keeps, so that the next part needs no request."""
 KEPT_BYTES = 16_000_000
-"""The limit on their memory, if there is more than one."""
+"""The memory limit of these pages, if there is more than one."""
 PYTHON_CHARSETS = frozenset(
     {"idna", "mbcs", "oem", "palmos", "punycode", "raw_unicode_escape", "undefined"}
     | {"unicode_escape"}
 )
-"""Python codecs that are not charsets of the web; the time of some has no bound."""
+"""Python codecs that are not charsets of the web. Decoding with some of them takes unbounded
+time."""
 _TEXTS = ("application/json", "application/xml", "application/xhtml+xml")
 
 

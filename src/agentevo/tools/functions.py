@@ -1,9 +1,10 @@
 """Python functions and classes as tools.
 
 A function is one tool without state. A class gives every attempt its own object, which gets the
-task if the constructor has a parameter `task`; the public methods are the tools. At the end
-`outcome` returns the attempt's reward (anything that an agent function can return: a number, named
-parts, an Outcome, or None), and then `close` is called. A failure of `close` is shown.
+task if the constructor has a parameter `task`; the public methods are the tools. At the end,
+`outcome` is called and returns the attempt's reward (anything that an agent function can return: a
+number, named parts, an Outcome, or None). Then `close` is called. The user sees a failure of
+`close`.
 
 A tool that is not async runs on a thread, so a tool that hangs costs only its call. The methods of
 one object run on one thread, one after the other. The return value of a tool is the result: a text
@@ -45,8 +46,8 @@ class FunctionTools:
     """The toolset of a registered function or class; see the module."""
 
     def __init__(self, section: FunctionToolSection) -> None:
-        """Raises ConfigError for an item that can't be called by its types, and for options that
-        the constructor does not take."""
+        """Raises ConfigError for an item whose type hints have no JSON schema, and for options that
+        the constructor does not have."""
         self.name = section.name
         self._limit_s = section.timeout_s
         self._ending: set[OwnThread] = set()
@@ -110,13 +111,13 @@ class FunctionTools:
                     f"{self._limit_s:g} s (its timeout_s). It is at:\n{thread.format_stack()}"
                 ) from None
 
-            yield _Object(instances[0], self._signatures, thread)
+            yield _AttemptObject(instances[0], self._signatures, thread)
         finally:
             try:
                 if instances and is_async(getattr(instances[0], "close", None)):
                     await self._close_async(instances.pop())
             finally:
-                # Also closes an object that was made after its time limit.
+                # This also closes an object that was created after the time limit.
                 thread.end(partial(self._close, instances))
                 self._ending = {busy for busy in self._ending if not busy.has_ended(0)} | {thread}
 
@@ -192,7 +193,7 @@ class _ToolFunction:
         return None
 
 
-class _Object:
+class _AttemptObject:
     """One attempt's object of a class."""
 
     instructions = ""
@@ -233,7 +234,7 @@ def _read(returned: Any) -> Any:
 
 
 async def _result(read: Any) -> ToolResult:
-    """The tool result of what `_read` returned."""
+    """Converts what `_read` returned to a tool result."""
     return result_of(await read) if inspect.isawaitable(read) else result_of(read)
 
 
@@ -275,8 +276,8 @@ def _plain(returned: Any) -> Any:
 
 
 def _constructor(name: str, item: type, options: Mapping[str, Any]) -> list[str]:
-    """Which of `task` and `seed` the constructor takes. Raises ConfigError for unknown and for
-    missing options."""
+    """Which of the parameters `task` and `seed` the constructor has. Raises ConfigError for unknown
+    and for missing options."""
     parameters = inspect.signature(item).parameters
     has_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [key for key in options if key not in parameters and not has_any]

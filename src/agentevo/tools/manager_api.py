@@ -7,7 +7,7 @@
                                    list of parts}
 
 A node reports a failed call with HTTP 200: {"status_code": 500, "detail": ...}, or content that is
-an error or empty. Each of these becomes an error result. A server's answers are not trusted: at
+an error or empty. Each of these becomes an error result. A server's answers are not trusted, so at
 most MAX_ANSWER bytes are read.
 """
 
@@ -40,7 +40,7 @@ SHOWN = 300
 """The number of an answer's characters that a message shows."""
 LONGEST_PAUSE_S = 5.0
 _INVALID = "failed validating"
-"""The messages of jsonschema for arguments that a tool does not take."""
+"""The messages of jsonschema for wrong arguments."""
 
 
 class ManagerAPI:
@@ -157,21 +157,23 @@ class ManagerAPI:
         response, body = await self._ask(method, url, content)
         status = response.status_code
         if status in (400, 422) and content is not None:
-            raise ToolArgumentsError(self._words(_said(status, body)))
+            raise ToolArgumentsError(self._words(_describe_answer(status, body)))
         if status >= 300:
             # A request refused with "too many requests" had no effect.
-            raise ToolUnavailableError(self._words(_said(status, body)), was_sent=status != 429)
+            raise ToolUnavailableError(
+                self._words(_describe_answer(status, body)), was_sent=status != 429
+            )
 
         try:
             answer = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise ToolUnavailableError(
-                self._words(f"its answer is not JSON ({error}): {_start(body)}"), was_sent=True
+                self._words(f"its answer is not JSON ({error}): {_beginning(body)}"), was_sent=True
             ) from None
 
         if not isinstance(answer, dict):
             raise ToolUnavailableError(
-                self._words(f"its answer is not an object: {_start(body)}"), was_sent=True
+                self._words(f"its answer is not an object: {_beginning(body)}"), was_sent=True
             )
 
         return answer
@@ -230,7 +232,7 @@ def _schemas(entries: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _owner(name: str, servers: Sequence[str]) -> str | None:
-    """The server that a name SERVER.TOOL begins with."""
+    """The server in a name SERVER.TOOL."""
     owners = [server for server in servers if name.startswith(f"{server}.")]
     return max(owners, key=len) if owners else None
 
@@ -299,15 +301,15 @@ def _part(part: Mapping[str, Any]) -> str:
     return f"[image, {head[5:].partition(';')[0]}, {len(data) * 3 // 4:,} bytes]"
 
 
-def _start(body: bytes) -> str:
+def _beginning(body: bytes) -> str:
     return repr(body[:SHOWN].decode(errors="replace"))
 
 
-def _said(status: int, body: bytes) -> str:
+def _describe_answer(status: int, body: bytes) -> str:
     """A description of the answer with that status."""
     try:
         answer = msgspec.json.decode(body)
         detail = answer.get("detail") if isinstance(answer, dict) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         detail = None
-    return f"HTTP {status}: {detail if isinstance(detail, str) else _start(body)}"
+    return f"HTTP {status}: {detail if isinstance(detail, str) else _beginning(body)}"

@@ -23,8 +23,8 @@ from agentevo.console import without_controls
 from agentevo.errors import ToolArgumentsError, ToolUnavailableError, describe_error
 from agentevo.event_loop import in_thread
 from agentevo.extras import load_extra
-from agentevo.sandbox.programs import Walls
-from agentevo.tools.mcp_messages import mend_messages, problem_of
+from agentevo.sandbox.programs import ProgramConfinement
+from agentevo.tools.mcp_messages import problem_of, repair_messages
 from agentevo.tools.mcp_offers import (
     MAX_PAGES,
     RESOURCE_TOOLS,
@@ -50,11 +50,12 @@ READ_S = 30 * 86_400.0
 have their own limits, and the SDK's 300 seconds would end a longer call and an idle SSE session."""
 CONNECT_S = 30.0
 CLOSING_S = 10.0
-"""The longest wait for a server's end: the SDK kills a server that does not end by itself."""
+"""The longest wait for a server's end. The SDK kills a server that does not end by itself."""
 FETCHERS = ("npx", "bunx", "uvx", "pipx", "docker", "podman")
-"""Programs that download the package that they run, and print nothing without a network."""
+"""Programs that download the package that they run. Without a network they print nothing."""
 SHORTEST_SECRET = 6
-"""Characters: shorter values, such as 1 or true, can occur in any message."""
+"""The shortest secret to remove from messages, in characters. Shorter values, such as 1 or true,
+can occur in any message."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class McpServer:
     key_variable: str | None = None
     """The name of the environment variable whose key is among the headers."""
     shown: str = ""
-    """The place of the server, for messages."""
+    """The server's command or URL, for messages."""
     secrets: Sequence[str] = field(default=(), repr=False)
     sandbox: ProgramSandboxSection | None = None
     """The limits of the sandbox that `command` starts it in."""
@@ -118,7 +119,7 @@ class McpConnection:
         self._status = 0
         """The status of the last answer over HTTP."""
         self._is_suspect = False
-        """Whether a call had no answer, so that it is open whether the server still responds."""
+        """Whether a call had no answer. Then it is unknown whether the server still responds."""
 
     @property
     def is_open(self) -> bool:
@@ -154,7 +155,7 @@ class McpConnection:
 
         is_opening = self._ready is not None and not self._ready.done()
         if is_opening and not self._task.cancelling():
-            # It would wait for a server that has not finished the handshake. After a second
+            # Closing would wait for a server that has not finished the handshake. After a second
             # cancellation the SDK would no longer end that server.
             self._task.cancel()
 
@@ -255,23 +256,23 @@ class McpConnection:
             self._client = None
             if not ready.done():
                 ready.set_exception(ToolUnavailableError(self._words("it was ended")))
-            ready.exception()  # marks it as retrieved: there may be no other waiter
+            ready.exception()  # marks the error as retrieved, because there may be no other waiter
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         server = self._server
         if server.command is not None:
-            walls = None
+            confinement = None
             if server.sandbox is not None:
-                walls = await in_thread(Walls, server.sandbox)
-                stack.push_async_callback(in_thread, walls.end)
+                confinement = await in_thread(ProgramConfinement, server.sandbox)
+                stack.push_async_callback(in_thread, confinement.end)
             errors = stack.enter_context(await self._stderr.open())
             words = [server.command, *server.args]
-            return stdio_transport(words, server.env, server.cwd, errors, walls)
+            return stdio_transport(words, server.env, server.cwd, errors, confinement)
 
         if server.transport == "sse":
             from mcp.client.sse import sse_client
 
-            return mend_messages(
+            return repair_messages(
                 sse_client(str(server.url), headers=dict(server.headers), sse_read_timeout=READ_S)
             )
 
@@ -282,7 +283,7 @@ class McpConnection:
         limits = httpx2.Timeout(CONNECT_S, read=READ_S)
         client = create_mcp_http_client(headers=dict(server.headers), timeout=limits)
         client.event_hooks["response"].append(self._note_status)
-        return mend_messages(
+        return repair_messages(
             streamable_http_client(
                 str(server.url),
                 http_client=await stack.enter_async_context(client),

@@ -19,8 +19,8 @@ _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def read_message(text: str) -> Any:
-    """A message for the SDK's session. For a text that is not a message, a ValueError with the
-    reason, which a session ignores."""
+    """Parses a text into a message for the SDK's session. If the text is not a message, returns a
+    ValueError with the reason, which the session ignores."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
@@ -53,15 +53,15 @@ def problem_of(error: Exception) -> str:
 
 
 @asynccontextmanager
-async def mend_messages(
+async def repair_messages(
     transport: AbstractAsyncContextManager[Any],
 ) -> AsyncIterator[tuple[Any, Any]]:
     """An SDK transport with its messages repaired as above."""
     async with transport as (read_stream, write_stream):
-        yield _MendedStream(read_stream), write_stream
+        yield _RepairedStream(read_stream), write_stream
 
 
-class _MendedStream:
+class _RepairedStream:
     """See mcp.shared._stream_protocols.ReadStream."""
 
     def __init__(self, stream: Any) -> None:
@@ -73,18 +73,18 @@ class _MendedStream:
         return getattr(self._stream, "last_context", None)
 
     async def receive(self) -> Any:
-        return _mend_item(await self._stream.receive())
+        return _repair_item(await self._stream.receive())
 
     async def aclose(self) -> None:
         await self._stream.aclose()
 
-    def __aiter__(self) -> _MendedStream:
+    def __aiter__(self) -> _RepairedStream:
         return self
 
     async def __anext__(self) -> Any:
-        return _mend_item(await self._stream.__anext__())
+        return _repair_item(await self._stream.__anext__())
 
-    async def __aenter__(self) -> _MendedStream:
+    async def __aenter__(self) -> _RepairedStream:
         await self._stream.__aenter__()
         return self
 
@@ -92,8 +92,8 @@ class _MendedStream:
         return await self._stream.__aexit__(*exception)
 
 
-def _mend_item(item: Any) -> Any:
-    """A message, or a replacement for one that the SDK could not read."""
+def _repair_item(item: Any) -> Any:
+    """The message, or a replacement if the SDK could not read it."""
     import pydantic
 
     if isinstance(item, pydantic.ValidationError):
@@ -105,8 +105,8 @@ def _mend_item(item: Any) -> Any:
 
 
 def _salvage(text: str) -> Any:
-    """Repairs a text that the SDK does not accept: the message without halves of surrogate pairs,
-    or an error for the request that it would answer; None where it answers none."""
+    """Repairs a text that the SDK does not accept. Returns the message without halves of surrogate
+    pairs, or an error for the request that the text answers. None if it answers no request."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 

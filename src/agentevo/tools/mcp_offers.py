@@ -67,7 +67,7 @@ async def prompt_text(client: Any, name: str, arguments: Mapping[str, str]) -> s
 
 
 async def resource_lines(client: Any) -> list[str]:
-    """A line for each resource, and for each template of their URIs."""
+    """A line for each resource, and for each template of resource URIs."""
     lines = [
         f"{resource.uri}  {_one_line(resource.description or resource.name)}"
         for resource in await _list_all(client, "resources")

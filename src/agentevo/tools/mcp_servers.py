@@ -99,10 +99,10 @@ class _McpSession:
         self._failure: str | None = None
         """Why the last attempt to open it failed."""
         self._was_open = False
-        self._tell_restart = False
+        self._has_to_tell_restart = False
 
     async def learn_tools(self, known_server: _KnownServer | None) -> _KnownServer:
-        """The server's tools: the known ones, or else those that it lists. Raises
+        """The server's tools: the known tools, or those that the server lists. Raises
         ToolUnavailableError, and EnvironmentFailure if the tool that `outcome` names is missing."""
         if known_server is None:
             await self.prepare()
@@ -132,7 +132,7 @@ class _McpSession:
                     raise ToolUnavailableError(self._failure)  # of the task it waited for
                 connection = await self._open()
 
-            if not self._was_open:  # by this call, or by one that was cancelled just then
+            if not self._was_open:  # by this call, or by a call that was just cancelled
                 self.specs = self._shown(connection.specs)
                 self.instructions = connection.instructions
                 self._was_open = True
@@ -140,7 +140,7 @@ class _McpSession:
     async def _open(self) -> McpConnection:
         if self._was_open:
             self.num_losses += 1
-            self._tell_restart = self._section.session == "attempt"
+            self._has_to_tell_restart = self._section.session == "attempt"
 
         connection = self._connection = McpConnection(self._server)
         self._num_tries += 1
@@ -164,10 +164,10 @@ class _McpSession:
         if connection is None or not connection.is_open:
             raise ToolUnavailableError(f"{self._server.title} is not connected")
 
-        meta = trace_headers()  # of this call, on the event loop that makes it
+        meta = trace_headers()  # the trace context of this call, read on its own event loop
         result = await _loop.run(lambda: connection.call(name, arguments, meta))
-        if self._tell_restart:
-            self._tell_restart = False
+        if self._has_to_tell_restart:
+            self._has_to_tell_restart = False
             return msgspec.structs.replace(result, text=RESTARTED + result.text)
 
         return result
@@ -191,7 +191,7 @@ class _McpSession:
         return _read_outcome(result.text, f"{self._server.name}.{name}")
 
     async def close(self) -> None:
-        """Ends it."""
+        """Ends the session."""
         for connection in (*self._broken_off, self._connection):
             if connection is not None:
                 await _loop.run(connection.close)
@@ -213,7 +213,7 @@ def _read_outcome(text: str, what: str) -> Any:
 
 
 def _of_attempt(server: McpServer, task: Task, seed: int, *, send_task: bool) -> McpServer:
-    """The server with the variables or headers of an attempt. Raises EnvironmentFailure."""
+    """The server, with the variables or headers of an attempt added. Raises EnvironmentFailure."""
     if server.url is not None:
         headers = task_headers(task, seed, server.name) if send_task else {}
         return replace(server, headers={**server.headers, **headers})

@@ -2,7 +2,8 @@
 
 The SDK's transport copies a partial line with every new piece, which takes a minute for 20 MB, and
 it holds lines of any length. Here the time is linear in the number of bytes, and a line has at most
-MAX_MESSAGE bytes. Of a longer line both ends are kept to find its request, and that request fails.
+MAX_MESSAGE bytes. If a line is longer, only its two ends are kept. They identify the request, which
+then fails.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentevo.sandbox.programs import Walls
+from agentevo.sandbox.programs import ProgramConfinement
 from agentevo.tools import server_guard
 from agentevo.tools.mcp_messages import make_refusal, read_message
 
@@ -30,7 +31,7 @@ PIECE = 2**18
 GUARD = (sys.executable, "-I", "-S", "-B", str(server_guard.__file__))
 END_S = 4 * server_guard.GRACE_S
 """The time limit for the guard to end a server."""
-_LOOK_S = 0.01
+_POLL_INTERVAL_S = 0.01
 _FIRST_ID = re.compile(rb'\{\s*"jsonrpc"\s*:\s*"2\.0"\s*,\s*"id"\s*:\s*(\d+)\s*,')
 _LAST_ID = re.compile(rb'\}\s*,\s*"jsonrpc"\s*:\s*"2\.0"\s*,\s*"id"\s*:\s*(\d+)\s*\}\s*\Z')
 
@@ -41,12 +42,12 @@ async def stdio_transport(
     env: Mapping[str, str],
     cwd: Path | None,
     errors: Any,
-    walls: Walls | None = None,
+    confinement: ProgramConfinement | None = None,
 ) -> AsyncIterator[tuple[Any, Any]]:
     """See mcp.client._transport.Transport. `env`: variables in addition to PATH, HOME and the like.
     `errors`: the file for the server's stderr; if the program can't be started, the guard writes
     the reason there. All processes that the server starts end with the block, and with this
-    process. `walls`: the sandbox of the server, if it has one."""
+    process. `confinement`: the sandbox of the server, if it has one."""
     import anyio
     from mcp.client.stdio import get_default_environment
 
@@ -66,8 +67,8 @@ async def stdio_transport(
     assert process.stdin is not None and process.stdout is not None
 
     # No await before the task group: a cancellation there would leave the process running.
-    if walls is not None:
-        walls.surround(process.pid, partial(_write_error, errors))
+    if confinement is not None:
+        confinement.apply(process.pid, partial(_write_error, errors))
 
     incoming, read_stream = anyio.create_memory_object_stream[Any](0)
     write_stream, outgoing = anyio.create_memory_object_stream[Any](0)
@@ -86,7 +87,7 @@ async def stdio_transport(
 
 def _write_error(errors: Any, line: str) -> None:
     """Appends a line to the server's stderr."""
-    with suppress(OSError, ValueError):  # the file is closed
+    with suppress(OSError, ValueError):  # the file may be closed
         os.write(errors.fileno(), f"\n{line}\n".encode())
 
 
@@ -157,15 +158,16 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         await _has_ended(process)
 
-    # A process that it left behind may still hold its pipes.
+    # A process that the server left behind may still hold its pipes.
     with suppress(PermissionError):
         process._transport.close()  # type: ignore[attr-defined]
 
 
 async def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """Whether it ends within END_S. `Process.wait` would also wait for the pipes to close."""
+    """Whether the server ends within END_S. `Process.wait` would also wait for the pipes to
+    close."""
     with suppress(TimeoutError):
         async with asyncio.timeout(END_S):
             while process.returncode is None:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_INTERVAL_S)
     return process.returncode is not None

@@ -13,13 +13,15 @@ from urllib.parse import urljoin
 
 from agentevo.errors import ToolError
 
-UNSEEN = frozenset({"script", "style", "noscript", "template", "svg", "iframe", "select", "button"})
-INLINE = frozenset(
+HIDDEN_ELEMENTS = frozenset(
+    {"script", "style", "noscript", "template", "svg", "iframe", "select", "button"}
+)
+INLINE_ELEMENTS = frozenset(
     {"a", "abbr", "b", "bdi", "cite", "code", "em", "font", "i", "kbd", "mark", "q", "s", "small"}
     | {"span", "strong", "sub", "sup", "time", "u", "var", "wbr"}
 )
 """Elements that do not start a new line."""
-RAW = ("script", "style")
+RAW_TEXT_ELEMENTS = ("script", "style")
 """Elements whose content is plain text up to their own end tag."""
 _SPACE = re.compile(r"[ \t\r\f\v\n\u00a0]+")
 # A failed match reads little text. A token without an end extends to the end of the page.
@@ -37,7 +39,7 @@ _TOKEN = re.compile(
 _ATTRIBUTE = re.compile(
     r"""([^\s=/>]++)(?:\s*+=\s*+(?:"([^"]*+)"?|'([^']*+)'?|([^\s>]*+)))?+""", re.DOTALL
 )
-_ENDS = {name: re.compile(rf"</{name}(?=[\s/>])|\Z", re.IGNORECASE) for name in RAW}
+_ENDS = {name: re.compile(rf"</{name}(?=[\s/>])|\Z", re.IGNORECASE) for name in RAW_TEXT_ELEMENTS}
 
 
 def page_text(
@@ -60,8 +62,8 @@ class _PageParser:
         self._links = links
         self._max_chars = max_chars
         self._num_link_chars = 0
-        self._unseen: str | None = None
-        """The element that hides its content. `_depth` counts open elements of that name."""
+        self._hiding_element: str | None = None
+        """The element that hides the text now. `_depth` counts open elements of that name."""
         self._depth = 0
         self._in_title = False
         self._target: str | None = None
@@ -83,17 +85,17 @@ class _PageParser:
                 self._read_empty(tag)
             else:
                 self._begin(tag, token["attributes"])
-                if tag in RAW:
+                if tag in RAW_TEXT_ELEMENTS:
                     at = _ENDS[tag].search(html, at).start()  # type: ignore[union-attr]
 
         self._end_link()
 
     def _begin(self, tag: str, attributes: str) -> None:
-        if self._unseen is not None:
-            self._depth += tag == self._unseen
+        if self._hiding_element is not None:
+            self._depth += tag == self._hiding_element
             return
-        if tag in UNSEEN:
-            self._unseen = tag
+        if tag in HIDDEN_ELEMENTS:
+            self._hiding_element = tag
             self._depth = 1
             return
 
@@ -103,30 +105,34 @@ class _PageParser:
             self._begin_link(attributes)
         elif tag in ("td", "th"):
             self.pieces.append(" ")
-        elif tag not in INLINE:
+        elif tag not in INLINE_ELEMENTS:
             self._end_link()
             self.pieces.append("\n")
 
     def _read_empty(self, tag: str) -> None:
-        if self._unseen is None and tag not in INLINE and tag not in UNSEEN:
+        if (
+            self._hiding_element is None
+            and tag not in INLINE_ELEMENTS
+            and tag not in HIDDEN_ELEMENTS
+        ):
             self.pieces.append("\n")
 
     def _end(self, tag: str) -> None:
-        if self._unseen is not None:
-            self._depth -= tag == self._unseen
+        if self._hiding_element is not None:
+            self._depth -= tag == self._hiding_element
             if self._depth == 0:
-                self._unseen = None
+                self._hiding_element = None
             return
 
         if tag == "title":
             self._in_title = False
         elif tag == "a":
             self._end_link()
-        elif tag not in INLINE and tag not in ("td", "th"):
+        elif tag not in INLINE_ELEMENTS and tag not in ("td", "th"):
             self.pieces.append("\n")
 
     def _read_text(self, text: str) -> None:
-        if self._unseen is not None:
+        if self._hiding_element is not None:
             return
         with suppress(ValueError):  # a number of more digits than Python reads
             text = unescape(text)

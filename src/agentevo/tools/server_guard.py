@@ -5,9 +5,10 @@ server has the guard's stdin, stdout and stderr. A process that loses its parent
 child (PR_SET_CHILD_SUBREAPER), even one that has left the session, so nothing outlives the guard.
 Without Linux only the server's process group ends with it.
 
-The guard takes SIGTERM, and the death of the client for any reason, as the end of stdin. The server
-then has GRACE_S to end, and as long again after SIGTERM; processes that still run are killed. The
-program can end before that and leave the server running: some programs only start it.
+SIGTERM, and the end of the client for any reason, have the same effect as the end of stdin. The
+server then has GRACE_S to end, and the same time again after it gets SIGTERM. Processes that still
+run are killed. The program may end earlier and leave the server running, because some programs only
+start a server.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ import sys
 import time
 
 GRACE_S = 2.0
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 """The interval of the checks whether the client is alive."""
 NOT_STARTED = 127
 _PR_SET_CHILD_SUBREAPER = 36
-_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def main() -> int:
-    """The exit code of the program; 128 plus the signal's number if a signal ended it."""
+    """Runs the program and returns its exit code: 128 plus the signal's number if a signal ended
+    it."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
     client = int(sys.argv[1])
     program = _start(sys.argv[2:])
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -43,10 +45,10 @@ def main() -> int:
 
 
 def _start(words: list[str]) -> int:
-    """The program's id."""
+    """Starts the program and returns its process id."""
     program = os.fork()
     if program == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
         try:
             os.execvp(words[0], words)
         except OSError as error:
@@ -59,9 +61,9 @@ def _guard(program: int, client: int) -> int:
     code = 0
     has_ended = False
     closing_since: float | None = None
-    is_told = False
+    was_signalled = False
     while True:
-        signal_number = _wait(LOOK_S)
+        signal_number = _wait(POLL_INTERVAL_S)
         exit_codes = _reap()
         if program in exit_codes:
             code = exit_codes[program]
@@ -82,19 +84,19 @@ def _guard(program: int, client: int) -> int:
         if has_ended or closing_s > 2 * GRACE_S:
             _kill_children()
             return code
-        if closing_s > GRACE_S and not is_told:
-            is_told = True
+        if closing_s > GRACE_S and not was_signalled:
+            was_signalled = True
             os.killpg(0, signal.SIGTERM)
 
 
 def _wait(limit_s: float) -> int | None:
-    """The number of the next signal, or None."""
+    """Waits for the next signal, and returns its number or None."""
     if not hasattr(signal, "sigtimedwait"):  # macOS
         time.sleep(limit_s / 10)
         pending = signal.sigpending() - {signal.SIGCHLD}
         return signal.sigwait(pending) if pending else None
 
-    info = signal.sigtimedwait(_HEARD, limit_s)
+    info = signal.sigtimedwait(_HANDLED_SIGNALS, limit_s)
     return None if info is None else info.si_signo
 
 

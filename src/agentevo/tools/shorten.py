@@ -7,7 +7,7 @@ HEAD = 0.7
 
 
 def shorten_text(text: str, longest: int) -> str:
-    """The text, or at most `longest` characters of it and a line about the rest. Halves of
+    """The text, or at most `longest` characters of it and a line about the omission. Halves of
     surrogate pairs, which no tokenizer accepts, become question marks."""
     if len(text) <= longest:
         return text if text.isascii() else text.encode("utf-8", "replace").decode()

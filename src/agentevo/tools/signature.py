@@ -8,8 +8,8 @@ arguments against it.
             a: The first one.
         '''
 
-A type hint can be any type that pydantic checks; a parameter without one takes any JSON. Docstrings
-are parsed in the styles of Google, numpy and Sphinx.
+A type hint can be any type that pydantic supports. A parameter without a type hint accepts any
+JSON. Docstrings are parsed in the styles of Google, numpy and Sphinx.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentevo.errors import ConfigError, ToolArgumentsError
 from agentevo.tools.tool import ToolSpec, ordered_schema
 
 MAX_PROBLEMS = 5
-"""Wrong arguments, which are reported to the policy."""
+"""The most wrong arguments that are reported to the policy."""
 
 
 class Signature:
@@ -76,8 +76,8 @@ class Signature:
 
 
 def checked_options(name: str, item: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a tool class, converted to the type hints of its constructor as the arguments
-    of calls are. An option without a hint that pydantic knows is not changed. Raises
+    """The options of a tool class, converted to the type hints of its constructor, like the
+    arguments of calls. An option whose hint pydantic does not support is not changed. Raises
     ConfigError."""
     constructor = inspect.unwrap(item.__init__)  # type: ignore[misc]
     hints = getattr(constructor, "__annotations__", {})

@@ -92,7 +92,7 @@ def _server_of(section: MCPServerSection) -> McpServer:
 
 
 def _key(api_key: str | None, where: str) -> str | None:
-    """The key in the environment variable of `${env:NAME}`."""
+    """The key in the environment variable that `${env:NAME}` names."""
     if api_key is None:
         return None
 

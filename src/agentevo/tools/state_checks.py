@@ -3,8 +3,8 @@
     metadata: {"state_checks": [{"tool": "find_bookings", "arguments": {"guest": "Ann"},
                                  "result": "room 12 in Rome, double, 2 nights"}, ...]}
 
-After an attempt the calls are made in its session. The attempt scores 1 if each call gives exactly
-the task's result, else 0. So any server that answers questions about its state gives a checkable
+After an attempt, the calls are made in its session. The attempt scores 1 if each call returns
+exactly the task's result, else 0. So any server whose calls show its state gives a checkable
 outcome, even if the server itself scores nothing. An error result is compared by its text like any
 other. A call without an answer (a server that is gone, no answer in time) does not show the state,
 and fails the attempt.
@@ -33,7 +33,7 @@ class StateCheck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A call, and its result in the correct state."""
 
     tool: str
-    """The tool's name as the policy knows it."""
+    """The tool's name as the policy sees it."""
     arguments: dict[str, Any] = {}
     result: str
 
@@ -63,7 +63,7 @@ async def state_reached(
     checks: Sequence[StateCheck],
     call: Callable[[ToolCall], Awaitable[tuple[ToolResult, bool]]],
 ) -> float:
-    """1 if every check holds, else 0; stops at the first that does not hold. `call` returns a
+    """1 if every check passes, else 0. Stops at the first check that fails. `call` returns a
     result, and whether it came from a tool. Raises EnvironmentFailure if it did not."""
     for check in checks:
         result, was_answered = await call(check.call())

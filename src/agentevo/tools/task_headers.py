@@ -1,8 +1,8 @@
-"""Passes the task of an attempt to a server whose entry sets `send_task`: a started server gets it
-in its environment, a server at a URL in the headers of its session's requests.
+"""Passes the task of an attempt to a server whose entry sets `send_task`. A started server gets the
+task in its environment. A server at a URL gets it in the headers of its session's requests.
 
-The policy can find out everything that a server knows. So no server receives the task's answer, or
-the metadata about the wanted state and the calls that lead there.
+The policy may be able to read everything that a server knows. So servers never receive the task's
+answer, or the metadata about the wanted state and the calls that lead to it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ TASK_HEADER = "agentevo-task"
 """The task as JSON, in base64, since headers take only ASCII."""
 SEED_HEADER = "agentevo-seed"
 LARGEST_IN_HEADERS = 24 * 2**10
-"""Bytes of JSON: servers take some tens of kibibytes of headers."""
+"""The most bytes of JSON in headers. Servers accept some tens of kibibytes."""
 LARGEST_IN_VARIABLE = 64 * 2**10
-"""Bytes of JSON: Linux takes 128 KiB in one variable."""
+"""The most bytes of JSON in a variable. Linux accepts 128 KiB."""
 
 
 def task_variables(task: Task, seed: int, server: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Requests of tools with a time limit and a size limit that hold for any server.
 
-A client's timeout applies to one read, so a server that sends a byte now and then is never late.
-Here all connections of a call are shut down at the call's deadline.
+An HTTP client's timeout applies to one read, so a server that sometimes sends a byte never exceeds
+it. Here all connections of a call are shut down at the call's deadline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GZIP_ALONE = 16 + zlib.MAX_WBITS
 
 
 class TimedRequests:
-    """The requests of one call; made by `timed_requests`."""
+    """The requests of one call. `timed_requests` creates it."""
 
     def __init__(self, within_s: float) -> None:
         self._until = time.monotonic() + within_s
@@ -49,12 +49,12 @@ class TimedRequests:
         """Shuts down the connections of these requests, so that a reader sees the end."""
         with self._lock:
             for connection in self._sockets:
-                with suppress(OSError):  # it is closed
-                    # Not SSLSocket.shutdown: it takes the TLS state from the thread that reads.
+                with suppress(OSError):  # the connection is closed
+                    # Not SSLSocket.shutdown: it removes the TLS state that the reading thread uses.
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def _keep_socket(self, event: str, details: dict[str, Any]) -> None:
-        """Is called at each step of a request."""
+        """Records the socket. httpx calls it at each step of a request."""
         if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             with self._lock:
                 self._sockets.append(details["return_value"].get_extra_info("socket"))

@@ -5,7 +5,7 @@ each attempt. The session holds the state that its tools share and closes with t
 
 A call can raise:
 
-    ToolArgumentsError     arguments that the tool does not take: the policy reads the message
+    ToolArgumentsError wrong arguments: the policy reads the message
     ToolError              the tool's own refusal, which the policy also reads
     ToolUnavailableError   the tool can't be reached; retried if nothing was sent, or if equal
                            calls change nothing
@@ -57,19 +57,19 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tool, as the policy sees it."""
 
     name: str
-    """The name in its toolset."""
+    """The name within its toolset."""
     description: str = ""
     parameters: dict[str, Any]
     """JSON schema of the arguments, an object."""
     cacheable: bool = False
-    """Equal calls have equal results and change nothing."""
+    """Whether equal calls have equal results and change nothing."""
     full_name: str = ""
     """SERVER.TOOL, if several servers are behind one toolset. `include` and calls accept this name
     too."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All its names."""
+        """All names of the tool."""
         return (self.name, self.full_name) if self.full_name else (self.name,)
 
     def schema(self, name: str) -> dict[str, Any]:
@@ -90,18 +90,18 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Condensed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy reads in place of a long result."""
+    """The text that the policy reads in place of a long result."""
 
     text: str
     problem: str = ""
-    """Why it is not a summary, or not one of the whole result."""
+    """Why the text is not a summary, or not a summary of the whole result."""
 
 
 class Condense(Protocol):
     """Makes long results shorter."""
 
     async def __call__(self, spec: ToolSpec, call: ToolCall, text: str) -> Condensed | None:
-        """The replacement for the result `text` of a call; None if the result is not changed."""
+        """The replacement for the result `text` of a call. None to leave the result unchanged."""
         ...
 
 
@@ -115,13 +115,13 @@ class ToolSession(Protocol):
 
     @property
     def instructions(self) -> str:
-        """The text about these tools that the policy reads before the task; can be empty."""
+        """The text about these tools that the policy reads before the task. May be empty."""
         ...
 
     @property
     def num_losses(self) -> int:
-        """How often the state of the calls was lost, such as by a restart of the server. The state
-        after that does not reflect the earlier calls."""
+        """How often the state of the calls was lost, for example by a restart of the server. The
+        later state does not include the effects of the earlier calls."""
         ...
 
     async def prepare(self) -> None:

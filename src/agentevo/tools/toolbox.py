@@ -9,9 +9,9 @@ A failure of a call becomes its result: an unknown tool, arguments that are not 
 tool does not take, no answer in time, a server that is gone, an exception of the tool's code. It
 costs only the call, and each kind is counted (METRICS). The policy knows a tool by its own name,
 with "_" for characters that APIs and chat templates don't accept. If two toolsets have a tool of
-the same name, each of these becomes TOOLSET__NAME. If names of one toolset become equal, or hold no
-accepted letter, all except the first get a number (`a_b_2`, `tool_2`). A name that is too long ends
-in a part of its digest.
+the same name, each of these becomes TOOLSET__NAME. If names of one toolset become equal, or have no
+accepted letter, all except the first get a number (`a_b_2`, `tool_2`). A name that is too long is
+shortened and ends with a part of its digest.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Toolbox:
         """`notify` receives the first exception of each kind from each tool's code. Raises
         ConfigError for tools that can't be made."""
         self._offers = [
-            _Offer(section, toolset) for section in sections for toolset in make_toolsets(section)
+            _OfferedToolset(section, toolset)
+            for section in sections
+            for toolset in make_toolsets(section)
         ]
         names = Counter(offer.toolset.name for offer in self._offers)
         twice = next((name for name, count in names.items() if count > 1), None)
@@ -120,7 +122,8 @@ class Toolbox:
             yield AttemptTools(sessions, self._cache, self._show, checks)
 
     def _show(self, name: str, error: Exception) -> None:
-        """Shows an exception of a tool's code at once: otherwise only the policy would see it."""
+        """Shows an exception of a tool's code immediately. Otherwise only the policy would see
+        it."""
         kind = (name, type(error))
         if kind not in self._told:
             self._told.add(kind)
@@ -136,7 +139,7 @@ class Toolbox:
                 stack.push_async_callback(offer.toolset.close)
 
 
-class _Offer:
+class _OfferedToolset:
     """An entry of `agent.tools`, its toolset, and their state in a process."""
 
     def __init__(self, section: ToolSection, toolset: Toolset) -> None:
@@ -145,16 +148,16 @@ class _Offer:
         self.room = asyncio.Semaphore(section.max_concurrent)
 
     def has(self, spec: ToolSpec) -> bool:
-        """Whether the policy gets the tool."""
+        """Whether the policy may use the tool."""
         included = self.section.include or ("*",)
         return _is_called(spec, included) and not _is_called(spec, self.section.exclude)
 
 
 @dataclass(frozen=True)
-class _Bound:
+class _AttemptTool:
     """One tool of an attempt."""
 
-    offer: _Offer
+    offer: _OfferedToolset
     session: ToolSession
     spec: ToolSpec
 
@@ -169,7 +172,7 @@ class AttemptTools:
 
     def __init__(
         self,
-        sessions: Sequence[tuple[_Offer, ToolSession]],
+        sessions: Sequence[tuple[_OfferedToolset, ToolSession]],
         cache: ResultCache,
         show: Callable[[str, Exception], None],
         checks: Sequence[StateCheck] = (),
@@ -185,7 +188,7 @@ class AttemptTools:
         _check_included(sessions)
         self._tools = _by_name(
             [
-                _Bound(offer, session, spec)
+                _AttemptTool(offer, session, spec)
                 for offer, session in sessions
                 for spec in session.specs
                 if offer.has(spec)
@@ -233,8 +236,7 @@ class AttemptTools:
 
     async def outcomes(self) -> dict[str, Any]:
         """The outcome of the attempt by each toolset that gives one, and by the task's
-        `state_checks`. Raises what they raise, and EnvironmentFailure if a toolset does not
-        answer."""
+        `state_checks`. Raises their errors, and EnvironmentFailure if a toolset does not answer."""
         outcomes: dict[str, Any] = {}
         for offer, session in self._sessions:
             limit_s = offer.section.timeout_s
@@ -272,12 +274,12 @@ class AttemptTools:
             self.metrics = metrics
             self.condense = condense
 
-        bound = self._found(call.name)
+        bound = self._find_tool(call.name)
         if bound is not None:
             self._check_kept(bound.offer, bound.session)
         return result, was_answered
 
-    def _check_kept(self, offer: _Offer, session: ToolSession) -> None:
+    def _check_kept(self, offer: _OfferedToolset, session: ToolSession) -> None:
         """Raises EnvironmentFailure if the state that the attempt's calls left was lost."""
         if session.num_losses > self._num_losses[id(session)]:
             raise EnvironmentFailure(
@@ -289,7 +291,7 @@ class AttemptTools:
         async with record_call("tool", call.name) as recorded:
             recorded.keep(arguments=call.arguments)
             result = await self._call_recorded(call, recorded)
-            bound = self._found(call.name)
+            bound = self._find_tool(call.name)
             if self.condense is not None and bound is not None and not result.is_error:
                 condensed = await self.condense(bound.spec, call, result.text)
                 if condensed is not None:
@@ -306,12 +308,13 @@ class AttemptTools:
 
         return result
 
-    def _found(self, name: str) -> _Bound | None:
+    def _find_tool(self, name: str) -> _AttemptTool | None:
         return self._tools.get(name) or self._by_full_name.get(name)
 
     async def _call_recorded(self, call: ToolCall, recorded: RunningCall) -> ToolResult:
-        """The result as the policy reads it, also for any failure."""
-        bound = self._found(call.name)
+        """Makes a call, and returns the result that the policy reads. A failure becomes a result,
+        too."""
+        bound = self._find_tool(call.name)
         if bound is None:
             self.metrics["num_unknown_tools"] += 1
             guess = nearest(call.name, list(self._tools))
@@ -337,7 +340,7 @@ class AttemptTools:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            self.metrics["num_tool_failures"] += 1  # its own wait was cancelled
+            self.metrics["num_tool_failures"] += 1  # the tool's own wait was cancelled
             return _error(f"{call.name} failed: what it waited for was cancelled")
         except Exception as error:  # noqa: BLE001 (a tool's exception costs only its call)
             self.metrics["num_tool_failures"] += 1
@@ -348,7 +351,7 @@ class AttemptTools:
         recorded.note(characters=len(result.text), reward=result.reward)
         return result
 
-    async def _result(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
+    async def _result(self, bound: _AttemptTool, arguments: dict[str, Any]) -> ToolResult:
         if not bound.is_cached:
             return await self._try_call(bound, arguments)
 
@@ -359,7 +362,7 @@ class AttemptTools:
         )
         return await self._cache.get(key, lambda: self._try_call(bound, arguments))
 
-    async def _try_call(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
+    async def _try_call(self, bound: _AttemptTool, arguments: dict[str, Any]) -> ToolResult:
         """Makes the call, and repeats it if the server could not be reached."""
         limit = asyncio.timeout(None)
         section = bound.offer.section
@@ -393,7 +396,7 @@ class _NoAnswerError(Exception):
     """A call has not returned within its time limit."""
 
 
-def _check_included(sessions: Sequence[tuple[_Offer, ToolSession]]) -> None:
+def _check_included(sessions: Sequence[tuple[_OfferedToolset, ToolSession]]) -> None:
     """Raises ConfigError for a name or pattern of `include` that matches no tool."""
     for section in {id(offer.section): offer.section for offer, _ in sessions}.values():
         specs = [
@@ -431,7 +434,7 @@ def _error(text: str) -> ToolResult:
     return ToolResult(text=f"Error: {text}", is_error=True)
 
 
-def _by_name(tools: Sequence[_Bound]) -> dict[str, _Bound]:
+def _by_name(tools: Sequence[_AttemptTool]) -> dict[str, _AttemptTool]:
     """The tools by the names that the policy knows, in order."""
     owners: dict[str, set[str]] = {}
     for tool in tools:

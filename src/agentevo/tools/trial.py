@@ -37,8 +37,8 @@ class TriedCall(msgspec.Struct, frozen=True, kw_only=True):
     """The result, as a policy reads it."""
     seconds: float
     status: Literal["answered", "error", "refused", "broken"]
-    """`error`: the tool returned an error; `refused`: it does not take these arguments; `broken`:
-    no answer, or an exception of its code."""
+    """`error`: the tool returned an error. `refused`: the arguments were wrong. `broken`: no
+    answer, or an exception of the tool's code."""
 
 
 async def try_calls(
@@ -47,7 +47,7 @@ async def try_calls(
     calls: Sequence[ToolCall] = (),
 ) -> AsyncIterator[TriedCall]:
     """Makes these calls one after the other in one session; without any, one call of each tool.
-    Raises what opening the tools raises."""
+    Raises the errors of opening the tools."""
     toolbox = Toolbox(sections)
     try:
         async with toolbox.open(task, seed=0) as tools:

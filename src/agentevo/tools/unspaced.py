@@ -30,7 +30,7 @@ def num_words(text: str) -> float:
     return len(_LETTER.sub(" ", text).split()) + num_letters / 2
 
 
-def stands_in(words: str, text: str) -> bool:
+def contains_words(words: str, text: str) -> bool:
     """Whether a text contains these as whole words; case and the kind of spaces do not matter."""
     plain_words, plain_text = (" ".join(string.split()).casefold() for string in (words, text))
     pattern = rf"(?<!{WORD_LETTER}){re.escape(plain_words)}(?!{WORD_LETTER})"

@@ -1,10 +1,10 @@
 """verl's tools: classes with `create`, `execute` and `release`, listed in a file.
 
 An attempt has one instance of each tool that it calls. The instance is made before the first call,
-with the row's `create_kwargs`, and released at the end. (verl 0.9 makes one for every call; a tool
-that keeps its state by the instance's id works both ways.) The result is a text, or the `text` of
-an object; images are left out. `calc_reward` is not called: put a score into the recipe's
-`rewards`.
+with the row's `create_kwargs`, and released at the end. (verl 0.9 creates an instance for every
+call. A tool that stores its state under the instance's id works with both.) The result is a text,
+or the `text` of an object; images are left out. `calc_reward` is not called: put a score into the
+recipe's `rewards`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
 
     def make() -> Any:
         tool_class = getattr(importlib.import_module(module), name)
-        return tool_class(config=dict(row.get("config") or {}), tool_schema=_as_verl_has_it(schema))
+        return tool_class(config=dict(row.get("config") or {}), tool_schema=_verl_schema(schema))
 
     try:
         tool = load_in_time(make, f"{where}: the constructor of {path}")
@@ -181,8 +181,9 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
     return spec, tool
 
 
-def _as_verl_has_it(schema: Mapping[str, Any]) -> Any:
-    """The record that verl passes to its tools if verl is installed; else the mapping."""
+def _verl_schema(schema: Mapping[str, Any]) -> Any:
+    """The schema in the class that verl passes to its tools, if verl is installed. Otherwise the
+    mapping."""
     try:
         schemas = importlib.import_module("verl.tools.schemas")
     except ImportError:

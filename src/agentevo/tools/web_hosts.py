@@ -3,9 +3,9 @@
 A host is allowed if an entry of `allow` matches it and no entry of `deny` does: `en.wikipedia.org`,
 `*.python.org` (any host below it), `*` (any). An entry with `:PORT` covers only that port. Without
 a port, `allow` covers 80 and 443, and `deny` covers every port. A host's addresses must be public,
-unless `allow_private` is set. They are looked up once: the connection goes to the checked address,
-with the certificate of the name. Each redirect is checked like the first URL. No proxy is used,
-since it would look up the name again.
+unless `allow_private` is set. A name is looked up once. The connection goes to the checked address,
+and the certificate must match the name. Each redirect is checked like the first URL. No proxy is
+used, since it would look up the name again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WebHosts:
         self._allow_private = allow_private
 
     def allows(self, url: str) -> bool:
-        """Whether the rules allow the URL's host; its addresses are not looked up."""
+        """Whether the rules allow the URL's host. Its addresses are not looked up."""
         try:
             self._check_name(_parse_url(url))
         except ToolError:
@@ -145,7 +145,7 @@ def is_public(address: _Address) -> bool:
 
 
 def _entry(key: str, text: str) -> tuple[str, int | None]:
-    """Host and port of an entry."""
+    """Parses an entry into host and port."""
     host, _, port = text.strip().lower().partition(":")
     name = host.removeprefix("*.")
     if not text.strip() or "/" in text or (host != "*" and "*" in name) or not name:
@@ -165,7 +165,7 @@ def _matches(pattern: str, host: str) -> bool:
 
 
 def _parse_url(text: str) -> httpx.URL:
-    """Raises ToolError."""
+    """Parses a URL. Raises ToolError if it is invalid."""
     if len(text) > MAX_URL:
         raise ToolError(f"the URL has more than {MAX_URL} characters")
     try:

@@ -13,8 +13,8 @@ from agentevo.tools.corpus import MAX_QUERY, Passage
 from agentevo.tools.unspaced import separate
 
 MAX_TERMS = 32
-"""The number of words of a query, and of pairs of them, that are searched. The rarest words would
-matter most, but it is not known which these are."""
+"""The number of words of a query, and of pairs of them, that are searched. (The rarest words would
+be the best choice, but they are not known.)"""
 LETTERS_OF_A_WORD = 2
 """The number of letters of a script without spaces that count as one word."""
 _WORD = re.compile(r"\w+")

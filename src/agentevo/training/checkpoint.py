@@ -36,7 +36,7 @@ from agentevo.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.checkpoint_manifest import CheckpointManifest, TornError
-from agentevo.models.parts import Wholes
+from agentevo.models.parts import WholeTensors
 from agentevo.models.save import write_model
 from agentevo.parsing import read_json_object
 from agentevo.training.contribution import Contribution
@@ -349,7 +349,7 @@ class _SharedCheckpoint:
     def __init__(self, contribution: Contribution | None) -> None:
         self._contribution = contribution
         self._done = contribution is None
-        self.weights: Wholes | None = None
+        self.weights: WholeTensors | None = None
         """The model's, one whole tensor after the other; None: the model has them."""
         if contribution is not None and contribution.weights:
             self.weights = contribution.tensors()

@@ -20,7 +20,7 @@ from typing import Any
 from torch import distributed
 
 from agentevo.files import sync_to_disk
-from agentevo.models.parts import WeightPart, Wholes, give
+from agentevo.models.parts import WeightPart, WholeTensors, give
 from agentevo.training.state_parts import METADATA, PartsError, write_parts
 
 
@@ -43,9 +43,9 @@ class Contribution:
             self.group,
         )
 
-    def tensors(self) -> Wholes:
+    def tensors(self) -> WholeTensors:
         """On the first process: the model's weights; the caller has to take all of them."""
-        return Wholes(self.weights, self.group)
+        return WholeTensors(self.weights, self.group)
 
     def finish(self, folder: Path | None) -> dict[str, str]:
         """On the first process: name of a file in the folder -> its sha256, once all processes have

@@ -20,7 +20,12 @@ from agentevo.config import ColdStartSection, MemorySection, SFTSection, Trainer
 from agentevo.models.adapters import dropping_out
 from agentevo.models.chat import ChatFormat
 from agentevo.seeds import derive_seed
-from agentevo.training.batching.passes import device_of, keep_pace, micro_batches, null_batches
+from agentevo.training.batching.passes import (
+    device_of,
+    micro_batches,
+    null_batches,
+    run_null_batches,
+)
 from agentevo.training.kernels.logprobs import selected_logprobs
 from agentevo.training.kernels.output_layer import all_logits, token_logprobs
 from agentevo.training.learner import Learner
@@ -127,7 +132,7 @@ class SupervisedTrainer:
             sums["trainer/logical_tokens"] += batch.num_logical
             sums["trainer/distinct_tokens"] += batch.num_distinct
 
-        keep_pace(self.model, nulls, self.optimization.backward)
+        run_null_batches(self.model, nulls, self.optimization.backward)
         norm = self.optimization.finish()
         metrics = {
             "actor/grad_norm": norm,

@@ -31,9 +31,9 @@ from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import (
     PackedStep,
     device_of,
-    keep_pace,
     micro_batches,
     null_batches,
+    run_null_batches,
 )
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
 from agentevo.training.kernels.output_layer import OutputListener
@@ -264,7 +264,7 @@ class Trainer:
 
             progress.advance(len(indices))
 
-        keep_pace(self.model, nulls, self.optimization.backward)
+        run_null_batches(self.model, nulls, self.optimization.backward)
         norm = self.optimization.finish()
         if joint is not None:
             metrics["critic/grad_norm"] = joint.optimization.finish()

@@ -98,7 +98,7 @@ def test_a_mask_for_128k_nodes_takes_no_memory_for_all_pairs():
 
 @pytest.mark.parametrize("lengths", [[300], [200, 300, 150]])
 def test_long_texts_that_share_nothing_take_flash_attention(lengths, monkeypatch):
-    monkeypatch.setattr(flex_tree, "LONG", 200)
+    monkeypatch.setattr(flex_tree, "LONG_TEXT", 200)
     monkeypatch.setattr(flex_tree, "_run", lambda kind: pytest.fail("FlexAttention was called"))
 
     tree = build_tree([[10 * n + 1] * length for n, length in enumerate(lengths)])
@@ -110,7 +110,7 @@ def test_long_texts_that_share_nothing_take_flash_attention(lengths, monkeypatch
 
 
 def test_short_texts_and_those_that_share_take_flex_attention(monkeypatch):
-    monkeypatch.setattr(flex_tree, "LONG", 200)
+    monkeypatch.setattr(flex_tree, "LONG_TEXT", 200)
     shared = [1] * 400
     for sequences in ([[1] * 300, [2] * 60], [[*shared, 2, 2], [*shared, 3, 3, 3]]):
         assert FlexTree(build_tree(sequences), CPU).texts == []

@@ -1,4 +1,4 @@
-"""The choice of a model's output parser, by the notation that its chat template shows."""
+"""Chooses a model's output parser by the notation in its chat template."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from agentevo.models.tool_calls.tags import DSML, GLM, QWEN_CODER, XML
 from agentevo.registry import nearest
 
 _OBJECT = r'\{[ \t\n\r]*"(?:(?:name|arguments|parameters|type|id)"|[napti][a-z]*\\)'
-"""A key may have escapes in place of letters."""
+"""A key may have escapes instead of letters."""
 _MARKED = r"<\|(?:python_tag|python_start|tool_call_start)\|>"
 _EXPRESSION = r"\[[^!-\-/:-@\[-\^`{-~]*\("
-"""Words, dots and white space between the brackets. These three are written so that a grammar of
-texts without them stays cheap: `\\w` would not, nor one alternative for each mark."""
+"""Words, dots and white space between the brackets. These three patterns keep a grammar of texts
+without them cheap. `\\w`, or one alternative for each mark, would not."""
 _PARSERS = (
     ToolCallParser(HARMONY, read_harmony, shown_by=r"<\|channel\|>"),
     ToolCallParser(
@@ -69,7 +69,8 @@ _PARSERS = (
     ),
     ToolCallParser("json", read_json, shown_by="", begins=_OBJECT),
 )
-"""A template selects the first one that it shows; `json` reads the calls of any other."""
+"""The first parser whose notation is in the template is chosen. `json` reads the calls of all other
+templates."""
 
 
 def parser_names() -> list[str]:
@@ -77,7 +78,7 @@ def parser_names() -> list[str]:
 
 
 def parser_named(name: str) -> ToolCallParser:
-    """The parser of that name, which knows every mark of a thought."""
+    """The parser of that name, which recognises the thoughts of all families."""
     parser = next((parser for parser in _PARSERS if parser.name == name), None)
     if parser is None:
         guess = nearest(name, parser_names())

@@ -4,9 +4,9 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant to=functions.f<|channel|>commentary json<|message|>{...}<|call|>
 
-The generation prompt ends in `<|start|>assistant`, so the first message begins behind that.
-Analysis is reasoning; a message with a recipient is a call; everything else is content. A message
-ends at `<|end|>`, `<|return|>` or `<|call|>`, at the next `<|start|>`, or with the text.
+The generation prompt ends in `<|start|>assistant`, so the first message begins after it. Analysis
+is reasoning, a message with a recipient is a call, and everything else is content. A message ends
+at `<|end|>`, `<|return|>` or `<|call|>`, at the next `<|start|>`, or at the end of the text.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _KNOWN = re.compile(
     r"<\|start\|>(?:assistant\b)?|<\|channel\|>\s*(?:(?:analysis|commentary|final)\b)?"
     r"|<\|constrain\|>|\bjson\b|\bto=[^\s<]*"
 )
-"""What a header has to say."""
+"""The channels that a header must name."""
 _CUT_OFF = re.compile(r"<\|channel\|>\s*\w*\Z")
 
 
 def read_harmony(out: ParsedOutput, *, calls: bool = True) -> Wait:
-    """Reads the text to its end. Without `calls` a message with a recipient is content as well."""
+    """Reads the text to its end. Without `calls`, a message with a recipient is content."""
     text = out.text
     while True:
         space = yield from text.skip_space()

@@ -1,4 +1,4 @@
-"""Calls that are JSON objects with name and arguments, and JSON that arrives in pieces.
+"""Reads calls that are JSON objects with name and arguments, from JSON that arrives in pieces.
 
 blocks   between two marks: Hermes and Qwen <tool_call>...</tool_call>, Nemotron
          <TOOLCALL>[...]</TOOLCALL>, Phi-4 <|tool_call|>[...]<|/tool_call|>
@@ -18,7 +18,7 @@ from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, Recovery, 
 from agentevo.models.tool_calls.text import SPACE, CallText, Emit, Marks, Wait, ignore, marks
 
 MAX_DEPTH = 100
-"""Lists and objects within one another: far below the limits of clients' parsers."""
+"""The deepest nesting of lists and objects. It is far below the limits of clients' parsers."""
 FENCE = "```"
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LITERALS = ("true", "false", "null")
@@ -26,10 +26,10 @@ _STRING_MARKS = Marks((), (r'["\\\x00-\x1f]',))
 _ESCAPES = Marks((), (r'\\["\\/bfnrt]', r"\\u[0-9a-fA-F]{4}"))
 _PARTS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}
 _KEYS_BESIDE = ("type", "id")
-"""Other keys that a call without a mark may have."""
+"""The other keys that a call without a mark may have."""
 _FIRST_KEYS = ('"n', '"a', '"p', '"t', '"i')
-"""How the keys of such a call begin. What begins otherwise is left at once: whether there was more
-text to look at when its brace came must make no difference."""
+"""The beginnings of the keys of such a call. An object that begins otherwise is given up
+immediately, so that the result does not depend on how much text had arrived with its brace."""
 OBJECT = rf"\{{(?={SPACE}(?:{'|'.join(_FIRST_KEYS)}|\"?\Z))"
 """A brace before one of the keys that a call may begin with."""
 _LIST = rf"\[(?={SPACE}(?:{OBJECT}|\Z))"
@@ -37,7 +37,7 @@ _BARE = Marks(("```json",), (OBJECT, _LIST))
 
 
 def read_value(text: CallText, emit: Emit) -> Wait:
-    """Takes one value; `emit` gets its exact text."""
+    """Takes one value. `emit` gets its exact text."""
     brackets: list[str] = []
     """The closing brackets of the open lists and objects."""
     while True:
@@ -72,13 +72,13 @@ def read_value(text: CallText, emit: Emit) -> Wait:
 
 
 def _next_char(text: CallText, emit: Emit) -> Generator[None, None, str]:
-    """The character behind white space, or "" at the end."""
+    """The next character after white space, or "" at the end."""
     emit((yield from text.skip_space()))
     return (yield from text.peek())
 
 
 def _read_key(text: CallText, emit: Emit, closing: str) -> Wait:
-    """Takes the text before a value: a key, where the value is an object's."""
+    """Takes the text before a value: its key, if it is in an object."""
     if closing == "]":
         return
     if (yield from _next_char(text, emit)) != '"':
@@ -114,8 +114,8 @@ def _read_text(text: CallText, expected: str) -> Generator[None, None, str]:
 
 
 def read_object(text: CallText, call: OpenCall) -> Wait:
-    """Takes `{"name": ..., "arguments": {...}}`, or with `parameters`, in any order and among
-    other keys."""
+    """Takes `{"name": ..., "arguments": {...}}`, or `parameters` instead of `arguments`, in any
+    order and among other keys."""
     seen_parts: set[str] = set()
     yield from text.expect("{", expected="an object with name and arguments")
     yield from text.skip_space()

@@ -46,7 +46,7 @@ class NamedCalls:
     """Optional marks between the head and the arguments, in this order."""
     behind_arguments: tuple[str, ...] = ()
     has_objects: bool = False
-    """Whether objects with name and arguments may follow `begin` as well."""
+    """Whether objects with name and arguments may also follow `begin`."""
 
     def read(self, out: ParsedOutput) -> Wait:
         """Reads the text to its end."""

@@ -1,8 +1,9 @@
 """A parser's output for a text, as deltas.
 
-Content is the text outside of thoughts and calls, joined. If one of them was cut out at an end of
-the text, the adjacent white space is cut as well; a text without any is its own content. White
-space that may be adjacent to a cut is held back. Reasoning has no white space at its ends.
+Content is the text outside of thoughts and calls, joined. If a thought or call was cut out at the
+beginning or end of the text, the adjacent white space is cut, too. A text without thoughts and
+calls is its own content. White space that may be adjacent to a cut is held back. Reasoning has no
+white space at its ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PARAGRAPH = "\n\n"
 
 
 class Prose:
-    """Running text that is stripped next to cuts."""
+    """Text whose white space is stripped next to cuts."""
 
     def __init__(self, *, strip_end: bool) -> None:
         self._begun = False
@@ -39,7 +40,7 @@ class Prose:
         self._cut = self._cut_at_end = strip_end
 
     def add(self, text: str) -> str:
-        """The part of this text and of the text held back that can be shown."""
+        """Adds text. Returns the part of it, and of the text held back, that can be shown."""
         if not self._begun and self._cut:
             text = text.lstrip()
 
@@ -56,7 +57,7 @@ class Prose:
         return shown
 
     def cut(self) -> None:
-        """Called where something else was cut out."""
+        """Call this where a thought or call was cut out."""
         self._cut = True
         if not self._begun:
             self._space.clear()
@@ -66,12 +67,13 @@ class Prose:
             self._space = [PARAGRAPH]
 
     def finish(self) -> str:
-        """The white space at the end, if it belongs to the text."""
+        """The white space at the end, if it is part of the text."""
         return "" if self._cut else "".join(self._space)
 
 
 class ParsedOutput:
-    """Collects deltas. `types` are the tools' parameters, for notations that write values bare."""
+    """Collects deltas. `types` has the types of the tools' parameters, for notations that write
+    values without quotes."""
 
     def __init__(self, text: CallText, types: ParameterTypes) -> None:
         self.text = text
@@ -88,7 +90,7 @@ class ParsedOutput:
         self.add(ReasoningDelta(self._reasoning.add(text)))
 
     def cut(self) -> None:
-        """Called at a mark, which belongs to no text."""
+        """Call this at a mark, which is not part of the text."""
         self._content.cut()
         self.text.last = ""
 
@@ -102,7 +104,7 @@ class ParsedOutput:
         self._deltas.append(delta)
 
     def finish(self) -> None:
-        """Called when the text has ended."""
+        """Call this when the text has ended."""
         self.add(ContentDelta(self._content.finish()))
 
     def take(self) -> list[Delta]:
@@ -115,9 +117,10 @@ class ParsedOutput:
 class OpenCall:
     """A call that is being read.
 
-    `is_bare`: no mark says that it is a call, so it counts as one only after its tool and its
-    arguments are recognised; before that, broken text is content. The brace that may end the
-    arguments is shown when the call is whole: what was shown of a call that breaks is no JSON.
+    `is_bare`: no mark shows that it is a call, so it counts as a call only after its tool and its
+    arguments are recognised. If the text breaks before that, it is content. The closing brace of
+    the arguments is passed on only when the call is complete, so the deltas of a broken call are
+    never valid JSON.
     """
 
     def __init__(self, out: ParsedOutput, *, is_bare: bool) -> None:
@@ -139,13 +142,13 @@ class OpenCall:
             self._show()
 
     def add_arguments(self, text: str) -> None:
-        """More of the arguments' JSON."""
+        """Adds text of the arguments' JSON."""
         self._arguments.append(text)
         if self.name:
             self._show()
 
     def begin_argument(self, key: str) -> None:
-        """The key of an argument that is not written in JSON; its value follows."""
+        """Begins an argument whose key is not written in JSON. Its value follows."""
         if key in self._keys:
             raise self._out.text.broken(f"it has the parameter {key!r} twice")
         self.add_arguments(f"{', ' if self._keys else '{'}{json_text(key)}: ")
@@ -176,8 +179,8 @@ class OpenCall:
 
 
 class Recovery(NamedTuple):
-    """Where a broken call ends: with the first mark of `through`, before the first one of `before`,
-    or with the text."""
+    """Where a broken call ends: after the first mark of `through`, before the first mark of
+    `before`, or at the end of the text."""
 
     through: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
@@ -191,8 +194,8 @@ def read_call(
     lead: str = "",
     is_bare: bool = False,
 ) -> Generator[None, None, bool]:
-    """Reads one call with `body`, which raises MalformedError, after `lead`, which was taken
-    already. False if there is none."""
+    """Reads one call with `body`, which may raise MalformedError. `lead`: text of the call that was
+    taken already. False if there is no call."""
     text = out.text
     call = OpenCall(out, is_bare=is_bare)
     record = text.record = [lead]
@@ -227,9 +230,9 @@ def read_calls(
     may_end_in_comma: bool = False,
     goes_on: Callable[[CallText], Generator[None, None, bool]] | None = None,
 ) -> Generator[None, None, bool]:
-    """Reads calls: an item, or a list of them with commas between, and again where `goes_on`, which
-    takes what follows the item or list, returns true. False if the first is none. What breaks
-    behind a call breaks that call."""
+    """Reads calls: an item, or a list of items with commas. Then `goes_on` takes what follows, and
+    if it returns true, another item or list is read. False if the first item is no call. An error
+    after a call makes that call malformed."""
     text = out.text
     in_list = False
     is_first = True
@@ -264,8 +267,8 @@ def read_calls(
 def read_end(
     text: CallText, ends: tuple[str, ...], next_marks: tuple[str, ...]
 ) -> Generator[None, None, str]:
-    """Takes the mark that ends a call. It may be missing at the end of the text, and before one of
-    `next_marks`, which is returned then."""
+    """Takes the mark that ends a call. The mark may be missing at the end of the text, and before
+    one of `next_marks`, which is then returned."""
     mark = yield from text.take_any(*ends)
     if not mark:
         mark = yield from text.starts_with(*next_marks)
@@ -275,7 +278,7 @@ def read_end(
 
 
 def skip_mark(out: ParsedOutput, *strings: str) -> Wait:
-    """Takes a mark behind calls, with the white space before it, where one follows."""
+    """Takes a mark after calls and the white space before it, if there is one."""
     space = yield from out.text.skip_space()
     if (yield from out.text.take_any(*strings)):
         out.cut()

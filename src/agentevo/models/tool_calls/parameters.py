@@ -1,11 +1,12 @@
-"""Parameters that a notation writes bare, between tags, as JSON by the tool's own schema.
+"""Converts parameters that a notation writes without quotes, between tags, to JSON by the tool's
+schema.
 
     the text as JSON, if it is JSON other than a string and the schema allows that value
     the text as a string, elsewhere
 
-A schema allows what its `type`, `enum` and `const` say, what `$ref` to a place in the same schema
-and all of `allOf` say, and what one of `anyOf` and of `oneOf` says. It allows anything if it has no
-constraint, or only one too deep inside.
+A schema allows a value if `type`, `enum` and `const` allow it, and so do the target of `$ref` in
+the same schema, all schemas of `allOf`, and one schema each of `anyOf` and `oneOf`. A schema
+without constraints, or with constraints that are nested too deep, allows anything.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_DEPTH = 16
-"""Schemas within one another, by choices and references, that are looked into."""
+"""The deepest nesting of schemas, by choices and references, that is followed."""
 MAX_SCHEMAS = 1_000
-"""Schemas that are looked into for one value: references may lead back."""
+"""The most schemas that are checked for one value, because references may be circular."""
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _KINDS: dict[type, str] = {
@@ -45,8 +46,8 @@ class ParameterTypes:
                 self._schemas[str(function.get("name"))] = schema
 
     def json_of(self, tool: str, parameter: str, value: str) -> str:
-        """The value as JSON; see the module. Python's words for true, false and null are read where
-        the schema says anything."""
+        """The value as JSON; see the module. Python's words for true, false and null are accepted
+        if the schema allows anything."""
         check = _ValueCheck(self._schemas.get(tool, {}), parameter)
         plain = value.strip()
         word = _PYTHON_WORDS.get(plain, plain)
@@ -63,7 +64,7 @@ _NOTHING = object()
 
 
 class _ValueCheck:
-    """Whether a tool's schema allows a value of one of its parameters."""
+    """Checks whether a tool's schema allows a value for a parameter."""
 
     def __init__(self, schema: Mapping[str, Any], parameter: str) -> None:
         self._whole = schema
@@ -75,7 +76,8 @@ class _ValueCheck:
         return self._allows(self._whole, value, is_whole=True, depth=0)
 
     def _allows(self, schema: Any, value: Any, *, is_whole: bool, depth: int) -> bool:
-        """`is_whole`: the schema is that of all arguments, and the value the parameter's."""
+        """`is_whole`: whether `schema` is the schema of all arguments, although the value is the
+        parameter's."""
         self._num_seen += 1
         if not isinstance(schema, Mapping) or depth > MAX_DEPTH or self._num_seen > MAX_SCHEMAS:
             return True
@@ -130,8 +132,8 @@ def _parts_of(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def referred_schema(schema: Any, reference: str) -> Any:
-    """The schema at a place of the whole one, such as `#/$defs/Filter`; an empty one where the
-    reference leads nowhere, or out of it."""
+    """The schema at a reference within the whole schema, such as `#/$defs/Filter`. Empty if the
+    reference has no target or leads out of the schema."""
     if not reference.startswith("#"):
         return {}
 
@@ -148,8 +150,8 @@ def referred_schema(schema: Any, reference: str) -> Any:
 
 
 def _read(text: str) -> Any:
-    """A text as JSON, _NOTHING where it is none, or a string. Of an integer of thousands of digits
-    the type counts alone."""
+    """Parses a text as JSON. _NOTHING if it is not JSON, or is a string. Of an integer with
+    thousands of digits only the type is used."""
     if _INTEGER.fullmatch(text):
         return int(text[:4_000])
 
@@ -166,7 +168,8 @@ def _refuse(constant: str) -> None:
 
 
 def json_text(value: object) -> str:
-    """A value as JSON that any encoder takes. Raises ValueError for what JSON can't say."""
+    """A value as JSON that any encoder accepts. Raises ValueError for values that JSON can't
+    represent."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()

@@ -15,11 +15,11 @@ class MalformedCall:
     """A text that begins as a call but is not one."""
 
     text: str
-    """The model's whole text of it, marks included."""
+    """The whole text of the call, marks included."""
     problem: str
-    """Why it is not a call: a sentence that the model may read."""
+    """Why it is not a call, as a sentence that the model can read."""
     name: str = ""
-    """The tool that it names, if it got that far."""
+    """The tool's name, if it could be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Parsed:
 
     content: str
     reasoning: str | None
-    """None if there is no thought, or an empty one."""
+    """The reasoning. None if there is no thought, or an empty one."""
     tool_calls: tuple[ToolCall, ...]
-    """Without ids."""
+    """The tool calls, without ids."""
     malformed: tuple[MalformedCall, ...]
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> Parsed:
-        """The sum of all deltas of one text."""
+        """Adds up all deltas of one text."""
         content = []
         reasoning = []
         calls = []
@@ -56,14 +56,14 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the content."""
+    """The next part of the content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of the reasoning."""
+    """The next part of the reasoning."""
 
     text: str
 
@@ -80,7 +80,7 @@ class CallStarted:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """More of the JSON of a call's arguments."""
+    """The next part of the JSON of a call's arguments."""
 
     index: int
     text: str
@@ -88,7 +88,7 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallFinished:
-    """A call is whole: its arguments are the sum of its deltas."""
+    """A call is complete. Its arguments are the sum of its deltas."""
 
     index: int
     call: ToolCall
@@ -96,7 +96,8 @@ class CallFinished:
 
 @dataclass(frozen=True, slots=True)
 class CallFailed:
-    """A call is malformed: what its deltas said is void. One without an index never started."""
+    """A call is malformed, and its deltas are void. If it has no index, the call had not
+    started."""
 
     index: int | None
     malformed: MalformedCall
@@ -108,8 +109,8 @@ T = TypeVar("T")
 
 
 def join_texts(pieces: Iterable[T]) -> Iterator[T]:
-    """The pieces, without empty texts, and with texts of one kind that follow one another as one.
-    Arguments of two calls never follow one another at once."""
+    """Removes empty texts, and joins adjacent texts of one kind. Arguments of two calls are never
+    adjacent."""
     for kind, same in groupby(pieces, type):
         if kind not in _TEXTS:
             yield from same

@@ -1,4 +1,4 @@
-"""A model's text -> content, reasoning and tool calls, as a whole or while it arrives.
+"""Parses a model's text into content, reasoning and tool calls, as a whole or while it arrives.
 
     parser = find_parser(tokenizer.get_chat_template())
     parsed = parser.parse(text, opening=conversation.opening(turn), tools=tools)
@@ -27,7 +27,7 @@ THOUGHTS = {
     "<seed:think>": "</seed:think>",
     "<|START_THINKING|>": "<|END_THINKING|>",
 }
-"""How families mark the beginning and the end of the model's reasoning."""
+"""The mark at the beginning of reasoning -> the mark at its end, for all families."""
 HARMONY = "harmony"
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas in OpenAI's form."""
@@ -36,16 +36,16 @@ Read = Callable[[ParsedOutput], Wait]
 
 @dataclass(frozen=True)
 class ToolCallParser:
-    """How one family of models writes calls and thoughts."""
+    """A parser for the calls and thoughts of one family of models."""
 
     name: str
     read: Read
-    """Reads a text without its thoughts."""
+    """The function that reads a text after its thoughts."""
     shown_by: str
-    """A regular expression of what chat templates have that ask for it."""
+    """A regular expression. A chat template that matches it needs this parser."""
     begins: str = ""
-    """A regular expression of all that `read` may take for the beginning of a call. It may match
-    more than that; empty if it is not known."""
+    """A regular expression that matches everything that `read` may take as the beginning of a call,
+    and possibly more. Empty if unknown."""
     thoughts: tuple[str, ...] = ("<think>",)
     """The marks that begin a thought; keys of THOUGHTS."""
 
@@ -54,9 +54,9 @@ class ToolCallParser:
     ) -> Parsed:
         """Parses a whole text.
 
-        `opening`: what the generation prompt put before it, such as "<think>\\n". `tools` are
-        needed by notations that write parameters without quotes. Without `calls`, calls are
-        content.
+        `opening`: the text that the generation prompt put before it, such as "<think>\\n".
+        `tools`: needed for notations that write parameters without quotes. Without `calls`, calls
+        are content.
         """
         stream = self.stream(opening=opening, tools=tools, calls=calls)
         return Parsed.of([*stream.feed(text), *stream.finish()])
@@ -64,12 +64,12 @@ class ToolCallParser:
     def stream(
         self, *, opening: str = "", tools: Tools | None = None, calls: bool = True
     ) -> StreamingParse:
-        """A parse of text that is still to come, with `parse`'s arguments."""
+        """Begins to parse a text that arrives in pieces. The arguments are those of `parse`."""
         return StreamingParse(self, opening=opening, tools=tools, calls=calls)
 
 
 class StreamingParse:
-    """One text in pieces, by one parser."""
+    """The parse of one text that arrives in pieces."""
 
     def __init__(
         self, parser: ToolCallParser, *, opening: str, tools: Tools | None, calls: bool
@@ -81,7 +81,7 @@ class StreamingParse:
             self._text.add(opening)
 
     def feed(self, piece: str) -> list[Delta]:
-        """Deltas that are certain after the next piece of the text."""
+        """Adds the next piece of the text, and returns the deltas that are certain now."""
         self._text.add(piece)
         next(self._reading, None)
         return self._out.take()
@@ -102,8 +102,8 @@ def _read(parser: ToolCallParser, out: ParsedOutput, calls: bool) -> Wait:
 
 
 def _read_thoughts(out: ParsedOutput, begins: tuple[str, ...]) -> Wait:
-    """Reads the thoughts at the beginning of the text. One without an end continues to the end of
-    the text."""
+    """Reads the thoughts at the beginning of the text. A thought without an end mark continues to
+    the end of the text."""
     text = out.text
     while True:
         space = yield from text.skip_space()
@@ -114,7 +114,7 @@ def _read_thoughts(out: ParsedOutput, begins: tuple[str, ...]) -> Wait:
 
         out.cut()
         out.new_thought()
-        yield from text.take_any(begin)  # the prompt opened the thought, and the model too
+        yield from text.take_any(begin)  # both the prompt and the model opened the thought
 
         end = THOUGHTS[begin]
         if not (yield from text.until(marks(end), out.reasoning)):

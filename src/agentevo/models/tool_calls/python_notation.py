@@ -1,4 +1,5 @@
-"""Python's notation of calls, for text that arrives in pieces: `name(first=1, second=["a", None])`.
+"""Reads calls in Python's notation from text that arrives in pieces: `name(first=1, second=["a",
+None])`.
 
 Arguments are named, and their values are literals: texts, numbers, True, False, None (or JSON's
 true, false, null), lists, tuples and dictionaries with texts as keys. They become JSON.
@@ -16,7 +17,7 @@ from agentevo.models.tool_calls.parameters import json_text
 from agentevo.models.tool_calls.text import CallText, Wait, marks
 
 MAX_DEPTH = 64
-"""Lists and dictionaries within one another."""
+"""The deepest nesting of lists and dictionaries."""
 _WORDS = {
     "True": "true", "False": "false", "None": "null", "true": "true", "false": "false",
     "null": "null",
@@ -29,7 +30,7 @@ _ESCAPE = re.compile(
 
 
 def read_expression(text: CallText, call: OpenCall, *, method: str = "") -> Wait:
-    """Takes a call. With `method` its name ends in that, which does not belong to it."""
+    """Takes a call. `method`: a suffix of the written name that is not part of the tool's name."""
     name = yield from text.take_word()
     if not _NAME.fullmatch(name):
         raise text.unexpected_error("the name of a tool", name)
@@ -59,8 +60,8 @@ def read_expression(text: CallText, call: OpenCall, *, method: str = "") -> Wait
 def _read_items(
     text: CallText, closing: str, read_item: Callable[[], Wait]
 ) -> Generator[None, None, int]:
-    """Takes items with commas between them, and perhaps behind the last one, to the bracket that
-    closes them, and returns the number of commas."""
+    """Takes items separated by commas, with an optional last comma, up to the closing bracket.
+    Returns the number of commas."""
     num_commas = 0
     while not (yield from text.take_any(closing)):
         yield from read_item()
@@ -72,7 +73,7 @@ def _read_items(
 
 
 def read_literal(text: CallText, depth: int = 0) -> Generator[None, None, str]:
-    """Takes a value, which becomes JSON."""
+    """Takes a value and converts it to JSON."""
     if depth == MAX_DEPTH:
         raise text.broken(f"its arguments are nested deeper than {MAX_DEPTH} levels")
 
@@ -130,7 +131,7 @@ def _number(word: str) -> str | None:
 
 
 def _read_text(text: CallText, quote: str) -> Generator[None, None, str]:
-    """Takes a text in quotes, one or three on either side."""
+    """Takes a text in single or triple quotes."""
     text.take_next()
     end = quote
     if (yield from text.starts_with(quote * 2)):

@@ -1,4 +1,4 @@
-"""Notations that write every parameter between tags of its own.
+"""Notations that write every parameter between separate tags.
 
     Qwen3-Coder   <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
     GLM           <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
@@ -7,7 +7,7 @@
     DSML          the same with <｜DSML｜invoke ...>, and string="true" on what is a text
                   (DeepSeek V3.2)
 
-A value ends at its closing tag, wherever that stands: these notations have no escapes.
+A value ends at the first closing tag, because these notations have no escapes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class TagCalls:
     begin: str
     name_ends: tuple[str, ...] = (">",)
     parameter: str
-    """What begins a parameter; its key follows."""
+    """The text that begins a parameter. Its key follows."""
     key_end: str = ">"
     value_begin: str = ""
     value_end: str
     values_on_lines: bool = False
-    """Whether a value may stand on lines of its own."""
+    """Whether a value may be on separate lines."""
     end: str
     has_attributes: bool = False
     """Whether names and keys are attributes called `name`."""
     recovery: Recovery
     wrappers: tuple[str, ...] = ()
-    """What may stand around calls. A wrapper that is in `recovery` is the beginning of a call by
-    itself, another one where a call follows."""
+    """Tags that may surround calls. A wrapper that is in `recovery` is the beginning of a call by
+    itself. Another wrapper is the beginning only if a call follows."""
     wrapper_ends: tuple[str, ...] = ()
 
     def read(self, out: ParsedOutput) -> Wait:
@@ -101,7 +101,7 @@ class TagCalls:
 
 
 def _take_until(text: CallText, end: str) -> Generator[None, None, str]:
-    """The text before `end`, which is taken as well."""
+    """Takes the text before `end`, and `end`. Returns the text."""
     before, _ = yield from text.collect(end)
     text.take_next(len(end))
     return before
@@ -130,7 +130,7 @@ GLM = TagCalls(
 
 
 def _invocations(prefix: str, *wrappers: str) -> TagCalls:
-    """The notation with <invoke>, whose tags begin with `prefix`."""
+    """The notation with <invoke>. Its tags begin with `prefix`."""
     return TagCalls(
         begin=f"<{prefix}invoke",
         parameter=f"<{prefix}parameter",

@@ -1,8 +1,8 @@
-"""Text that arrives in pieces, and how a parser reads it.
+"""Lets a parser read text that arrives in pieces.
 
-A parser is a generator that reads from a `CallText` and yields where it must wait for more; the
-caller that feeds the text resumes it. Decisions never depend on where the pieces were cut: a reader
-decides on a character only when no further text could change the decision, or when the text has
+A parser is a generator that reads from a `CallText`. It yields when it must wait for more text, and
+the caller that feeds the text resumes it. Decisions never depend on where the pieces were cut: a
+reader decides on a character only if further text can't change the decision, or if the text has
 ended. Every character is taken once, and only the beginning of a possible mark is looked at again,
 so the cost is linear in the length of the text.
 """
@@ -18,35 +18,35 @@ import regex
 Wait = Generator[None, None, None]
 """A reader without a result."""
 Emit = Callable[[str], object]
-"""Where a reader puts what it has taken."""
+"""A function that receives the text that a reader has taken."""
 SPACE = r"[ \t\n\r]*"
-"""The white space of JSON, which is that between the parts of every notation."""
+"""The white space of JSON. It separates the parts of every notation."""
 MAX_WORD = 1000
-"""Characters of a number or word."""
+"""The most characters of a number or word."""
 
 
 class MalformedError(Exception):
-    """The text that is being read is no call; the message gives the reason."""
+    """The text is not a valid call. The message gives the reason."""
 
 
 def ignore(_: str) -> None:
-    """An `Emit` that discards its text; a call's text is kept all the same."""
+    """An `Emit` that discards its text. The text of a call is still recorded."""
 
 
 class Marks:
-    """Strings to look for. None of them begins with another one.
+    """Strings to search for. None of them is a prefix of another.
 
-    `patterns` are regular expressions of other marks. Where a character is a mark by its context,
-    its pattern looks ahead no further than is certain, and matches where the text known so far ends
-    (`\\Z`).
+    `patterns` are regular expressions of other marks. If the context decides whether a character
+    is a mark, its pattern may look ahead only within the text known so far, and must also match at
+    the end of this text (`\\Z`).
     """
 
     def __init__(self, strings: tuple[str, ...], patterns: tuple[str, ...] = ()) -> None:
         self._pattern = regex.compile("|".join([*map(re.escape, strings), *patterns]) or r"(?!)")
 
     def find(self, text: CallText, *, at_start: bool = False) -> regex.Match[str] | None:
-        """The first mark in the text that was not taken, or the beginning of one at the end of that
-        text, which is a partial match. `at_start`: only a mark at the current position."""
+        """The first mark in the text that was not taken, or the beginning of a mark at the end of
+        this text (a partial match). `at_start`: only a mark at the current position."""
         look = self._pattern.match if at_start else self._pattern.search
         return look(text.buffer, text.at, partial=not text.ended)
 
@@ -65,11 +65,11 @@ class CallText:
 
     def __init__(self) -> None:
         self.buffer = ""
-        """The text that has arrived and was not taken, from `at` on."""
+        """The text that has arrived. From `at` on, it was not yet taken."""
         self.at = 0
         self.ended = False
         self.last = ""
-        """The character before `at`, "" at the beginning and behind a mark."""
+        """The character before `at`. "" at the beginning and after a mark."""
         self.record: list[str] | None = None
         """Everything that was taken since a call began; None outside of calls."""
 
@@ -78,7 +78,7 @@ class CallText:
         self.at = 0
 
     def take(self, end: int) -> str:
-        """The text up to that place of the buffer."""
+        """Takes and returns the text up to that index of the buffer."""
         piece = self.buffer[self.at : end]
         self.at = end
         self.last = piece[-1:] or self.last
@@ -90,7 +90,7 @@ class CallText:
         return self.take(self.at + size)
 
     def broken(self, problem: str) -> MalformedError:
-        """An error that tells how far into the call the text was read."""
+        """An error that includes the position in the call up to which the text was read."""
         place = sum(map(len, self.record or ())) + 1
         return MalformedError(f"{problem} (at character {place} of the call)")
 
@@ -120,7 +120,7 @@ class CallText:
         return word
 
     def _take_before(self, end_marks: Marks) -> Generator[None, None, tuple[str, str]]:
-        """`until`, with the text that it takes."""
+        """As `until`, but also returns the text that it takes."""
         pieces: list[str] = []
         mark = yield from self.until(end_marks, pieces.append)
         return "".join(pieces), mark
@@ -138,22 +138,21 @@ class CallText:
             yield
 
     def take_any(self, *strings: str) -> Generator[None, None, str]:
-        """Takes and returns what `starts_with` returns, behind white space, which is taken in any
-        case."""
+        """Takes white space, then takes and returns the string that comes next, or ""."""
         yield from self.skip_space()
         string = yield from self.starts_with(*strings)
         return self.take_next(len(string))
 
     def expect(self, *strings: str, expected: str = "") -> Generator[None, None, str]:
-        """`take_any`, which raises MalformedError if none of the strings comes."""
+        """As `take_any`, but raises MalformedError if none of the strings comes next."""
         string = yield from self.take_any(*strings)
         if not string:
             raise self.unexpected_error(expected or " or ".join(strings))
         return string
 
     def until(self, end_marks: Marks, emit: Emit) -> Generator[None, None, str]:
-        """Takes the text up to the first of the marks, which it returns and does not take; up to
-        the end of the text, and "", where none comes."""
+        """Takes the text up to the first mark. Returns the mark without taking it. If there is
+        none, takes all text and returns ""."""
         while True:
             match = end_marks.find(self)
             end = match.start() if match else len(self.buffer)
@@ -164,8 +163,8 @@ class CallText:
             yield
 
     def collect(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
-        """(the text before the first of the marks, that mark); the mark is not taken. Raises
-        MalformedError if none comes."""
+        """Takes the text up to the first mark, and returns (the text, the mark). The mark is not
+        taken. Raises MalformedError if there is none."""
         before, mark = yield from self._take_before(marks(*ends))
         if not mark:
             raise self.broken("the text ends inside the call")

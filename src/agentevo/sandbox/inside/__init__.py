@@ -1,2 +1,2 @@
-"""Files that run inside a sandbox. They import nothing but the standard library, because AgentEvo
-is not installed there."""
+"""Files that run inside a sandbox. They import only the standard library, because AgentEvo is not
+installed there."""

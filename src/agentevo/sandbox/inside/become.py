@@ -13,7 +13,8 @@ import sys
 
 
 def main() -> None:
-    """Any failure ends the process, so the program never starts partly confined."""
+    """Limits this process and executes the program. Any failure ends the process, so the program
+    never starts partly confined."""
     settings = json.loads(sys.argv[1])
     program = sys.argv[2:]
     for name, value in settings["limits"].items():

@@ -54,7 +54,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def landlock_version() -> int:
-    """The kernel's version of landlock; 0 where it is missing or switched off."""
+    """The kernel's version of landlock. 0 if it is missing or disabled."""
     return max(0, LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
@@ -82,7 +82,8 @@ def main() -> None:
 
 
 def enter_namespaces(settings: dict[str, Any]) -> None:
-    """Returns in a child that is process 1 of its namespace; this process waits for it and ends."""
+    """Enters new namespaces. Returns in a child that is process 1 of its namespace. The parent
+    process waits for the child and ends."""
     uid = os.getuid()
     gid = os.getgid()
     if settings["user_namespace"]:
@@ -117,7 +118,7 @@ def make_mounts(settings: dict[str, Any]) -> None:
     """Mounts the work folder in memory, the processes of this namespace, and the folders that must
     be readable."""
     mount("none", "/", "", _PRIVATE | _RECURSIVE)
-    # landlock lets a file's owner change its mode and times; a read-only mount prevents that
+    # landlock lets a file's owner change its mode and times. A read-only mount prevents that.
     read_only = struct.pack("=4Q", _READ_ONLY | _NO_SETUID, 0, 0, 0)
     call(
         "syscall",

@@ -10,7 +10,7 @@ from typing import Any
 
 HEADER = struct.Struct(">I")
 LARGEST_CALL = 2**20
-"""Bytes of a tool's call and of its result."""
+"""The most bytes of a tool's call, and of its result."""
 
 
 class BadFrame(Exception):
@@ -66,7 +66,7 @@ def write_all(handle: int, content: bytes) -> None:
 
 
 def clip(text: str, longest: int) -> str:
-    """The text, or its head and tail if it is longer than the limit."""
+    """The text. If it is longer than the limit, only its head and tail."""
     if len(text) <= longest:
         return text
     half = longest // 2

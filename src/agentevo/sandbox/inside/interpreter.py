@@ -1,8 +1,7 @@
 """The Python interpreter of a sandbox: it runs one piece of code after another in one namespace.
 
-It is untrusted once it has run the first piece. It communicates with the supervisor over one
-socket, in frames; the code's output goes to its stdout and stderr, which are pipes to the
-supervisor.
+After the first piece it is untrusted. It communicates with the supervisor over one socket, in
+frames; the code's output goes to its stdout and stderr, which are pipes to the supervisor.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class Interpreter:
             self._num_calls += 1
             number = self._num_calls
             self._send({"call": name, "number": number, "arguments": arguments})
-            # the answer to a call that was interrupted may come late
+            # the answer to an interrupted call may arrive late
             while (answer := self._receive()).get("number") != number:
                 continue
 

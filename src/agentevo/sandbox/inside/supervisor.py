@@ -32,9 +32,9 @@ else:
 sys.path.pop(0)
 
 GRACE_S = 1.0
-"""Seconds between the deadline, at which the interpreter interrupts itself, and its kill."""
+"""The seconds from the deadline, at which the interpreter interrupts itself, until it is killed."""
 KILLING_S = 2.0
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
@@ -42,7 +42,7 @@ MIB = 2**20
 
 
 class ProgramOutput:
-    """Head and tail of a stream."""
+    """The head and tail of a program's output stream."""
 
     def __init__(self, handle: int, limit: int) -> None:
         self.handle = handle
@@ -113,7 +113,7 @@ class SandboxSupervisor:
         self._host = host
         self._incoming = frames.Frames(2**31)
         self._interpreter: SandboxedChild | None = None
-        self._has_died = False
+        self._interpreter_died = False
         self._settings = self._wait_for_host()
 
     def serve(self) -> None:
@@ -127,7 +127,7 @@ class SandboxSupervisor:
 
         while True:
             request = self._wait_for_host()
-            if request["do"] == "answer":  # to a call that was interrupted
+            if request["do"] == "answer":  # a late answer to an interrupted call
                 continue
 
             try:
@@ -140,8 +140,8 @@ class SandboxSupervisor:
             self._send({"id": request["id"], **reply})
 
     def _do_run(self, request: dict[str, Any]) -> dict[str, Any]:
-        is_new = self._has_died
-        self._has_died = False
+        is_new = self._interpreter_died
+        self._interpreter_died = False
         if self._interpreter is not None:
             self._reap()
             if self._interpreter.status is not None:
@@ -162,7 +162,7 @@ class SandboxSupervisor:
         except frames.BadFrame as error:
             outcome = _failure("ProtocolViolation", f"the interpreter sent {error}, and was ended")
         except ConnectionError:
-            outcome = self._how_it_died(child)
+            outcome = self._describe_death(child)
 
         is_alive = "value" in outcome
         for output in child.outputs:
@@ -174,7 +174,7 @@ class SandboxSupervisor:
         stdout, stderr = (output.take() for output in child.outputs)
         if not is_alive:
             self._end_interpreter()
-            self._has_died = True
+            self._interpreter_died = True
 
         return {
             "stdout": stdout,
@@ -190,7 +190,7 @@ class SandboxSupervisor:
         if self._interpreter is not None:
             self._kill_all(self._interpreter)
             self._end_interpreter()
-            self._has_died = True
+            self._interpreter_died = True
 
         before = self._folder.snapshot()
         argv = list(request["argv"])
@@ -245,7 +245,7 @@ class SandboxSupervisor:
         return {}
 
     def _attend(self, child: SandboxedChild, deadline_s: float, request_id: int) -> dict[str, Any]:
-        """Waits until the child ends, or completes its request, or the time is over."""
+        """Waits until the child ends or completes its request, or until the deadline."""
         until = time.monotonic() + deadline_s
         with selectors.DefaultSelector() as ready:
             for output in child.outputs:
@@ -257,7 +257,7 @@ class SandboxSupervisor:
 
             while (remaining := until - time.monotonic()) > 0:
                 for key, _ in ready.select(
-                    min(remaining, 0.01 if child.control is None else LOOK_S)
+                    min(remaining, 0.01 if child.control is None else POLL_INTERVAL_S)
                 ):
                     if isinstance(key.data, ProgramOutput):
                         if not key.data.read():
@@ -271,7 +271,7 @@ class SandboxSupervisor:
 
                 self._reap(child)
                 if child.status is not None:
-                    return self._how_it_died(child)
+                    return self._describe_death(child)
 
         return _failure("Timeout", f"it ran for {deadline_s:g} s and was killed")
 
@@ -284,7 +284,7 @@ class SandboxSupervisor:
             chunk = b""
 
         if not chunk:
-            return self._how_it_died(child)
+            return self._describe_death(child)
 
         child.messages.feed(chunk)
         while (message := child.messages.next()) is not None:
@@ -308,8 +308,8 @@ class SandboxSupervisor:
         self._write_control(child, {k: v for k, v in answer.items() if k != "do"})
 
     def _write_control(self, child: SandboxedChild, message: dict[str, Any]) -> None:
-        """Raises BadFrame if the interpreter does not read, like for one that sends invalid
-        data."""
+        """Sends a message to the interpreter. Raises BadFrame if it does not read, as for invalid
+        data from it."""
         assert child.control is not None
 
         view = memoryview(frames.encode(message))
@@ -322,7 +322,7 @@ class SandboxSupervisor:
                     raise frames.BadFrame("nothing, and does not read what it is sent") from None
                 time.sleep(0.001)
 
-    def _how_it_died(self, child: SandboxedChild) -> dict[str, Any]:
+    def _describe_death(self, child: SandboxedChild) -> dict[str, Any]:
         until = time.monotonic() + GRACE_S
         while child.status is None and time.monotonic() < until:
             self._reap(child)
@@ -413,12 +413,12 @@ class SandboxSupervisor:
 
     def _kill_all(self, child: SandboxedChild) -> None:
         """Ends all processes of the sandbox except this one."""
-        everybody = -1 if self._settings["is_alone"] else -child.pid
+        kill_target = -1 if self._settings["is_alone"] else -child.pid
         until = time.monotonic() + KILLING_S
         while time.monotonic() < until:
             with contextlib.suppress(PermissionError):
                 try:
-                    os.kill(everybody, signal.SIGKILL)
+                    os.kill(kill_target, signal.SIGKILL)
                 except ProcessLookupError:
                     self._reap(child)
                     if child.status is not None:
@@ -436,11 +436,11 @@ class SandboxSupervisor:
                     child.status = reaped[1]
 
     def _wait_for_host(self) -> dict[str, Any]:
-        """The host's next message; the sandbox ends without a host."""
+        """Waits for the host's next message. The sandbox ends if the host is gone."""
         while (message := self._incoming.next()) is None:
             with selectors.DefaultSelector() as ready:
                 ready.register(self._host, selectors.EVENT_READ)
-                while not ready.select(LOOK_S):
+                while not ready.select(POLL_INTERVAL_S):
                     self._reap()
 
             chunk = os.read(self._host, 2**20)
@@ -465,7 +465,7 @@ def become_ordinary(settings: dict[str, Any]) -> None:
         os.setresuid(*[settings["uid"]] * 3)
 
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_DUMPABLE, 0)  # its memory and files are not for processes of the same user
+    _prctl(_PR_SET_DUMPABLE, 0)  # hides its memory and files from processes of the same user
     os.umask(0o077)
     os.environ.clear()
     os.environ.update(settings["env"])
@@ -489,11 +489,11 @@ def limit_child(settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _limit(resource.RLIMIT_AS, settings["memory_mib"] * MIB)
     cpu_s = max(1, round(settings["cpu_s"]))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU says what it was
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # so that SIGXCPU shows the reason
 
 
 def _limit(what: int, value: int) -> None:
-    """Lowers a limit permanently."""
+    """Lowers a resource limit permanently."""
     hard = resource.getrlimit(what)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(what, (value, value))

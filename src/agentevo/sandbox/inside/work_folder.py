@@ -17,14 +17,14 @@ class RefusedFile(Exception):
 
 
 class WorkFolder:
-    """The current folder of the process."""
+    """The files in the current folder of the process."""
 
     def __init__(self, max_files: int, largest: int) -> None:
         self._max_files = max_files
         self._largest = largest
 
     def snapshot(self) -> dict[str, tuple[int, int, int]]:
-        """Size, time of change and number of each regular file."""
+        """The size, modification time and inode of each regular file."""
         files: dict[str, tuple[int, int, int]] = {}
         folders = [("", 0)]
         num_entries = 0

@@ -1,5 +1,5 @@
-"""Notes in files, for `files`: a word must be copied into a new file; it is in a note, or in the
-file that the note names. The final state decides."""
+"""Notes in files, for `files`: a word must be copied into a new file. The word is in a note, or in
+the file that the note names. The reward depends on the final state."""
 
 from __future__ import annotations
 

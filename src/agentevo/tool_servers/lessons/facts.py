@@ -1,5 +1,5 @@
 """Questions about an invented world, for `search`: where a person lives, or what that city is known
-for, which needs a second search. The answer is a word."""
+for. The second kind needs two searches. The answer is a word."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Guests of hotels, for the booking office: a room of a kind is booked, or a booking is cancelled.
-The final state decides."""
+The reward depends on the final state."""
 
 from __future__ import annotations
 

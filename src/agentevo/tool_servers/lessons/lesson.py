@@ -1,7 +1,7 @@
 """A lesson: tasks for one tool, and a solver for them.
 
 Tasks are random with a seed. A hash of each query decides whether it is held out (a share of
-HELD_OUT), so no query is both trained on and held out, for any seeds and counts.
+HELD_OUT), so a query is never both trained on and held out, whatever the seeds and counts.
 
 Demonstrations use the real tools: a solver makes its calls, reads their results, and gives its
 answer. `quits` is the share of its steps at which it stops instead, so that a policy trained on
@@ -28,7 +28,7 @@ HELD_OUT = 0.2
 AT_ONCE = 16
 GIVES_UP = "I do not know."
 _TRIES = 2000
-"""The number of random tasks in a row without a new one, after which the search ends."""
+"""The search for tasks ends after this many known random tasks in a row."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,12 @@ class Lesson(Protocol):
 
     @property
     def rewards(self) -> Sequence[str]:
-        """The names of rewards that judge the answer; empty if the tool's state decides."""
+        """The names of the rewards that judge the answer. Empty if the reward depends on the tool's
+        state."""
         ...
 
     def draw(self, draw: random.Random) -> dict[str, Any]:
-        """A random task: `query`, `answer` if the answer is judged, and the tool's own metadata."""
+        """A random task: `query`, `answer` (if the answer is judged), and the tool's metadata."""
         ...
 
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
@@ -98,7 +99,7 @@ def lesson_tasks(
 
 
 def is_held_out(query: str) -> bool:
-    """Whether a task with this query is for evaluation alone."""
+    """Whether a task with this query is only for evaluation."""
     return hashlib.sha256(query.encode()).digest()[0] < 256 * HELD_OUT
 
 

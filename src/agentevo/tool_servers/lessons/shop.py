@@ -1,5 +1,5 @@
 """A shop's prices, for the database: a price is set to a number, or to the price of another item,
-which must be read first. The final state decides."""
+which must be read first. The reward depends on the final state."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ def write_lesson(
     seed: int,
     quits: float = 0.0,
 ) -> dict[str, Any]:
-    """Writes the files into the folder, demonstrations last; those have other tasks than the
-    training file, and no held-out ones. Returns the tool's options. Raises AgentEvoError before
-    anything is written where the lesson has fewer tasks."""
+    """Writes the files into the folder, demonstrations last, and returns the tool's options. The
+    tasks of the demonstrations are neither in the training file nor held out. Raises AgentEvoError
+    before anything is written if the lesson has too few tasks."""
     lesson = LESSONS[tool]
     train = lesson_tasks(lesson, count, seed)
     evaluated = lesson_tasks(lesson, held_out, seed, held_out=True)

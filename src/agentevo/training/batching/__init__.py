@@ -1,1 +1,1 @@
-"""From trajectories to packed batches."""
+"""Converts trajectories to packed batches."""

@@ -1,6 +1,6 @@
-"""Recomputes the masks of turns that were sampled under a grammar: the trainer's distribution is
-then exactly the one that the tokens were sampled from. If they can't be recomputed identically
-(another version of llguidance), the turn is context and never trained, and
+"""Recomputes the masks of turns that were sampled under a grammar. With these masks, the trainer's
+distribution is exactly the one that the tokens were sampled from. If the masks can't be recomputed
+identically (another version of llguidance), the turn becomes context and is not trained on, and
 `trainer/unmasked_tokens` counts its tokens.
 """
 
@@ -25,7 +25,7 @@ are left out."""
 def masks_of(
     trajectories: Sequence[Trajectory], grammars: Grammars | None
 ) -> tuple[dict[str, TurnMasks], dict[str, float]]:
-    """Id of each trajectory that has such turns -> their masks, and metrics. Equal masks are one
+    """Trajectory id -> the masks of its turns under a grammar, and metrics. Equal masks share one
     array. Raises TrainingError if the trainer has no grammars."""
     pool: dict[bytes, np.ndarray] = {}
     masks: dict[str, TurnMasks] = {}
@@ -66,7 +66,7 @@ def masks_of(
 
 
 def join_masks(parts: Sequence[tuple[int, TokenMasks | None]]) -> TokenMasks | None:
-    """The masks of a sample from those of its stretches of tokens, each with its length."""
+    """Joins the masks of a sample's stretches of tokens. Each stretch comes with its length."""
     if all(masks is None for _, masks in parts):
         return None
 

@@ -1,7 +1,7 @@
-"""The reward of each turn from a function of the user, called for one group after the other, and as
-a table for the advantage. If the function fails for a group, the group is left out, and the step
-continues with the others; MAX_IN_A_ROW such groups, in one step or several, end the run before its
-weights change.
+"""Gets the reward of each turn from a function of the user, and converts these rewards to a table
+for the advantage. The function is called for each group. If it fails for a group, the step
+continues without this group. MAX_IN_A_ROW such groups, in one step or several, end the run before
+its weights change.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from agentevo.rewards.returned import plain_number
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Trajectory
 
-LONGEST_S = 600.0
+TIME_LIMIT_S = 600.0
 """The time limit of a function for one group, in seconds."""
 MAX_IN_A_ROW = 3
-"""Consecutive groups in which a function may fail before the run ends."""
+"""If the function fails in this many consecutive groups, the run ends."""
 CREDIT_FAILED = "credit-failed"
-"""Drop reason of the attempts of such a group."""
+"""The drop reason of the attempts in such a group."""
 
 TurnCredits = Mapping[str, Sequence[float]]
-"""Trajectory id -> the reward of each of its turns."""
+"""Trajectory id -> the rewards of its turns."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CreditAsker:
         self._num_failures = 0
         """The number of consecutive failures."""
         self._shown: set[str] = set()
-        """Kinds of failures whose traceback was shown."""
+        """The kinds of failures whose traceback was shown."""
 
     def ask(self, trajectories: Sequence[Trajectory]) -> CreditedGroups:
         """The reward of each turn of the groups. Raises TrainingError after MAX_IN_A_ROW
@@ -76,7 +76,7 @@ class CreditAsker:
 
     def _of_group(self, group: Sequence[Trajectory]) -> dict[str, list[float]]:
         copies = [copy_of_trajectory(trajectory) for trajectory in group]
-        returned = call_in_thread(lambda: self._credit(copies), "credit function", LONGEST_S)
+        returned = call_in_thread(lambda: self._credit(copies), "credit function", TIME_LIMIT_S)
         if len(returned) != len(group):
             raise ValueError(f"it returned {len(returned)} lists for {len(group)} attempts")
 
@@ -120,11 +120,11 @@ class CreditAsker:
 def credit_table(
     owners: Sequence[Trajectory], turn_ids: torch.Tensor, turn_credits: TurnCredits
 ) -> torch.Tensor:
-    """[S, T] float64: the reward of the turn of each trained token. `owners`: the trajectory of
-    each row; turn_ids [S, T], -1 where nothing is trained."""
+    """[S, T] float64: for each trained token, the reward of its turn. `owners`: the trajectory of
+    each row. `turn_ids`: [S, T], -1 where nothing is trained."""
     table = torch.zeros(turn_ids.shape, dtype=torch.float64)
     for row, trajectory in enumerate(owners):
         of_turns = torch.tensor([*turn_credits[trajectory.id], 0.0], dtype=torch.float64)
-        table[row] = of_turns[turn_ids[row]]  # the last number is that of -1
+        table[row] = of_turns[turn_ids[row]]  # index -1 selects the last number
 
     return table

@@ -1,4 +1,4 @@
-"""Samples packed into one forward pass: the token tree, and for each trained token its place and
+"""Packs samples into one forward pass: the token tree, and for each trained token its position and
 its weight."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentevo.types import Sample
 @dataclass(eq=False)
 class PackedBatch:
     """M trained tokens of S samples over a tree of N nodes. The model's pass has no padding. Losses
-    read tables [S, T], one row per sample, filled from the left, 0 elsewhere."""
+    read tables [S, T] with one row per sample, filled from the left and 0 elsewhere."""
 
     input_ids: torch.Tensor
     """[1, N]"""
@@ -31,14 +31,14 @@ class PackedBatch:
     """[1, N]"""
     plan: TreeAttention
     logit_nodes: torch.Tensor
-    """[R]: the nodes that predict a trained token, each once for every mask that it predicts
-    under, and for every token under penalties."""
+    """[R]: the nodes that predict a trained token, each once for every mask under which it
+    predicts, and once for every token with penalties."""
     rows: torch.Tensor
-    """[M]: which of the R nodes predicts the token."""
+    """[M]: the index of the one of the R nodes that predicts the token."""
     targets: torch.Tensor
     """[M]: the token itself."""
     nodes: torch.Tensor
-    """[M]: the node of the token."""
+    """[M]: the token's node."""
     rollout_logprobs: torch.Tensor
     """[S, T] float32 behaviour log-probs."""
     advantages: torch.Tensor
@@ -48,7 +48,7 @@ class PackedBatch:
     samples: torch.Tensor
     """[M]: the sample that the token belongs to."""
     places: torch.Tensor
-    """[M]: the token's number among that sample's trained tokens."""
+    """[M]: the token's index among the trained tokens of its sample."""
     mask: torch.Tensor
     """[S, T] bool: where the tables have a trained token."""
     temperature: float
@@ -56,14 +56,14 @@ class PackedBatch:
     """[R, W] int32: the tokens that each row may predict, a bit each, lowest bit first; None if no
     row is constrained."""
     penalties: PenaltyTable | None
-    """The changes at these rows; None if there are none."""
+    """The penalties at these rows; None if there are none."""
     routed_experts: torch.Tensor | None
     """[N, layers, top_k] int64: see `node_rows`; None if nothing was recorded."""
     num_logical: int
-    """The number of tokens of all samples, counted even where they share a node."""
+    """The total number of tokens of all samples. Tokens that share a node count separately."""
 
     def with_routing(self, routing: Routing) -> PackedBatch:
-        """The batch for passes of a model whose routers report to `routing`."""
+        """A batch for passes in which the model's routers report to `routing`."""
         plan = copy.copy(self.plan)
         plan.routing = routing
         return replace(self, plan=plan)
@@ -79,18 +79,18 @@ class PackedBatch:
         return self.input_ids.shape[1]
 
     def table(self, values: torch.Tensor) -> torch.Tensor:
-        """values [M] as [S, T], 0 elsewhere; differentiable."""
+        """Puts values [M] into a table [S, T], 0 elsewhere. Differentiable."""
         return values.new_zeros(self.mask.shape).index_put((self.samples, self.places), values)
 
     @property
     def old_logprobs(self) -> torch.Tensor:
-        """[S, T] log-probs that the ratio is taken against: those recomputed at the start of the
-        step, where there are any, otherwise the behaviour's."""
+        """[S, T] the old log-probs of the importance ratio: those recomputed at the start of the
+        step, if there are any, otherwise the behaviour log-probs."""
         return self.columns.get("old_logp", self.rollout_logprobs)
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model for one pass."""
+        """The keyword arguments of the model for one pass."""
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
@@ -101,8 +101,8 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True) -> PackedBatch:
-    """Packs samples of one temperature. Without `merge` they are placed side by side, and shared
-    beginnings are computed once for each. Either way no sample sees another's tokens, and the
+    """Packs samples of one temperature. With `merge`, shared prefixes are computed once. Without
+    it, every sample is computed separately. In both cases no sample sees another's tokens, and the
     results are the same."""
     temperature = _one_temperature(samples)
     tree = build_tree(merge_keys(samples), merge=merge)
@@ -166,7 +166,7 @@ def _tables_of(samples: Sequence[Sample], mask: np.ndarray, device: torch.device
 
 
 def _changes(samples: Sequence[Sample]) -> dict[int, PenaltyChanges]:
-    """Number of a trained token, 0 to M - 1 -> the changes from penalties when it was sampled."""
+    """Index of a trained token, 0 to M - 1 -> the penalties under which it was sampled."""
     changes_by_token: dict[int, PenaltyChanges] = {}
     first = 0
     for sample in samples:
@@ -187,8 +187,8 @@ def _logit_rows(
     num_nodes: int,
     changes: Collection[int],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The batch's logit_nodes [R], rows [M] and masks [R, W], given the node [M] that predicts each
-    trained token; the tokens of `changes` have rows of their own."""
+    """The batch's logit_nodes [R], rows [M] and masks [R, W], from the node [M] that predicts each
+    trained token. The tokens of `changes` have separate rows."""
     if not changes and all(sample.masks is None for sample in samples):
         predicts = np.zeros(num_nodes, dtype=np.int64)
         predicts[predicting] = 1
@@ -196,7 +196,7 @@ def _logit_rows(
 
     numbers: dict[bytes, int] = {}
     of_tokens = [_numbers_of_masks(sample, numbers) for sample in samples]
-    kinds = len(numbers) + 1  # 0: all tokens
+    kinds = len(numbers) + 1  # 0 means all tokens
     change_numbers = np.zeros(len(predicting), dtype=np.int64)
     change_numbers[list(changes)] = np.arange(1, len(changes) + 1)
     keys = (predicting * (len(changes) + 1) + change_numbers) * kinds + np.concatenate(of_tokens)
@@ -211,7 +211,7 @@ def _logit_rows(
 
 
 def _numbers_of_masks(sample: Sample, numbers: dict[bytes, int]) -> np.ndarray:
-    """[M] of a sample's trained tokens: 0, or the number that its mask has, from 1."""
+    """[M] for a sample's trained tokens: the number of its mask from 1, or 0 without a mask."""
     if sample.masks is None:
         return np.zeros(sample.num_trained, dtype=np.int64)
     mask_numbers = [

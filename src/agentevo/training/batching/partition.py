@@ -1,15 +1,15 @@
 """Assigns a step's samples to micro-batches, and these to ranks.
 
-Samples stand in sorted order, so a micro-batch, which is a stretch of them, merges all that its
-samples share. A cut before sample i makes the next micro-batch compute again what i shares with the
-one before it; nothing else is computed twice:
+Samples are sorted, and a micro-batch is a stretch of them, so it merges everything that its samples
+share. A cut before sample i makes the next micro-batch recompute what i shares with the previous
+sample. Nothing else is computed twice:
 
     tokens of the stretch [i, j) = new(i) + ... + new(j - 1) + shared(i)
     new(k) = length(k) - shared(k)
 
-One rank: the cuts that recompute the fewest tokens under the budget; of these the fewest
-micro-batches; of these the most even ones. Several ranks: they wait for the slowest, so evenness
-comes first: the stretches whose costliest one is cheapest, including recomputed tokens.
+With one rank, the split recomputes the fewest tokens under the budget. Among such splits it has the
+fewest micro-batches, and among these the most even ones. Several ranks wait for the slowest one, so
+evenness comes first: the split has the cheapest costliest stretch, including recomputed tokens.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from agentevo.training.prefixes import sort_sequences
 
 Sequences = Sequence[Sequence[int]] | Sequence[np.ndarray]
 PAIR_COST = 1 / 6144
-"""The cost of one token's attention to another, as a share of all else that a token costs: 4 LH of
-24 LH^2 operations in a transformer of width H with L layers, which is 1 / 6H; here for H = 1024."""
+"""The cost of one token's attention to another token, as a share of all other costs of a token: 4
+LH of 24 LH^2 operations in a transformer of width H with L layers, which is 1 / 6H; here for H =
+1024."""
 
 
 def split_by_tokens(
     sequences: Sequences, max_tokens: int, *, merge: bool = True
 ) -> list[list[int]]:
-    """Numbers of the sequences of each micro-batch, at most `max_tokens` distinct tokens in each; a
-    longer sequence is a micro-batch of its own."""
+    """The indices of the sequences of each micro-batch. A micro-batch has at most `max_tokens`
+    distinct tokens. A longer sequence is a separate micro-batch."""
     return spread(sequences, max_tokens, 1, merge=merge)[0]
 
 
@@ -43,11 +44,11 @@ def spread(
     merge: bool = True,
     pair_cost: float = PAIR_COST,
 ) -> list[list[list[int]]]:
-    """For each rank its micro-batches, as in `split_by_tokens`.
+    """The micro-batches of each rank, as in `split_by_tokens`.
 
-    Every rank has the same number of them, or one less where there are too few sequences. Costs of
-    two ranks, tokens + pair_cost * query-key pairs, differ by no more than those of the costliest
-    and the cheapest micro-batch.
+    Every rank has the same number of micro-batches, or one less if there are too few sequences. The
+    cost of a rank is tokens + pair_cost * query-key pairs. The costs of two ranks differ by no more
+    than the costs of the costliest and the cheapest micro-batch.
     """
     if not sequences:
         return [[] for _ in range(ranks)]
@@ -70,13 +71,13 @@ class _CostLine:
 
     order: list[int]
     tokens: np.ndarray
-    """[S + 1] int64: new tokens of all sequences before each one."""
+    """[S + 1] int64: the new tokens of all sequences before each sequence."""
     shared: np.ndarray
-    """[S] int64: tokens that each sequence shares with the one before it."""
+    """[S] int64: the tokens that each sequence shares with the previous one."""
     costs: np.ndarray
-    """[S + 1] float64: cost of the new tokens of all sequences before each one."""
+    """[S + 1] float64: the cost of the new tokens of all sequences before each sequence."""
     shared_costs: np.ndarray
-    """[S] float64: cost of the shared tokens, which a cut before the sequence adds."""
+    """[S] float64: the cost of the shared tokens, which a cut before the sequence adds."""
 
     @classmethod
     def of(cls, sequences: Sequences, merge: bool, pair_cost: float) -> _CostLine:
@@ -105,28 +106,30 @@ class _CostLine:
 
 
 def _least_recomputed(line: _CostLine, max_tokens: int) -> list[int]:
-    """The beginnings of the best split's micro-batches, by dynamic programming over the beginning
-    of the last one; O(samples * samples that fit in one). Best: recomputed tokens, then
-    micro-batches, then the sum of squared costs."""
+    """The beginnings of the best split's micro-batches, found by dynamic programming over the
+    beginning of the last one, in O(samples * samples that fit in one). The best split has the
+    fewest recomputed tokens, then the fewest micro-batches, then the smallest sum of squared
+    costs."""
     scale = line.num + 1
     # The best split of the first n sequences: recomputed tokens * scale + micro-batches in one
-    # number, the sum of squared costs, and where its last micro-batch begins.
+    # number, the sum of squared costs, and the beginning of its last micro-batch.
     keys = np.zeros(line.num + 1, dtype=np.int64)
     squares = np.zeros(line.num + 1)
     begin = np.zeros(line.num + 1, dtype=np.int64)
-    opened = np.empty(line.num, dtype=np.int64)  # keys, once one more micro-batch begins there
+    opened = np.empty(line.num, dtype=np.int64)  # the keys if one more micro-batch begins there
     first = 0
     for end in range(1, line.num + 1):
         opened[end - 1] = keys[end - 1] + line.shared[end - 1] * scale + 1
 
-        # Step 1: the earliest begin of a last micro-batch that holds its tokens.
+        # Step 1: the earliest beginning of a last micro-batch that fits the limit.
         while (
             first < end - 1
             and line.tokens[end] - line.tokens[first] + line.shared[first] > max_tokens
         ):
             first += 1  # once a stretch is too long, so is every longer one
 
-        # Step 2: among the begins from there on the smallest key, and of equals the evenest.
+        # Step 2: among the beginnings from there on, the smallest key, and among equal keys the
+        # evenest.
         window = opened[first:end]
         keys[end] = window.min()
         places = np.flatnonzero(window == keys[end]) + first
@@ -144,13 +147,13 @@ def _least_recomputed(line: _CostLine, max_tokens: int) -> list[int]:
 
 
 def _evenest(line: _CostLine, max_tokens: int, ranks: int) -> list[int]:
-    """The beginnings of micro-batches whose number is the least multiple of `ranks`, the costliest
-    as cheap as bisection finds it."""
-    # Step 1: how many micro-batches, a multiple of the ranks where there are enough sequences.
+    """The beginnings of micro-batches. Their number is the least possible multiple of `ranks`, and
+    bisection makes the costliest one as cheap as possible."""
+    # Step 1: the number of micro-batches, a multiple of the ranks if there are enough sequences.
     needed = len(list(_fill_greedily(line, max_tokens, np.inf)))
     number = min(line.num, -(-needed // ranks) * ranks)
 
-    # Step 2: bisection for the least cost limit under which that many are enough.
+    # Step 2: bisection for the least cost limit under which this number is enough.
     low = float(line.costs[-1]) / number
     high = float(line.costs[-1])
     while high - low > 1e-3 * low:
@@ -161,7 +164,7 @@ def _evenest(line: _CostLine, max_tokens: int, ranks: int) -> list[int]:
             else (middle, high)
         )
 
-    # Step 3: fewer may have come out; then the costliest are halved.
+    # Step 3: if there are fewer now, the costliest are halved.
     starts = list(_fill_greedily(line, max_tokens, high))
     while len(starts) < number:
         ends = np.array([*starts[1:], line.num])
@@ -175,7 +178,8 @@ def _evenest(line: _CostLine, max_tokens: int, ranks: int) -> list[int]:
 
 
 def _fill_greedily(line: _CostLine, max_tokens: int, max_cost: float) -> Iterator[int]:
-    """The beginnings of micro-batches that are each filled to the limit: their least number."""
+    """The beginnings of micro-batches that are each filled to the limit, which gives the least
+    number of them."""
     start = 0
     while start < line.num:
         yield start
@@ -191,8 +195,8 @@ def _fill_greedily(line: _CostLine, max_tokens: int, max_cost: float) -> Iterato
 def _deal(
     line: _CostLine, stretches: Sequence[tuple[int, int]], ranks: int
 ) -> list[list[tuple[int, int]]]:
-    """Deals one micro-batch to each rank per round, from the costliest down; the costliest of a
-    round goes to the rank with the least cost so far."""
+    """Gives each rank one micro-batch per round, from the costliest down. The costliest of a round
+    goes to the rank with the least cost so far."""
     costs = {stretch: float(line.cost(*stretch)) for stretch in stretches}
     ordered = sorted(stretches, key=costs.__getitem__, reverse=True)
     dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]

@@ -1,4 +1,5 @@
-"""Passes of a model over a whole step's samples, in micro-batches, whose size affects only memory.
+"""Runs passes of a model over a whole step's samples in micro-batches. Their size affects only
+memory.
 
 With several ranks (training/parallel.py) each rank computes its own micro-batches, and all ranks
 get all results.
@@ -79,9 +80,9 @@ def micro_batches(
     merge: bool = True,
     packed: PackedStep | None = None,
 ) -> list[tuple[list[int], PackedBatch]]:
-    """This rank's micro-batches: the indices of their samples, which are of one temperature, and
-    these samples packed; see `spread` and, for `merge`, `pack`. `packed`: those that the step has
-    already, under the same limits and on the same device."""
+    """This rank's micro-batches: the indices of the samples, and the packed samples. The samples of
+    a micro-batch have one temperature. See `spread` and, for `merge`, `pack`. `packed`: the
+    micro-batches that the step has packed before, with the same limits and on the same device."""
     if packed is not None:
         if (batches := packed.batches_of(samples)) is not None:
             return batches
@@ -111,10 +112,10 @@ def micro_batches(
 def null_batches(
     samples: Sequence[Sample], num_passes: int, device: torch.device, *, merge: bool = True
 ) -> list[PackedBatch]:
-    """The extra batches of this rank after `num_passes` passes over its micro-batches, for a model
-    whose passes all ranks make together (it is sharded, or its experts are spread), so that all
-    ranks make equally many. Their results have weight 0. Called by all ranks, before the first
-    pass. Empty if ranks pass independently."""
+    """The extra batches of this rank after `num_passes` passes over its micro-batches. If all ranks
+    must run passes together (the model is sharded, or its experts are split), extra batches make
+    their number equal. Their results have weight 0. All ranks must call it before the first pass.
+    Empty if ranks run passes independently."""
     if num_ranks() == 1 or not (any_sharded() or any_joint()):
         return []
     missing = max(gather(num_passes)) - num_passes
@@ -122,12 +123,13 @@ def null_batches(
     return [pack([shortest], device, merge=merge)] * missing
 
 
-def keep_pace(
+def run_null_batches(
     model: PreTrainedModel,
     nulls: Sequence[PackedBatch],
     backward: Callable[[torch.Tensor], None],
 ) -> None:
-    """Makes passes with gradient of weight 0, to match the number of other ranks' micro-batches."""
+    """Runs passes whose gradient has weight 0, to match the number of the other ranks'
+    micro-batches."""
     for batch in nulls:
         backward(0.0 * token_logprobs(model, batch)[0].sum())
 
@@ -143,12 +145,12 @@ def token_tables(
     packed: PackedStep | None = None,
     listen: Callable[[Sequence[int], PackedBatch], None] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Collects what `compute` returns for the trained tokens of each micro-batch, name -> [M], in
-    tables name -> [S, T] float32 on the CPU.
+    """Calls `compute` for each micro-batch. It returns name -> [M] for the trained tokens, and the
+    results are collected in tables name -> [S, T] float32 on the CPU.
 
     Row s holds the trained tokens of sample s from the left, then zeros. `packed`: see
-    `micro_batches`. `listen` is called after
-    `compute` with the indices of the samples of each of this rank's micro-batches.
+    `micro_batches`. `listen` is called after `compute` with the indices of the samples of each of
+    this rank's micro-batches.
     """
     width = max(s.num_trained for s in samples)
     batches = micro_batches(samples, max_tokens, device, merge=merge, packed=packed)
@@ -180,10 +182,10 @@ def backward_through_sums(
     backward: Callable[[torch.Tensor], None],
     nulls: Sequence[PackedBatch] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Differentiates a loss of whole answers, exactly, however their rows are spread over
+    """Differentiates a loss of whole answers exactly, for any division of their rows into
     micro-batches.
 
-    owners: for each sample the number of its answer, 0..N-1. loss_of: summed log-probs [N] ->
+    owners: for each sample, the number of its answer, 0..N-1. loss_of: summed log-probs [N] ->
     scalar. `backward` is called with a scalar per micro-batch, whose gradients in the model's
     weights add up to that of the loss. `nulls`: see `null_batches`. Returns the loss and the sums
     [N], detached.
@@ -219,7 +221,7 @@ def backward_through_sums(
     for indices, batch in batches:
         backward((slope * _sums(model, indices, batch, owners, num)).sum())
 
-    keep_pace(model, nulls, backward)
+    run_null_batches(model, nulls, backward)
     return loss.detach(), total.detach()
 
 

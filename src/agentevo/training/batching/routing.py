@@ -1,9 +1,9 @@
-"""The experts that were chosen for the tokens of samples: from the record of the turns, or from a
-pass of the trainer, to the nodes of a batch.
+"""Brings the experts that were chosen for the tokens of samples to the nodes of a batch. The
+experts come from the record of the turns, or from a pass of the trainer.
 
-Rows go with their tokens, never by their place in a batch: `merge_keys` gives two tokens the same
-key where they are the same token with the same row, and only those may become one node of the token
-tree. Samples that were routed differently share nothing from that token on.
+Rows belong to tokens, not to positions in a batch. `merge_keys` gives two tokens the same key if
+they are the same token with the same row, and only those may become one node of the token tree.
+Samples that were routed differently share nothing from that token on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from agentevo.types import Sample, Turn
 
 
 def path_rows(name: str, path: Sequence[Turn]) -> RoutedExperts | None:
-    """[T - 1] rows of the tokens of a path of trajectory `name`; None if none of its turns has
-    any. Raises TrainingError for rows that are missing, too many, or of other routers."""
+    """[T - 1] rows of the tokens on a path of trajectory `name`. None if no turn has rows. Raises
+    TrainingError for rows that are missing, too many, or of other routers."""
     parts = [turn.routed_experts for turn in path]
     if all(part is None for part in parts):
         return None
@@ -79,8 +79,8 @@ def _refusal(name: str, wrong: str) -> TrainingError:
 
 
 def merge_keys(samples: Sequence[Sample]) -> list[np.ndarray]:
-    """For each sample a number per token, [T] int32: equal numbers mean the same token with the
-    same row. Without rows the numbers are the ids."""
+    """For each sample, a number per token [T] int32. Equal numbers mean the same token with the
+    same row. Without rows, the numbers are the ids."""
     if all(sample.routed_experts is None for sample in samples):
         return [sample.ids for sample in samples]
     tokens = np.concatenate([_token_bytes(sample) for sample in samples])
@@ -117,7 +117,7 @@ def _rows_of(sample: Sample) -> RoutedExperts:
 def node_rows(
     samples: Sequence[Sample], paths: Sequence[np.ndarray], num_nodes: int, device: torch.device
 ) -> torch.Tensor | None:
-    """[N, layers, top_k] int64 of a batch's nodes, given those of each sample's tokens; OWN for
+    """[N, layers, top_k] int64 of a batch's nodes, from the rows of each sample's tokens. OWN for
     last tokens, which predict nothing. None if nothing was recorded."""
     if all(sample.routed_experts is None for sample in samples):
         return None
@@ -129,7 +129,7 @@ def node_rows(
 
 
 def with_rows(sample: Sample, rows: np.ndarray, routers: Routers) -> Sample:
-    """The sample with rows [T, layers, top_k] of a pass of the trainer; the last row is left
+    """The sample with the rows [T, layers, top_k] of a pass of the trainer. The last row is left
     out."""
     routed_experts = RoutedExperts.of(rows[:-1], routers.num_experts)
     return msgspec.structs.replace(sample, routed_experts=routed_experts)

@@ -1,9 +1,9 @@
-"""From trajectories to training samples: one per leaf of the turn tree, each chosen token trained
-exactly once, each with its advantage.
+"""Converts trajectories to training samples with advantages: one sample per leaf of the turn tree,
+with each sampled token trained exactly once.
 
-An advantage that is one number per attempt is made from the attempt's reward. One that runs along
-tokens or turns gets each turn's reward at the turn's last token; the rest of the attempt's reward
-is added at the end.
+An advantage with one number per attempt is computed from the attempt's reward. An advantage along
+tokens or turns gets each turn's reward at the turn's last token, and the remaining reward of the
+attempt at the end.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from agentevo.training.batching.routing import path_rows
 from agentevo.types import Sample, Trajectory, Turn
 
 Tables: TypeAlias = Mapping[str, torch.Tensor]
-"""Numbers of each trained token by name, [S, T]: row s holds those of sample s from the left."""
+"""Name -> numbers of the trained tokens, [S, T]. Row s has those of sample s, from the left."""
 
 UPDATE_COLUMNS = ("old_logp", "ref_logp", "values")
-"""Names of the tables that the update needs as well."""
+"""The names of the tables that the update needs, too."""
 
 
 class SampleRow(NamedTuple):
-    """A sample that still lacks its advantages."""
+    """A sample without advantages."""
 
     trajectory: Trajectory
     sample: Sample
@@ -51,12 +51,12 @@ def advantages_of(
     weights: Mapping[str, float] = MappingProxyType({}),
     turn_credits: TurnCredits = MappingProxyType({}),
 ) -> list[Sample]:
-    """Samples with their advantages and with the columns that the update needs.
+    """The samples with their advantages and with the columns that the update needs.
 
     `tables`: name -> [S, T], the results of passes over the rows; bonus [S, T] is added to the
     environment's rewards; baselines: task id -> reward of its greedy attempt; weights of the reward
-    parts (1 where none is given). `turn_credits`: the reward of each turn. Raises TrainingError if
-    the advantage can't use the rewards.
+    parts (default 1). `turn_credits`: the reward of each turn. Raises TrainingError if the
+    advantage can't use the rewards.
     """
     if not rows:
         return []
@@ -108,7 +108,7 @@ def _inputs_of(
     baselines: Mapping[str, float],
     weights: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Inputs of an advantage in addition to rewards, groups and turns, by their names in
+    """The inputs of an advantage in addition to rewards, groups and turns, by their names in
     AdvantageTables."""
     inputs: dict[str, Any] = {name: table for name, table in tables.items() if name in needs}
     if "baseline_rewards" in needs:
@@ -141,7 +141,7 @@ def _finish_sample(
 def _reward_table(
     rows: Sequence[SampleRow], *, per_turn: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards [S, T] float64 and turns [S, T] int64 (-1 where nothing is trained)."""
+    """The rewards [S, T] float64 and turns [S, T] int64 (-1 where nothing is trained)."""
     width = max(len(row.turns) for row in rows)
     rewards = torch.zeros(len(rows), width, dtype=torch.float64)
     turn_ids = torch.full((len(rows), width), -1, dtype=torch.int64)
@@ -170,8 +170,8 @@ def _parent_table(rows: Sequence[SampleRow], turn_ids: torch.Tensor) -> torch.Te
 
 
 def _reward_parts(rows: Sequence[SampleRow]) -> dict[str, torch.Tensor]:
-    """Name -> [S] float64. Raises TrainingError if a trajectory has no parts; a part that it
-    lacks among others counts 0."""
+    """Name -> [S] float64. Raises TrainingError if a trajectory has no parts; A part that a
+    trajectory lacks counts as 0."""
     silent = next((row.trajectory.id for row in rows if not row.trajectory.reward_parts), None)
     if silent is not None:
         raise TrainingError(
@@ -196,16 +196,16 @@ def trajectory_rows(
     train_observations: bool = False,
     routed: bool = False,
 ) -> list[SampleRow]:
-    """One row per root-to-leaf path. A turn on several paths is trained in the first one only; in
-    the others it is context. A turn that was sampled from another distribution than the recipe's,
-    or under a grammar whose masks are None, is context everywhere. A path on which nothing is
-    trained gives no row. `masks`: those of the turns under a grammar, if the loss uses the
-    distribution that they were sampled from.
+    """One row per root-to-leaf path. A turn on several paths is trained only in the first one, and
+    is context in the others. A turn that was sampled from another distribution than the recipe's,
+    or under a grammar whose masks are None, is always context. A path without trained tokens has no
+    row. `masks`: the masks of turns under a grammar, if the loss uses the distribution that they
+    were sampled from.
 
     `train_observations`: the tokens that the policy read between two turns of a path belong to the
-    later one, and are trained with it. They were not sampled: their log-probs are nan, for
+    later turn, and are trained with it. They were not sampled: their log-probs are nan, for
     `with_observed_logprobs`. `routed`: samples have the routed experts that were recorded; raises
-    TrainingError where these don't fit the turns."""
+    TrainingError if they don't fit the turns."""
     parents = {turn.parent for turn in trajectory.turns}
     trained = {turn.index for turn in trajectory.turns if turn.overrides is not None}
     trained |= {index for index, of_turn in masks.items() if of_turn is None}
@@ -228,7 +228,7 @@ def trajectory_rows(
 
 
 def with_observed_logprobs(rows: Sequence[SampleRow], logprobs: torch.Tensor) -> list[SampleRow]:
-    """The rows with the trainer's own log-probs [S, T] where there are none."""
+    """The rows, with the trainer's log-probs [S, T] for tokens without log-probs."""
     return [
         row._replace(sample=_with_observed(row.sample, row_logprobs))
         for row, row_logprobs in zip(rows, logprobs.numpy(), strict=True)

@@ -1,5 +1,5 @@
 """Chooses a step's trajectories to train on, with a reason for each of the others. Filters use the
-rewards as they were earned."""
+rewards before any shaping."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ reason)."""
 
 
 def usable(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> Selection:
-    """Leaves out trajectories that can't be trained on, irrespective of their group. Failed and
-    cancelled ones do not even count in their group's mean."""
+    """Leaves out trajectories that can't be trained on, whatever their group. Failed and cancelled
+    ones do not count in their group's mean."""
     dropped: dict[str, str] = {t.id: t.status for t in trajectories if t.status != "completed"}
     dropped |= {
         t.id: "no-tokens"
@@ -48,9 +48,9 @@ def select(
     """Selects the trajectories to train on. `before`: trajectories that were dropped earlier, with
     their reasons.
 
-    With `num_groups` it selects the first so many groups whose rewards differ (dynamic sampling).
-    Otherwise it selects the share `keep_groups` of the groups and, if the advantage compares within
-    groups, only groups with different rewards.
+    With `num_groups` it selects this many groups, the first ones whose rewards differ (dynamic
+    sampling). Otherwise it selects the share `keep_groups` of the groups and, if the advantage
+    compares within groups, only groups with different rewards.
     """
     before = before or {}
     remaining, dropped = usable([t for t in trajectories if t.id not in before], section)
@@ -104,7 +104,7 @@ def _full_batch(
 def _with_others(
     trajectories: Sequence[Trajectory], dropped: dict[str, str], *, drop_zero_variance: bool
 ) -> list[Trajectory]:
-    """The trajectories whose group has another one to compare them with."""
+    """The trajectories whose group has at least one other trajectory."""
     rewards = rewards_by_group(trajectories)
     comparable = []
     for t in trajectories:

@@ -1,5 +1,4 @@
-"""Rewards that take the length of trajectories into account, as the recipe's `length_shaping`
-specifies."""
+"""Changes rewards by the length of trajectories, as the recipe's `length_shaping` specifies."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from agentevo.config import AlgorithmSection
 from agentevo.types import Trajectory
 
 PART = "length"
-"""Part of the reward that holds the change by length."""
+"""The part of the reward that has the change by length."""
 REST = "task"
-"""Part that holds a reward that was not divided before."""
+"""The part that has the original reward, if it had no parts."""
 COSINE_REWARDS = ("success_short", "success_long", "failure_short", "failure_long", "exceeded")
 
 
@@ -59,7 +58,7 @@ def _rewards(
 
 
 def with_final_reward(trajectory: Trajectory, reward: float) -> Trajectory:
-    """The same trajectory with another reward; the part PART holds the change."""
+    """The same trajectory with another reward. The part PART has the change."""
     parts = dict(trajectory.reward_parts) or {REST: trajectory.reward}
     parts[PART] = parts.get(PART, 0.0) + reward - trajectory.reward
     return msgspec.structs.replace(trajectory, reward=reward, reward_parts=parts)

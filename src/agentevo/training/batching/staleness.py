@@ -1,4 +1,5 @@
-"""The age of a step's tokens, and the rule that none older than the bound is trained on.
+"""Computes the age of a step's tokens, and keeps tokens that are older than the bound out of
+training.
 
     age of a token = trainer_version - version of the weights that sampled it
     a token is trained  <=>  its age <= bound
@@ -25,16 +26,16 @@ from agentevo.errors import TrainingError
 from agentevo.types import Sample, Trajectory
 
 AGE = "age"
-"""Name of the column of `Sample.columns` that holds each trained token's age."""
+"""The column of `Sample.columns` with each trained token's age."""
 ESS = "actor/ess_age_"
-"""Prefix of the metrics of `effective_sizes`; the age follows."""
+"""The prefix of the metrics of `effective_sizes`. The age follows it."""
 STALE = "stale"
 """The reason why a whole trajectory is left out, for losses that compare whole answers."""
 _SUMS = "by_age/"
 
 
 class _AgedTokens(NamedTuple):
-    """The tokens that the policy chose in a sample or a trajectory, [T] each."""
+    """The tokens that the policy sampled in a sample or a trajectory, [T] each."""
 
     trajectory_id: str
     versions: np.ndarray
@@ -45,9 +46,9 @@ class _AgedTokens(NamedTuple):
 def mask_stale(
     samples: Sequence[Sample], *, trainer_version: int, bound: int | None = None
 ) -> tuple[list[Sample], dict[str, float]]:
-    """The samples with the trained tokens older than `bound` removed from the loss mask and from
-    every column that goes with it, and the ages of the rest in the column "age". A sample that
-    keeps no trained token is left out. bound None: every age may be trained on.
+    """Removes the trained tokens older than `bound` from the loss mask of the samples and from
+    every column, and adds the column "age" for the others. A sample without remaining trained
+    tokens is left out. If `bound` is None, tokens of every age are trained.
 
     Raises TrainingError for tokens without a version, or newer than the trainer.
     """
@@ -69,7 +70,7 @@ def leave_out_stale(
     trajectories: Sequence[Trajectory], *, trainer_version: int, bound: int | None = None
 ) -> tuple[list[Trajectory], dict[str, str], dict[str, float]]:
     """For losses of whole answers, which need every token. Returns the trajectories without a token
-    older than `bound`, the ids of the others -> "stale", and the metrics. Raises like
+    older than `bound`, the ids of the others -> "stale", and the metrics. Raises the errors of
     `mask_stale`."""
     _check(trainer_version, bound)
     fresh_trajectories = []
@@ -90,8 +91,8 @@ def leave_out_stale(
 
 
 def age_sums(weights: torch.Tensor, ages: torch.Tensor) -> dict[str, float]:
-    """For each age the number of tokens, the sum of their weights and the sum of their squares.
-    These add up over micro-batches and ranks.
+    """For each age: the number of tokens, the sum of their weights, and the sum of the squared
+    weights. These add up over micro-batches and ranks.
 
     weights, ages: [M].
     """
@@ -113,7 +114,7 @@ def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
     """Removes the sums of `age_sums` from `sums` and returns actor/ess_age_K = total^2 / (count *
     squares), which is 0 if every weight is 0.
 
-    It is `algorithms.importance.effective_sample_size` over the tokens of age K.
+    The value is `algorithms.importance.effective_sample_size` over the tokens of age K.
     """
     sums_of_ages = {key: sums.pop(key) for key in [key for key in sums if key.startswith(_SUMS)]}
     ages = sorted({int(key.split("/")[1]) for key in sums_of_ages})
@@ -128,8 +129,8 @@ def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
 
 
 def of_first_update(updates: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """The metrics of a step's optimizer steps. Only those of the first have effective sample sizes,
-    because the policy itself has moved after it."""
+    """The metrics of a step's optimizer steps. Only the metrics of the first optimizer step have
+    effective sample sizes, because the policy has changed after it."""
     return [
         *updates[:1],
         *(

@@ -1,5 +1,5 @@
-"""The training data of a step, written into its record: enough to repeat the step, and to prove
-later how it was made.
+"""The training data of a step, written into its record: The record is enough to repeat the step,
+and to prove later what the step trained on.
 
     digest of a trajectory = sha256(the whole trajectory with its final reward, without times)
     digest of a step       = sha256(those of its trajectories, in order)
@@ -24,7 +24,7 @@ from agentevo.training.batching.shaping import PART, with_final_reward
 from agentevo.types import Trajectory
 
 KEY = "plan"
-"""Key of the plan in a step's record."""
+"""The key of the plan in a step's record."""
 SHOWN = 16
 """The number of hex digits of each trajectory's digest that a plan keeps."""
 
@@ -35,25 +35,25 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[str]
     """The trajectories' ids, in the order of training."""
     dropped: dict[str, list[str]] = {}
-    """Reason -> ids of the trajectories that the step has decided not to train on."""
+    """Reason -> the ids of the trajectories that the step did not train on."""
     rewards: dict[str, float] = {}
     """Id -> final reward of each trajectory whose reward was shaped, so that it may differ from the
     one in the store."""
     baselines: dict[str, float] = {}
     """Task id -> final reward of its greedy attempt, for advantages that need it."""
     staleness: int = 0
-    """The bound on a token's age in this step: the trainer's version, which is step - 1, less the
-    token's."""
+    """The bound on a token's age in this step. The age is the trainer's version (step - 1) minus
+    the token's version."""
     policy: str = "wait"
-    """`rollout.policy` at that time."""
+    """The value of `rollout.policy` at that time."""
     credit: str = ""
-    """The rule that decided each turn's reward (`AlgorithmSection.credit_rule`); empty in records
-    that were written before there were several rules."""
+    """The rule that decided each turn's reward (`AlgorithmSection.credit_rule`). Empty in old
+    records, from before there were several rules."""
     masked_tokens: int = 0
     """The number of tokens of these trajectories that were too old to be trained on."""
     digests: list[str] = []
-    """The first 16 digits of each trajectory's digest: where `digest` differs, they identify the
-    trajectory."""
+    """The first 16 digits of each trajectory's digest. If `digest` differs, they show which
+    trajectory differs."""
     digest: str
     """`plan_digest` of the trajectories with their final rewards."""
 
@@ -70,8 +70,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         credit: str = "",
         dropped: Mapping[str, str] | None = None,
     ) -> Self:
-        """Makes the plan of trajectories that are in training order and have their final rewards;
-        `earned`: id -> reward in the store; `dropped`: id -> reason."""
+        """Makes the plan of trajectories that are in training order and have their final rewards.
+        `earned`: id -> reward in the store. `dropped`: id -> reason."""
         digests = [content_digest(t) for t in trained]
         reasons: dict[str, list[str]] = {}
         for name, reason in (dropped or {}).items():
@@ -117,7 +117,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return record
 
     def restore_trained(self, stored: Iterable[Trajectory]) -> list[Trajectory]:
-        """The trajectories as they were trained on: in order, with final rewards. Raises
+        """The trajectories in the order and with the final rewards of the training step. Raises
         TrainingError if one is missing or differs."""
         by_id = {t.id: t for t in stored}
         missing = [name for name in self.ids if name not in by_id]

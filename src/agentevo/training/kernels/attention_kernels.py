@@ -1,15 +1,15 @@
 """Attention of some queries over some keys, together with the log of the sum of exponentials, which
 merges several such parts.
 
-If a query's keys are cut into parts with outputs o_i and l_i = log sum exp(scores), then over all
-keys l = log sum e^(l_i) and o = sum e^(l_i - l) o_i. From the other parts, the backward pass of a
-part needs only o and l: its probabilities are e^(scores - l) (FlashAttention-2, arXiv 2307.08691,
-section 3.1; ring attention, arXiv 2310.01889, uses the same).
+Let a query's keys be split into parts with outputs o_i and l_i = log sum exp(scores). Over all
+keys, l = log sum e^(l_i) and o = sum e^(l_i - l) o_i. The backward pass of a part needs only o and
+l from the other parts: its probabilities are e^(scores - l) (FlashAttention-2, arXiv 2307.08691,
+section 3.1; ring attention, arXiv 2310.01889, does the same).
 
 Both kernels take q [B, H, Q, D], k and v [B, G, K, D] with H a multiple of G, any strides, and an
-additive mask [B or 1, 1, Q, K] in the queries' dtype, 0 or HIDDEN, or None. `forward` gives the
-output [B, H, Q, D] and the log-sum-exp [B, H, Q]; `backward` the gradients of q, k and v, where
-`out` and `lse` are those over all parts.
+additive mask [B or 1, 1, Q, K] in the queries' dtype, 0 or HIDDEN, or None. `forward` returns the
+output [B, H, Q, D] and the log-sum-exp [B, H, Q]. `backward` returns the gradients of q, k and v;
+its `out` and `lse` are those over all parts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from __future__ import annotations
 import torch
 
 HIDDEN = -1e30
-"""Additive mask where a key is not seen: finite, so that a row that sees nothing has weight 0, not
-NaN."""
+"""The additive mask of a key that is not seen. It is finite, so that a row that sees nothing has
+weight 0 and not NaN."""
 MATH_ROWS = 512
-"""Queries whose scores `Math` holds at once."""
+"""The number of queries whose scores `Math` holds at once."""
 
 
 class Flash:
-    """PyTorch's kernel for CPUs. No scores are kept."""
+    """Attention with PyTorch's kernel for CPUs. It keeps no scores."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -56,8 +56,8 @@ class Flash:
 
 
 class Math:
-    """Matrix products and a softmax: any device, and scores bent by softcap * tanh(scores /
-    softcap) (Gemma 2)."""
+    """Attention with matrix products and a softmax. It works on any device, and supports a cap of
+    the scores, softcap * tanh(scores / softcap) (Gemma 2)."""
 
     def __init__(self, scale: float, softcap: float | None) -> None:
         self.scale = scale
@@ -110,7 +110,8 @@ class Math:
     def _scores(
         self, q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, rows: slice
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[B, H, Q, K] in float32 at least, and their slope in the uncapped ones."""
+        """The scores [B, H, Q, K] in at least float32, and their derivative with respect to the
+        uncapped scores."""
         scores = (q @ keys.transpose(-1, -2)) * self.scale
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         slope = None
@@ -130,12 +131,12 @@ def _row_slices(q: torch.Tensor) -> list[slice]:
 
 
 def _repeat_keys(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """[B, G, K, D] -> [B, H, K, D], each head of k for all heads of q that share it."""
+    """[B, G, K, D] -> [B, H, K, D]. Repeats each head of k for all heads of q that share it."""
     return k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
 def _sum_over_heads(grad: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """The inverse of _repeated for gradients."""
+    """The reverse of `_repeat_keys` for gradients."""
     return grad.view(k.shape[0], k.shape[1], -1, *k.shape[2:]).sum(dim=2)
 
 

@@ -1,5 +1,5 @@
-"""Rows and vocabulary divided into cells, for code that walks the scores of all tokens without
-holding them all at once (linear_logprobs.py)."""
+"""Divides rows and vocabulary into cells, so that code can compute the scores of all tokens cell by
+cell without holding all of them at once (linear_logprobs.py)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 
 CELL_BYTES = {"cpu": 8 * 2**20}
-"""Size of a cell's float32 scores: on a CPU near what its caches hold (smaller cells are no faster,
-and threads wait for each other more often), elsewhere OTHER_CELL_BYTES, enough to fill the
-device."""
+"""The size of a cell's float32 scores on a CPU, in bytes. It is about the size of the caches;
+smaller cells are no faster, and threads wait for each other more often. On other devices it is
+OTHER_CELL_BYTES, which is enough to fill the device."""
 OTHER_CELL_BYTES = 128 * 2**20
 CELL_ROWS = {"cpu": 1024}
 OTHER_CELL_ROWS = 4096
 COLUMN_STEP = 64
-"""Columns of a cell are a multiple of this, where the vocabulary has as many."""
+"""The number of columns of a cell is a multiple of this, if the vocabulary is large enough."""
 
 
 class Cell(NamedTuple):
@@ -26,23 +26,24 @@ class Cell(NamedTuple):
     rows: slice
     columns: slice
     chosen: torch.Tensor
-    """Which of the M targets are in the cell."""
+    """The indices of those of the M targets that are in the cell."""
     places: tuple[torch.Tensor, torch.Tensor]
-    """Their rows and columns, counted from the cell's first."""
+    """The rows and columns of these targets within the cell."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """R rows x V columns, divided: columns outside, rows inside."""
+    """R rows x V columns, divided into cells. The outer loop is over columns, the inner loop over
+    rows."""
 
     rows: list[slice]
     columns: list[slice]
     order: torch.Tensor
-    """[M] targets, cell by cell."""
+    """[M] the indices of the targets, sorted by cell."""
     bounds: list[int]
     """The index in `order` at which each cell begins."""
     places: tuple[torch.Tensor, torch.Tensor]
-    """[M] row and column of each target."""
+    """[M] the row and column of each target."""
 
     @classmethod
     def of(
@@ -70,7 +71,7 @@ class Cells:
         )
 
     def together(self, values: torch.Tensor) -> torch.Tensor:
-        """[M], for each target: the sum of `values` [M] over all targets that are the same token of
+        """[M]: for each target, the sum of `values` [M] over all targets that are the same token of
         the same row."""
         rows, targets = self.places
         _, which = (rows * (int(targets.max()) + 1) + targets).unique(return_inverse=True)
@@ -85,7 +86,7 @@ class Cells:
 
 
 def _even_part(total: int, largest: int, step: int = 1) -> int:
-    """Length of the fewest equal parts of `total` that are at most `largest` long, rounded up to a
-    multiple of `step`."""
+    """Splits `total` into the fewest equal parts of at most `largest`. Returns their length,
+    rounded up to a multiple of `step`."""
     count = max(1, -(-total // largest))
     return max(1, -(-total // (count * step)) * step)

@@ -1,11 +1,11 @@
-"""Attention over a token tree on a GPU: PyTorch's FlexAttention under a block mask that is made
-from the tree, not from all pairs of nodes; and its flash attention, which is faster, where a pass
-has only long texts that share nothing.
+"""Attention over a token tree on a GPU. It uses PyTorch's FlexAttention, with a block mask that is
+computed from the tree and not from all pairs of nodes. If a pass has only long texts that share
+nothing, it uses PyTorch's flash attention, which is faster.
 
-Node k is seen by node q exactly when k <= q < ends[k] (training/tree.py), so a block of keys is
-seen by some query of a later block if the largest of its ends is beyond that block's first query,
-and by all of them if the smallest is beyond its last. 128K nodes are 1,024 blocks; their mask is a
-few numpy operations on 1,024 x 1,024 numbers.
+Node q sees node k exactly if k <= q < ends[k] (training/tree.py). So some query of a later block
+sees a block of keys if the largest of the keys' ends is after the first query. All of its queries
+see all of the keys if the smallest end is after the last query. 128K nodes are 1,024 blocks, and
+their mask takes a few numpy operations on 1,024 x 1,024 numbers.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from agentevo.devices import compiles
 from agentevo.training.tree import TokenTree, segments
 
 BLOCK = 128
-"""Nodes of a block, FlexAttention's own default. Nodes are padded to a multiple; a padded one sees
-itself."""
+"""The number of nodes in a block, FlexAttention's default. Nodes are padded to a multiple of it. A
+padding node sees only itself."""
 
 
-NARROWEST = 16
-"""The least head dimension of FlexAttention's kernels."""
-LONG = 2048
-"""The least number of tokens for which a text is worth a kernel of its own."""
+MIN_HEAD_DIM = 16
+"""The smallest head dimension of FlexAttention's kernels."""
+LONG_TEXT = 2048
+"""The smallest number of tokens for which a text is worth a separate kernel call."""
 
 
 class FlexTree:
-    """The tree on its device, and its block mask for every window that a model's layers have."""
+    """The tree on its device, and its block mask for every window of a model's layers."""
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         self.num_nodes = tree.num_nodes
@@ -44,7 +44,7 @@ class FlexTree:
         self.device = device
         self._masks: dict[int | None, BlockMask] = {}
         self.texts = _long_texts(tree)
-        """The texts for flash attention, where it can compute everything; otherwise empty."""
+        """The texts, if flash attention can compute all of them. Otherwise empty."""
 
     def attend(
         self,
@@ -65,7 +65,7 @@ class FlexTree:
 
         num_padding = len(self.ends) - self.num_nodes
         dim = q.shape[-1]
-        wider = max(0, NARROWEST - dim)  # zeros add nothing to scores and outputs
+        wider = max(0, MIN_HEAD_DIM - dim)  # zeros add nothing to scores and outputs
         heads = [
             (F.pad(x, (0, wider, 0, 0, 0, num_padding)) if num_padding or wider else x)
             .transpose(0, 1)
@@ -83,7 +83,7 @@ class FlexTree:
         return rows
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """`window`: how many tokens back a token sees, itself included."""
+        """The block mask. `window`: the number of tokens that a token sees, itself included."""
         some, every = self._blocks(window)
         counts, indices = _order_blocks(some & ~every, self.device)
         full_counts, full_indices = _order_blocks(every, self.device)
@@ -103,8 +103,8 @@ class FlexTree:
         return block_mask
 
     def _blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """[queries / BLOCK, keys / BLOCK] bool each: blocks that may have a pair of nodes that see
-        one another, blocks of only such."""
+        """Two masks, [queries / BLOCK, keys / BLOCK] bool: blocks in which some query may see some
+        key, and blocks in which all queries see all keys."""
         count = len(self.ends) // BLOCK
         ends = self.ends.reshape(count, BLOCK)
         depth = self.depth.reshape(count, BLOCK)
@@ -120,9 +120,9 @@ class FlexTree:
 
 
 def _long_texts(tree: TokenTree) -> list[slice]:
-    """The texts of a tree without branches, where they are long; otherwise none."""
+    """The texts of a tree without branches, if all are long. Otherwise empty."""
     tree_segments = segments(tree)
-    if tree.num_nodes < LONG * len(tree_segments) or any(
+    if tree.num_nodes < LONG_TEXT * len(tree_segments) or any(
         segment.end > segment.last for segment in tree_segments
     ):
         return []
@@ -140,8 +140,8 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) ->
 
 
 def _order_blocks(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[Q, K] bool -> counts [1, 1, Q] and, those first that are true, indices [1, 1, Q, K], as
-    BlockMask wants them."""
+    """[Q, K] bool -> counts [1, 1, Q] of the true ones, and indices [1, 1, Q, K], the true ones
+    first, in the form of BlockMask."""
     indices = np.argsort(~blocks, axis=1, kind="stable")
 
     def tensor(array: np.ndarray) -> torch.Tensor:
@@ -175,8 +175,8 @@ def _seen(
 
 @cache
 def _cap_scores(softcap: float) -> Callable[..., torch.Tensor]:
-    """FlexAttention's score_mod for softcap * tanh(score / softcap); one function per cap, so that
-    it is compiled once."""
+    """FlexAttention's score_mod for softcap * tanh(score / softcap); There is one function per cap,
+    so that it is compiled once."""
 
     def cap(
         score: torch.Tensor,
@@ -192,7 +192,7 @@ def _cap_scores(softcap: float) -> Callable[..., torch.Tensor]:
 
 @cache
 def _run(device: str) -> Callable[..., Any]:
-    """FlexAttention. Without compilation it makes all scores, which is of use only to test it
-    without a GPU."""
+    """Runs FlexAttention. Without compilation it computes all scores at once, which is useful only
+    for tests without a GPU."""
     attention: Any = torch.compile(flex_attention) if compiles(device) else flex_attention
     return attention

@@ -1,25 +1,25 @@
-"""Log-probs and entropies directly from hidden states: output layer, softmax and its results,
-without the logits [R, V].
+"""Computes log-probs and entropies directly from hidden states: output layer and softmax, without
+the whole logits [R, V].
 
-Rows and vocabulary are walked in cells of CELL_BYTES. The forward pass keeps per row a running
-maximum a, s = sum e^(z - a) and t = sum e^(z - a) (z - a), so that log Z = a + log s and the
-entropy is log s - t / s (the online softmax of arXiv 1805.02867, with a first moment). The three
-are kept separate: in log Z as one number, a large a would lose the digits that express the model's
-certainty. The backward pass makes each cell's scores again and multiplies its gradient into those
-of the hidden states and of the weight; columns are the outer loop, so a column's weight gradient is
-complete, in float32, before the next begins.
+Scores are computed in cells of CELL_BYTES. For each row, the forward pass keeps a running maximum
+a, s = sum e^(z - a) and t = sum e^(z - a) (z - a). Then log Z = a + log s, and the entropy is log s
+- t / s (the online softmax of arXiv 1805.02867, with a first moment). The three numbers are kept
+separate, because a large a would remove the digits of log Z that express the model's certainty. The
+backward pass computes each cell's scores again, and adds the cell's contribution to the gradients
+of the hidden states and of the weight. Columns are the outer loop, so a column's weight gradient is
+complete, in float32, before the next one begins.
 
-Time against memory: the first KEPT_BYTES of products are kept for the backward pass, which is
-faster than making them again (a write against 2 H operations per score); the rest are made again,
-at the price of a fourth product on top of the three that every method needs. A small batch thus
-runs at the dense speed, and a large one within a memory that depends neither on R nor on V. Where
-the output layer is frozen (adapters elsewhere), what exceeds the limit costs nothing more either:
-the gradient of log Z in the hidden states does not depend on the loss, so the forward pass makes
-it, [R, H]; only an entropy bonus then has the products made again. benchmarks/logprobs.py measures
-this. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they are PyTorch's.
-On a GPU a cell's arithmetic is one kernel, where the logits are the products times a number: it
-computes the softmax of a cell as fast as it reads and writes it, so operations one after the other
-cost a pass over memory each, about ten of four bytes a number, where the kernel costs one of two.
+The first KEPT_BYTES of products are kept for the backward pass, because keeping them is faster than
+recomputing them (a write instead of 2 H operations per score). The other products are recomputed,
+which is a fourth product in addition to the three that every method needs. So a small batch runs at
+the dense speed, and the memory of a large batch depends neither on R nor on V. If the output layer
+is frozen (adapters elsewhere), large batches need no fourth product either: the gradient of log Z
+in the hidden states [R, H] does not depend on the loss, so the forward pass computes it. Only an
+entropy bonus then needs recomputed products. benchmarks/logprobs.py measures this. oneDNN computes
+float32 products on a CPU (models/linear.py), and PyTorch all others. On a GPU, a cell's arithmetic
+is one kernel if the logits are the products times a number. The kernel computes the softmax of a
+cell as fast as it reads and writes the cell. Separate operations would need about ten passes over
+memory, of four bytes a number, instead of one of two bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.vocabulary import VocabularySlice
 
 KEPT_BYTES = 256 * 2**20
-"""Size of the products that are kept for the backward pass."""
+"""The size of the products that are kept for the backward pass, in bytes."""
 
 
 def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds it)
@@ -62,13 +62,13 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
     token targets[m] under softmax(z[rows[m]] / temperature), and the entropy [R] of each row, in
     nats.
 
-    z = logit_scale * (hidden @ weight.T + bias), or softcap * tanh(that / softcap). `masks` [R, W]:
-    the tokens that a row may predict (token_masks.py); the others have no probability. `penalties`:
-    changes of z before the softmax (token_penalties.py). `vocabulary_slice`: the tokens of weight
-    and bias, where other processes, which all call this too, have the rest. `num_tokens`: only the
-    first so many ids have a probability; None for all V. Once differentiable in hidden, weight and
-    bias. Products are made in their dtype, everything else in float32 at least. Memory on top of
-    the gradients: KEPT_BYTES and a few cells.
+    z = s or softcap * tanh(s / softcap), with s = logit_scale * (hidden @ weight.T + bias). `masks`
+    [R, W]: the tokens that a row may predict (token_masks.py); the others have no probability.
+    `penalties`: changes of z before the softmax (token_penalties.py). `vocabulary_slice`: the
+    tokens of weight and bias, if other processes have the other tokens; then all processes must
+    call this. `num_tokens`: only this many first ids have a probability; None for all V. Once
+    differentiable in hidden, weight and bias. Products are computed in their dtype, everything else
+    in at least float32. Memory on top of the gradients: KEPT_BYTES and a few cells.
     """
     tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
         vocabulary_slice
@@ -106,8 +106,8 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
     vocabulary_slice: VocabularySlice | None = None,
     num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `linear_logprobs`, without gradient: log-probs [M], and for each row the sum over the
-    vocabulary of p^2 [R], the probability that two samples agree."""
+    """As `linear_logprobs`, without gradient. Returns log-probs [M], and for each row the sum of
+    p^2 over the vocabulary [R], which is the probability that two samples agree."""
     tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
         vocabulary_slice
     )
@@ -124,7 +124,7 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
 
 
 class _FusedLogprobs(NamedTuple):
-    """The function from products to scores; scores are the logits over the temperature."""
+    """Computes scores from products. Scores are the logits divided by the temperature."""
 
     temperature: float
     softcap: float | None
@@ -133,12 +133,13 @@ class _FusedLogprobs(NamedTuple):
     """[R, W]; see token_masks.py."""
     penalties: PenaltyTable | None = None
     num_tokens: int | None = None
-    """Later ids are no tokens."""
+    """The number of ids that are tokens. Later ids have no probability."""
     vocabulary_slice: VocabularySlice | None = None
-    """The tokens of the weight; masks and penalties cover only these."""
+    """The tokens of the weight. Masks and penalties cover only these tokens."""
 
     def within(self, vocabulary_slice: VocabularySlice | None) -> _FusedLogprobs:
-        """For the tokens of a slice; given masks and penalties of the whole vocabulary."""
+        """The function for the tokens of a slice, from masks and penalties of the whole
+        vocabulary."""
         if vocabulary_slice is None:
             return self
         masks = vocabulary_slice.masks(self.masks)
@@ -150,20 +151,20 @@ class _FusedLogprobs(NamedTuple):
         return 0 if self.vocabulary_slice is None else self.vocabulary_slice.first
 
     def width(self, weight: torch.Tensor) -> int:
-        """How many rows of the weight are tokens."""
+        """The number of the weight's rows that are tokens."""
         rows = len(weight)
         return rows if self.num_tokens is None else min(max(self.num_tokens - self.first, 0), rows)
 
     def within_tokens(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The targets [M], with a token in place of ids that are no tokens, and the places of these
-        ids; None if every id is a token."""
+        """The targets [M], in which ids that are no tokens are replaced by a token, and the places
+        of these ids (None if every id is a token)."""
         if self.num_tokens is None:
             return targets, None
         outside = targets >= self.num_tokens
         return targets.masked_fill(outside, 0), outside
 
     def local_targets(self, targets: torch.Tensor) -> torch.Tensor | slice:
-        """Which of the targets [M] are tokens of the weight."""
+        """The indices of the targets [M] that are tokens of the weight."""
         if self.vocabulary_slice is None:
             return slice(None)
         return (
@@ -180,19 +181,20 @@ class _FusedLogprobs(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """The slope of the scores in the products, without the effect of a cap."""
+        """The derivative of the scores with respect to the products, without the effect of a
+        cap."""
         return self.logit_scale / self.temperature
 
     def bend(self, products: torch.Tensor) -> torch.Tensor:
-        """tanh(logits / softcap), float32 at least."""
+        """tanh(logits / softcap), in at least float32."""
         assert self.softcap is not None
         return (products.to(_exact(products)) * (self.logit_scale / self.softcap)).tanh_()
 
     def scores(
         self, products: torch.Tensor, cell: Cell, bent: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """float32 at least, LOWEST where a token is forbidden; the products themselves where there
-        is nothing to do."""
+        """The scores in at least float32, LOWEST for forbidden tokens. If the scores equal the
+        products, these are returned."""
         scores = self.plain_scores(products, bent)
         if self.penalties is not None:
             cell_penalties = self.penalties.within(cell.rows, cell.columns)
@@ -202,7 +204,7 @@ class _FusedLogprobs(NamedTuple):
         return mask_scores(scores, self.masks[cell.rows], cell.columns.start)
 
     def plain_scores(self, products: torch.Tensor, bent: torch.Tensor | None) -> torch.Tensor:
-        """Without penalties and masks."""
+        """The scores without penalties and masks."""
         if self.softcap is None:
             exact = products.to(_exact(products))
             return exact if self.slope == 1.0 else exact * self.slope
@@ -212,8 +214,8 @@ class _FusedLogprobs(NamedTuple):
 
 @dataclass(eq=False)
 class _Sums:
-    """Running sums over each row's scores; see the module. All are [R] but `picked` [M], the
-    targets' scores."""
+    """The running sums over each row's scores, see the module. All are [R], except `picked` [M],
+    which has the targets' scores."""
 
     top: torch.Tensor
     total: torch.Tensor
@@ -223,7 +225,7 @@ class _Sums:
     pull: torch.Tensor | None
     """[R, H] sum of e^(z - a) dz/dhidden, without the constant slope of the tail."""
     kept_products: list[torch.Tensor]
-    """Products of the first cells."""
+    """The products of the first cells."""
 
     @classmethod
     def empty(cls, hidden: torch.Tensor, num_targets: int, ahead: bool) -> _Sums:
@@ -240,7 +242,7 @@ class _Sums:
         )
 
     def logprobs(self, rows: torch.Tensor) -> torch.Tensor:
-        """[M], exact where one score stands far above all others."""
+        """The log-probs [M]. They are exact even if one score is far above all others."""
         return (self.picked - self.top[rows]) - self.total.log()[rows]
 
     def combine(
@@ -249,7 +251,7 @@ class _Sums:
         local_targets: torch.Tensor | slice,
         num_targets: int,
     ) -> None:
-        """Makes them sums over the whole vocabulary, where other processes have a part of it;
+        """Combines the sums over the whole vocabulary, if other processes have parts of it.
         `local_targets` are the targets whose scores this process has."""
         if vocabulary_slice is None:
             return
@@ -263,7 +265,7 @@ class _Sums:
         )
 
     def absorb_products(self, rows: slice, products: torch.Tensor, slope: float) -> None:
-        """`absorb` of scores that are the products times a number, in one kernel."""
+        """As `absorb`, in one kernel, for scores that are the products times a number."""
         updated = _compile(_absorb_cell)(
             products, slope, self.top[rows], self.total[rows], self.moment[rows]
         )
@@ -272,9 +274,9 @@ class _Sums:
     def absorb(
         self, rows: slice, scores: torch.Tensor, squares: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds one cell's scores; returns their e^(z - a), and the factor by which the new a has
+        """Adds one cell's scores. Returns their e^(z - a), and the factor by which the new a has
         scaled the earlier sums."""
-        # Step 1: the new maximum a, and by how much it scales down what was summed under the old.
+        # Step 1: the new maximum a, and the factor by which it scales down the earlier sums.
         top = torch.maximum(self.top[rows], scores.amax(1))
         fall = self.top[rows] - top
         fade = fall.exp()
@@ -304,7 +306,7 @@ def _sweep(
     squares: bool = False,
     ahead: bool = False,
 ) -> _Sums:
-    """One pass over all cells; keeps up to `room` bytes of products."""
+    """Runs one pass over all cells. Keeps up to `room` bytes of products."""
     sums = _Sums.empty(hidden, len(cells.order), ahead)
     fused = tail.is_plain(hidden) and not squares and not ahead
     for index in range(len(cells.columns)):
@@ -383,7 +385,8 @@ class _LinearLogprobs(torch.autograd.Function):
             ] * 7
 
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # Columns outside, rows inside: a column's weight gradient is whole before the next begins.
+        # The outer loop is over columns, so a column's weight gradient is complete before the next
+        # begins.
         of_hidden = torch.zeros_like(hidden, dtype=_exact(hidden)) if needs_hidden else None
         of_weight = torch.zeros_like(weight) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=_exact(bias)) if needs_bias else None
@@ -418,17 +421,17 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _Slopes(NamedTuple):
-    """The incoming gradient, times the slope of the tail."""
+    """The incoming gradient, times the derivative of the scores."""
 
     of_logp: torch.Tensor
     """[M]"""
     of_row: torch.Tensor
-    """[R] sum of these."""
+    """[R] the sum of `of_logp` in each row."""
     of_entropy: torch.Tensor | None
     """[R]"""
     together: torch.Tensor | None
-    """[M] sum of `of_logp` over all targets that are the same token of the same row, where a cell
-    is one kernel."""
+    """[M] the sum of `of_logp` over all targets that are the same token of the same row. Only if a
+    cell is one kernel."""
     top: torch.Tensor
     total: torch.Tensor
     mean: torch.Tensor
@@ -452,13 +455,14 @@ class _Slopes(NamedTuple):
         return cls(of_logp, of_row, of_entropy, None, top, total, mean, tail)
 
     def of_targets(self, local_targets: torch.Tensor | slice, cells: Cells, fused: bool) -> _Slopes:
-        """The same with `of_logp` restricted to the targets whose scores this process has."""
+        """The same slopes, with `of_logp` restricted to the targets whose scores this process
+        has."""
         of_logp = self.of_logp[local_targets]
         together = cells.together(of_logp) if fused and len(of_logp) else None
         return self._replace(of_logp=of_logp, together=together)
 
     def of_products(self, products: torch.Tensor, cell: Cell) -> torch.Tensor:
-        """The gradient in one cell's products."""
+        """The gradient with respect to one cell's products."""
         if self.together is not None:
             return self._in_one_kernel(products, cell, self.together[cell.chosen])
 
@@ -477,7 +481,7 @@ class _Slopes(NamedTuple):
             )
             slope.mul_(factor.sub_((self.of_row[rows] / self.total[rows]).unsqueeze(1)))
 
-        # Step 2: the part of the targets alone, then through penalties and cap.
+        # Step 2: the part of the targets only, then through penalties and cap.
         slope.index_put_(cell.places, self.of_logp[cell.chosen], accumulate=True)
         if self.tail.penalties is not None:
             cell_penalties = self.tail.penalties.within(rows, cell.columns)
@@ -520,8 +524,8 @@ class _Slopes(NamedTuple):
         picked: torch.Tensor,
         places: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """The gradient [R, H] in the hidden states, given that of log Z without the constant slope
-        of the tail."""
+        """The gradient [R, H] with respect to the hidden states, given the gradient of log Z
+        without the constant slope."""
         rows, targets = places
         slope = self.of_logp
         if self.tail.softcap is not None:
@@ -531,19 +535,19 @@ class _Slopes(NamedTuple):
 
 
 def _slope_of(bent: torch.Tensor) -> torch.Tensor:
-    """The derivative of tanh where it is `bent`, which is overwritten."""
+    """The derivative of tanh from its values `bent`, which are overwritten."""
     return bent.square_().neg_().add_(1.0)
 
 
 def _exact(tensor: torch.Tensor) -> torch.dtype:
-    """The type in which sums over such a tensor are kept."""
+    """The dtype in which sums over such a tensor are computed."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _products(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cell: Cell
 ) -> torch.Tensor:
-    """Products of one cell, [rows, columns]."""
+    """The products of one cell, [rows, columns]."""
     return _multiply(
         hidden[cell.rows], weight[cell.columns], None if bias is None else bias[cell.columns]
     )
@@ -552,7 +556,7 @@ def _products(
 def _multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ weight.T + bias by the fastest library."""
+    """x @ weight.T + bias, computed by the fastest library."""
     if x.device.type == "cpu" and x.dtype == torch.float32 and available():
         return product(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
@@ -565,8 +569,8 @@ def _absorb_cell(
     total: torch.Tensor,
     moment: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Running sums [R] over a row's scores, slope * products [R, C], as `_Sums` has them, with this
-    cell's; float32."""
+    """Adds a cell's scores, slope * products [R, C], to the running sums [R] of `_Sums`, in
+    float32."""
     scores = products.float() * slope
     highest = torch.maximum(top, scores.amax(1))
     below = scores - highest.unsqueeze(1)
@@ -586,8 +590,9 @@ def _compute_slopes(
     of_row: torch.Tensor,
     of_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The gradient in the products [R, C] without the targets' own contribution, given that in a
-    row's log-probs and entropy [R]; float32. See `_Slopes`."""
+    """The gradient with respect to the products [R, C] in float32, without the targets' own
+    contribution. It is computed from the gradients with respect to a row's log-probs and entropy
+    [R]. See `_Slopes`."""
     below = products.float() * slope - top.unsqueeze(1)
     shares = below.exp() / total.unsqueeze(1)
     if of_entropy is None:
@@ -603,7 +608,7 @@ def _round_slopes(products: torch.Tensor, *numbers: Any) -> torch.Tensor:
 
 @cache
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one kernel for cells of any size, made by PyTorch's compiler, on devices that
-    it makes kernels for."""
+    """Compiles the function with PyTorch into one kernel for cells of any size, on devices for
+    which the compiler creates kernels."""
     kernel: Callable[..., Any] = torch.compile(function, dynamic=True)
     return kernel

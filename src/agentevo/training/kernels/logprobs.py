@@ -1,5 +1,5 @@
-"""Log-probs and entropies of chosen tokens from logits: one saved copy of the logits instead of the
-several that autograd would keep, and temporaries of a few rows, which stay in the processor's
+"""Computes log-probs and entropies of given tokens from logits. It saves one copy of the logits,
+where autograd would save several. Temporaries have only a few rows, so they stay in the processor's
 cache."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ BLOCK_ROWS = 32
 
 
 class _SelectedLogprobs(torch.autograd.Function):
-    """Gradient, with z = logits / T, p = softmax(z), H its entropy: dlogp_y/dz = e_y - p and dH/dz
-    = -p (log p + H)."""
+    """The gradient, with z = logits / T, p = softmax(z), and H the entropy of p: dlogp_y/dz = e_y -
+    p and dH/dz = -p (log p + H)."""
 
     @staticmethod
     def forward(
@@ -23,8 +23,8 @@ class _SelectedLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The largest score and the log of the sum stay apart: in one number, a large score would
-        # swallow the digits that express the model's certainty.
+        # The largest score and the log of the sum are kept separate: in one number, a large score
+        # would remove the digits that express the model's certainty.
         top, total, mean = (logits.new_empty(len(logits)) for _ in range(3))  # [R]
         for start in range(0, len(logits), BLOCK_ROWS):
             block = slice(start, start + BLOCK_ROWS)
@@ -68,15 +68,15 @@ def selected_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [R, V], rows [M] and targets [M] int64 -> log-probs [M] of token targets[m] under
-    softmax(logits[rows[m]] / temperature), and the entropy [R] of each row, in nats. Both
-    differentiable; computed in float32."""
+    softmax(logits[rows[m]] / temperature), and the entropy [R] of each row, in nats. Both are
+    differentiable, and computed in float32."""
     return _SelectedLogprobs.apply(logits.float(), rows, targets, temperature)
 
 
 @torch.no_grad()
 def sum_of_squares(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """logits [R, V] -> sum over the vocabulary of p^2, p = softmax(logits / temperature): the
-    probability that two samples agree. [R] float32"""
+    """logits [R, V] -> the sum over the vocabulary of p^2 with p = softmax(logits / temperature),
+    which is the probability that two samples agree. [R] float32"""
     squares = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     for start in range(0, len(logits), BLOCK_ROWS):
         block = slice(start, start + BLOCK_ROWS)

@@ -1,11 +1,11 @@
-"""Log-probs that a model predicts, without its logits where that is possible.
+"""Computes the log-probs that a model predicts, without its logits if possible.
 
 A pass stops at the output layer: a hook takes the hidden states [R, H] that arrive there and passes
-none to the layer. Everything before it is the model's own computation, so this holds for every
-architecture and inside of adapters. What the model does to logits afterwards (a scale, a cap, under
-any name in its config) is measured rather than looked up: the model receives known numbers, in
-float64, in place of the layer's output, and its result shows scale and cap. This is done once for
-each model, and again where its settings have changed since.
+none to the layer. Everything before the layer is the model's own computation, so this works for
+every architecture and with adapters. The effect of the model on its logits (a scale or a cap, under
+any name in its config) is measured. The model receives known numbers in float64 in place of the
+layer's output, and its result shows scale and cap. This is measured once for each model, and again
+if the model's settings have changed.
 
 An output layer that is more than one product (adapters on it, quantised, sharded, with hooks of
 others), and a model that changes its logits in another way, are not handled: then the logits are
@@ -28,7 +28,7 @@ from agentevo.models.linear import FastLinear, PackedWeights
 from agentevo.models.token_rows import causal_model, num_token_rows
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
-from agentevo.training.kernels.stages import passed_on, sends_on
+from agentevo.training.kernels.stages import run_stage, sending_stage
 from agentevo.training.kernels.token_masks import LOWEST, mask_scores
 from agentevo.training.kernels.vocabulary import VocabularyLinear, slice_of
 
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from agentevo.training.batching.packing import PackedBatch
 
 PROBES = (0.5, -1.0, 3.0, -12.0, 0.0, 40.0, 1e30)
-"""The model receives them as logits. The first one shows the scale, the last one the cap, and all
-together show whether there is anything else."""
+"""The logits that the model receives for the measurement. The first one shows the scale, the last
+one the cap, and all together show whether the model does anything else."""
 HIGHEST_CAP = 1e9
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, OutputTail | None]] = WeakKeyDictionary()
-"""Model -> its settings at that time, and the tail that was measured under them."""
+"""Model -> its settings at the last measurement, and the measured tail."""
 
 
 def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [M] of the batch's trained tokens, and entropies [R] of the nodes that predict
     them, in nats; differentiable."""
-    if (stage := sends_on(model)) is not None:
-        return passed_on(model, stage, batch)
+    if (stage := sending_stage(model)) is not None:
+        return run_stage(model, stage, batch)
 
     output = linear_output(model, batch)
     if output is None:
@@ -73,10 +73,10 @@ def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Te
 def token_logprobs_and_squares(
     model: PreTrainedModel, batch: PackedBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [M] as `token_logprobs`, and for each node that predicts the sum over the
-    vocabulary of p^2 [R], the probability that two samples agree; no gradient."""
-    if (stage := sends_on(model)) is not None:
-        return passed_on(model, stage, batch)
+    """Log-probs [M] as in `token_logprobs`. Also, for each node that predicts, the sum of p^2 over
+    the vocabulary [R], which is the probability that two samples agree. Without gradient."""
+    if (stage := sending_stage(model)) is not None:
+        return run_stage(model, stage, batch)
 
     output = linear_output(model, batch)
     if output is None:
@@ -100,16 +100,16 @@ def token_logprobs_and_squares(
 
 
 def all_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    """Logits [R, V] of the nodes that predict, differentiable."""
-    if (stage := sends_on(model)) is not None:
-        _, nodes = passed_on(model, stage, batch)
+    """The logits [R, V] of the nodes that predict, differentiable."""
+    if (stage := sending_stage(model)) is not None:
+        _, nodes = run_stage(model, stage, batch)
         return nodes[:, None].expand(-1, model.config.get_text_config().vocab_size)
     outputs: Any = model(**batch.inputs)
     return outputs.logits.squeeze(0)  # [0] would allocate another gradient as large as the logits
 
 
 def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    """`all_logits` under the batch's penalties, LOWEST for ids that are no tokens and for those
+    """`all_logits` under the batch's penalties, LOWEST for ids that are no tokens and for tokens
     that a grammar forbids."""
     logits = all_logits(model, batch)
     if (num_tokens := _limit(model)) is not None:
@@ -121,7 +121,7 @@ def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
 
 
 def _limit(model: PreTrainedModel) -> int | None:
-    """The number of ids that are tokens, where not all are."""
+    """The number of ids that are tokens; None if all are."""
     num_tokens = num_token_rows(model)
     return num_tokens if num_tokens < model.config.get_text_config().vocab_size else None
 
@@ -135,7 +135,7 @@ class OutputTail(NamedTuple):
 
 
 class LinearOutput(NamedTuple):
-    """The factors whose product is the logits."""
+    """The factors of the product that gives the logits."""
 
     hidden: torch.Tensor
     """[R, H]"""
@@ -144,8 +144,8 @@ class LinearOutput(NamedTuple):
 
 
 class OutputListener:
-    """While it is open, keeps the input of the model's output layer: the last hidden states [R, H]
-    of the newest pass."""
+    """While it is open, records the input of the model's output layer: the last hidden states [R,
+    H] of the newest pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layer: Any = causal_model(model).get_output_embeddings()
@@ -168,8 +168,8 @@ class OutputListener:
 
 
 class _Interceptor(OutputListener):
-    """Keeps the hidden states from the output layer, and gives the model `answer` [V] for logits
-    [1, 1, V]."""
+    """Intercepts the hidden states before the output layer, and returns `answer` [V] to the model
+    as logits [1, 1, V]."""
 
     def __init__(self, model: PreTrainedModel, answer: torch.Tensor) -> None:
         super().__init__(model)
@@ -191,8 +191,8 @@ class _Interceptor(OutputListener):
 
 
 def linear_output(model: PreTrainedModel, batch: PackedBatch) -> LinearOutput | None:
-    """The model's pass up to its output layer, differentiable; None if logits are more than that
-    layer's products, scaled and capped."""
+    """Runs the model's pass up to its output layer, differentiable. None if the logits are not just
+    that layer's products, scaled and capped."""
     layer = causal_model(model).get_output_embeddings()
     is_known, tail = _known_tail(model)
     if not _is_one_product(layer) or (is_known and tail is None):
@@ -209,8 +209,8 @@ def linear_output(model: PreTrainedModel, batch: PackedBatch) -> LinearOutput | 
 
 
 def last_hidden(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    """Hidden states [R, H] that go into the output layer at the nodes that predict, differentiable;
-    no logits are computed where the layer is one product."""
+    """The hidden states [R, H] that go into the output layer at the nodes that predict,
+    differentiable. If the layer is one product, no logits are computed."""
     layer = causal_model(model).get_output_embeddings()
     if _is_one_product(layer):
         return _intercept(model, layer, batch.inputs, _zeros(layer))[0]
@@ -222,7 +222,7 @@ def last_hidden(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
 def _intercept(
     model: PreTrainedModel, layer: nn.Module, inputs: Mapping[str, Any], answer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states [R, H], and the model's result for `answer` in place of logits."""
+    """The hidden states [R, H], and the model's result for `answer` in place of logits."""
     if torch.is_grad_enabled() and isinstance(layer, PackedWeights):
         layer.drop()  # as its own pass with gradients would
     with _Interceptor(model, answer) as interceptor:
@@ -231,7 +231,7 @@ def _intercept(
 
 
 def _known_tail(model: PreTrainedModel) -> tuple[bool, OutputTail | None]:
-    """Whether the tail was measured under the model's present settings, and the tail."""
+    """Whether the tail was measured under the model's current settings, and the tail."""
     settings, tail = _KNOWN.get(model, (None, None))
     return (True, tail) if settings is not None and settings == _settings(model) else (False, None)
 
@@ -272,7 +272,7 @@ def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> OutputTail | None:
 
 
 def _probes(layer: Any) -> torch.Tensor:
-    """[V] float64: PROBES repeated."""
+    """PROBES, repeated to [V] float64."""
     num_tokens = layer.weight.shape[0]
     return torch.tensor(PROBES, dtype=torch.float64).repeat(-(-num_tokens // len(PROBES)))[
         :num_tokens
@@ -280,12 +280,13 @@ def _probes(layer: Any) -> torch.Tensor:
 
 
 def _zeros(layer: Any) -> torch.Tensor:
-    """[V] where nothing is measured."""
+    """Zeros [V], if nothing has to be measured."""
     return torch.zeros(len(layer.weight), device=layer.weight.device)
 
 
 def _is_one_product(layer: nn.Module) -> bool:
-    """A plain linear layer, large enough to be measured, that nothing else modifies."""
+    """Whether the layer is a plain linear layer that is large enough to be measured and not
+    modified by other code."""
     if (
         type(layer) not in (nn.Linear, FastLinear, VocabularyLinear)
         or layer._forward_hooks

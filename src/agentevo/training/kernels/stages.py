@@ -1,13 +1,13 @@
-"""The passes of a model that is one stage of a pipeline: its receives and sends, and the
-placeholders for the log-probs of the last stage.
+"""Runs the passes of a model that is one stage of a pipeline: it receives and sends hidden states,
+and returns placeholders for the log-probs of the last stage.
 
-All stages make the same calls with the same micro-batches. Where the others have no log-probs, they
-have zeros as placeholders, and a loss of those, whose value is not used: its backward pass waits
-for the gradient of the hidden states that this stage has sent.
+All stages make the same calls with the same micro-batches. Only the last stage has log-probs. The
+other stages have zeros as placeholders, and compute a loss of them whose value is not used. The
+backward pass of this loss waits for the gradient of the hidden states that the stage has sent.
 
-A micro-batch's hidden states [1, N, H], for any N, and their gradient travel between neighbours
-only. A stage waits for a send, and releases its tensor, only when so many later sends have followed
-that the neighbour must have received it: no two stages wait for one another.
+A micro-batch's hidden states [1, N, H], for any N, and their gradient travel only between
+neighbours. A stage waits for a send, and releases its tensor, only after so many later sends that
+the neighbour must have received it. So two stages never wait for each other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentevo.training.batching.packing import PackedBatch
 
 _KEY = "_agentevo_stage"
-"""Attribute of a decoder; copies of the model keep it."""
+"""The attribute of a decoder that has its stage. Copies of the model keep it."""
 
 
 @dataclass(eq=False)
@@ -36,25 +36,27 @@ class Stage:
     """This process's place in a pipeline."""
 
     ranks: Ranks
-    onwards: distributed.ProcessGroup
+    forward_group: distributed.ProcessGroup
     """The group of the same processes, for hidden states only..."""
-    back: distributed.ProcessGroup
+    backward_group: distributed.ProcessGroup
     """...and the one for gradients only, so that neither waits for the other."""
     _sent: dict[int, deque[tuple[distributed.Work, torch.Tensor]]] = field(
         default_factory=lambda: {1: deque(), -1: deque()}
     )
-    """Sends that may not have arrived, which are kept until then; by direction."""
+    """Direction -> sends that may not have arrived yet."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh, dimension: str) -> Self:
-        """The stage along one dimension of a mesh of all processes; all of them call this."""
+        """The stage along one dimension of a mesh of all processes. All processes must call it."""
         names = mesh.mesh_dim_names or ()
         pipelines = mesh.mesh.movedim(names.index(dimension), -1).flatten(0, -2).tolist()
-        onwards, back = (distributed.new_subgroups_by_enumeration(pipelines)[0] for _ in range(2))
+        forward_group, backward_group = (
+            distributed.new_subgroups_by_enumeration(pipelines)[0] for _ in range(2)
+        )
         return cls(
             Ranks.of(mesh, dimension),
-            cast(distributed.ProcessGroup, onwards),
-            cast(distributed.ProcessGroup, back),
+            cast(distributed.ProcessGroup, forward_group),
+            cast(distributed.ProcessGroup, backward_group),
         )
 
     @property
@@ -63,31 +65,31 @@ class Stage:
 
     @property
     def under_way(self) -> int:
-        """The most micro-batches whose backward pass this stage waits for."""
+        """The largest number of micro-batches whose backward pass this stage waits for."""
         return self.ranks.size - self.ranks.rank
 
     def send(self, tensor: torch.Tensor, step: int) -> None:
-        """Sends to the neighbour `step` stages away, 1 or -1; may return before the tensor has
-        arrived."""
-        group = self.onwards if step > 0 else self.back
+        """Sends a tensor to the neighbour `step` stages away (1 or -1). May return before the
+        tensor has arrived."""
+        group = self.forward_group if step > 0 else self.backward_group
         sent = self._sent[step]
         buffer = tensor.detach().contiguous()
         work = distributed.isend(buffer, group=group, group_dst=self.ranks.rank + step)
         sent.append((cast(distributed.Work, work), buffer))
-        # The gradient of the micro-batch so many sends ago is here, or has been sent on.
+        # The gradient of the micro-batch of that many sends ago has arrived here, or was sent on.
         if len(sent) > (self.under_way if step > 0 else 2):
             sent.popleft()[0].wait()
 
     def receive(self, shape: torch.Size, like: torch.Tensor, step: int) -> torch.Tensor:
-        """The tensor that the neighbour `step` stages away has sent, of that shape, and of the
-        dtype and device of `like`."""
-        group = self.back if step > 0 else self.onwards
+        """Receives a tensor from the neighbour `step` stages away. It has that shape, and the dtype
+        and device of `like`."""
+        group = self.backward_group if step > 0 else self.forward_group
         received = like.new_empty(shape)
         distributed.recv(received, group=group, group_src=self.ranks.rank + step)
         return received
 
     def __deepcopy__(self, memo: object) -> Self:
-        """A copied model is computed by the same processes."""
+        """Returns the same stage, because the same processes compute a copied model."""
         return self
 
 
@@ -122,36 +124,35 @@ class _SentOn(torch.autograd.Function):
 
 
 def receive_hidden(empty: torch.Tensor, stage: Stage) -> torch.Tensor:
-    """The hidden states that the stage before sends, of the shape, dtype and device of `empty`;
-    differentiable: their gradient goes back to it."""
+    """Receives the hidden states from the previous stage. They have the shape, dtype and device of
+    `empty`. Differentiable: their gradient is sent back."""
     leaf = empty.detach().requires_grad_(torch.is_grad_enabled())
     out: torch.Tensor = _Received.apply(leaf, stage)
     return out
 
 
-def be_stage(model: PreTrainedModel, stage: Stage) -> None:
-    """Makes this process's passes of the model those of the stage from now on."""
+def set_stage(model: PreTrainedModel, stage: Stage) -> None:
+    """Makes this process's passes of the model passes of the stage."""
     vars(model.base_model)[_KEY] = stage
 
 
 def stage_of(model: nn.Module) -> Stage | None:
-    """The stage of a model; None for a model that is no stage. Copies of a stage are stages as
-    well."""
+    """The stage of a model, or None. Copies of a stage are stages, too."""
     decoder: Any = model.base_model
     return cast("Stage | None", vars(decoder).get(_KEY))
 
 
-def sends_on(model: nn.Module) -> Stage | None:
-    """The model's stage, where another stage makes the log-probs of its passes."""
+def sending_stage(model: nn.Module) -> Stage | None:
+    """The model's stage, if another stage computes the log-probs of its passes. Otherwise None."""
     stage = stage_of(model)
     return None if stage is None or stage.is_last else stage
 
 
-def passed_on(
+def run_stage(
     model: PreTrainedModel, stage: Stage, batch: PackedBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes this stage of a pass, and sends its output on. Returns zeros in place of the
-    log-probs [M] and entropies [R] that the last stage makes."""
+    """Computes this stage of a pass, and sends its output to the next stage. Returns zeros in place
+    of the log-probs [M] and entropies [R] that the last stage makes."""
     decoder: Any = model.base_model
     inputs = {name: value for name, value in batch.inputs.items() if name != "logits_to_keep"}
     hidden = decoder(**inputs).last_hidden_state

@@ -1,12 +1,13 @@
-"""Scores under a mask of the vocabulary: tokens that a grammar forbids have no probability."""
+"""Applies masks of the vocabulary to scores, so that tokens that a grammar forbids have no
+probability."""
 
 from __future__ import annotations
 
 import torch
 
 LOWEST = -1e30
-"""The score of forbidden tokens, and the start of a running maximum: finite, so that zero times its
-distance is zero."""
+"""The score of forbidden tokens, and the start of a running maximum: It is finite, so that zero
+times its distance is zero."""
 
 
 def mask_scores(scores: torch.Tensor, masks: torch.Tensor, first: int = 0) -> torch.Tensor:

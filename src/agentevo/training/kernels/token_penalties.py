@@ -1,4 +1,4 @@
-"""Scores under penalties (agentevo/penalties.py), which change a few tokens of a row."""
+"""Applies penalties (agentevo/penalties.py) to scores. They change a few tokens of a row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentevo.penalties import PenaltyChanges
 
 
 class PenaltyTable(NamedTuple):
-    """N changes of scores [R, V], in ascending order of their rows; a cell has at most one."""
+    """N changes of scores [R, V], sorted by row. Each element has at most one."""
 
     rows: torch.Tensor
     """[N] int64"""
@@ -25,7 +25,7 @@ class PenaltyTable(NamedTuple):
 
     @classmethod
     def of(cls, changes: Mapping[int, PenaltyChanges], device: torch.device) -> PenaltyTable | None:
-        """The table of a batch by its rows; None if nothing changes."""
+        """The table of a batch's rows. None if nothing changes."""
         if not changes:
             return None
 
@@ -37,7 +37,7 @@ class PenaltyTable(NamedTuple):
         return cls(*(torch.as_tensor(column, device=device) for column in (of_rows, *columns)))
 
     def within(self, rows: slice, columns: slice) -> PenaltyTable:
-        """The changes of a cell, counted from its first row and column."""
+        """The changes within a cell. Their rows and columns count from the cell's first."""
         bounds = torch.tensor([rows.start, rows.stop], device=self.rows.device)
         first, last = torch.searchsorted(self.rows, bounds).tolist()
         entries = slice(first, last)
@@ -46,8 +46,8 @@ class PenaltyTable(NamedTuple):
         return PenaltyTable(of_rows - rows.start, tokens - columns.start, offsets, repeated)
 
     def slopes(self, scores: torch.Tensor) -> torch.Tensor:
-        """[N], the derivative of the changed scores at these cells in the scores, which are the
-        logits over the temperature."""
+        """[N], the derivative of the changed scores at these elements with respect to the scores,
+        which are the logits divided by the temperature."""
         chosen = scores[self.rows, self.tokens]
         return torch.where(chosen > 0, 1 / self.repeated, self.repeated)
 

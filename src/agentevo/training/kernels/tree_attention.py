@@ -1,12 +1,13 @@
-"""Attention over a token tree, without padding and without a mask over everything: memory grows
-with the nodes, not with their square.
+"""Attention over a token tree, without padding and without a mask of all pairs, so memory grows
+with the number of nodes and not with its square.
 
 Nodes are in depth-first order, so those below a node follow it without a gap. An unbranched stretch
 of the tree (a segment) is therefore computed in two steps: its own nodes, BLOCK queries at a time,
 and all nodes below it at once, which see all of it. Small subtrees are computed in batches, with a
 mask, because a kernel call costs more than they do. The parts of a node are merged by their
-log-sum-exp (attention_kernels.py). A causal kernel would suffice for the first step; PyTorch's for
-CPUs computes the hidden half as well. On a CUDA device FlexAttention does it all (flex_tree.py).
+log-sum-exp (attention_kernels.py). The first step could use a causal kernel, but PyTorch's kernel
+for CPUs also computes the hidden half. On a CUDA device, FlexAttention computes everything
+(flex_tree.py).
 """
 
 from __future__ import annotations
@@ -24,42 +25,42 @@ from agentevo.training.kernels.flex_tree import FlexTree
 from agentevo.training.tree import TokenTree, TreeSegment, segments
 
 BLOCK = 128
-"""Queries of a segment computed at once; and the nodes of a subtree that is computed whole, with a
-mask."""
+"""The number of queries of a segment that are computed at once. Also the most nodes of a subtree
+that is computed as a whole, with a mask."""
 
 
 @dataclass(eq=False)
 class _Batch:
-    """Small subtrees of similar size, each padded to n nodes by repeating its first."""
+    """Small subtrees of similar size, each padded to n nodes by repeating its first node."""
 
     nodes: torch.Tensor
     """[B * n]"""
     visible: torch.Tensor
     """[B, 1, n, n] bool, query by key."""
     real: torch.Tensor
-    """Flat places without padding."""
+    """The flat indices of the real nodes, without padding."""
     distinct: torch.Tensor
     """The nodes at those places."""
 
 
 class _AttentionBlock(NamedTuple):
-    """Queries that are computed against keys."""
+    """Queries that attend to keys."""
 
     rows: slice | torch.Tensor
     keys: slice
     visible: torch.Tensor | None
-    """[1, 1, Q, K] bool; None for all."""
+    """[1, 1, Q, K] bool; None if all keys are visible."""
 
 
 @dataclass(eq=False)
 class _TreeLayout:
-    """Which queries are computed with which keys, under one window."""
+    """Which queries attend to which keys, under one window."""
 
     batches: list[_Batch] = field(default_factory=list)
     within: list[_AttentionBlock] = field(default_factory=list)
-    """Queries of a segment over the segment itself."""
+    """Queries of a segment that attend to the segment itself."""
     below: list[_AttentionBlock] = field(default_factory=list)
-    """Queries below a segment over the segment."""
+    """Queries below a segment that attend to the segment."""
 
 
 class TreeAttention:
@@ -69,7 +70,7 @@ class TreeAttention:
         self.tree = tree
         self.device = device
         self.routing: Routing | None = None
-        """Receives the experts that are chosen (models/routers.py)."""
+        """Receives the chosen experts (models/routers.py)."""
         self._deepest = int(tree.positions.max())
         self.flex = FlexTree(tree, device) if compiles(device.type) else None
         self._layouts: dict[int | None, _TreeLayout] = {}
@@ -100,7 +101,7 @@ class TreeAttention:
         return out
 
     def mask(self, visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """The mask as numbers to add; made once for all layers, and once for all views of the same
+        """The additive mask. It is created once for all layers, and once for all views of the same
         rows."""
         if visible is None:
             return None
@@ -118,7 +119,8 @@ class TreeAttention:
 
 
 def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _TreeLayout:
-    """`window`: how many tokens back a token sees, itself included."""
+    """The layout under a window. `window`: the number of tokens that a token sees, itself
+    included."""
     layout = _TreeLayout()
     small: list[tuple[int, int]] = []
     long: list[tuple[int, int]] = []
@@ -146,7 +148,8 @@ def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _TreeL
 def _own(
     ranges: list[tuple[int, int]], window: int | None, device: torch.device
 ) -> list[_AttentionBlock]:
-    """Nodes of unbranched stretches, each with all before it. All masks are views of one."""
+    """Nodes of unbranched stretches, each of which attends to all before it. All masks are views of
+    one mask."""
     if not ranges:
         return []
 
@@ -171,7 +174,7 @@ def _own(
 def _below(
     tree: TokenTree, segment: TreeSegment, window: int | None, device: torch.device
 ) -> _AttentionBlock:
-    """The nodes below a segment that see part of it, against that part."""
+    """The nodes below a segment that see part of the segment, with that part."""
     if window is None:
         return _AttentionBlock(
             slice(segment.last, segment.end), slice(segment.first, segment.last), None
@@ -216,7 +219,7 @@ def _batch(
     visible &= real[:, None, :]
     visible |= (
         ~real[:, :, None] & (place == 0)[:, None, :]
-    )  # a padding row sees something, or its numbers would not be finite
+    )  # a padding row must see something, otherwise its numbers are not finite
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(array, device=device)
@@ -282,8 +285,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         plan, layout, kernel = ctx.how
         grads = [torch.zeros_like(x) for x in (q, k, v)]
-        # Parts need nothing of one another but the whole's output and log-sum-exp, so they may
-        # come in any order.
+        # Parts need only the output and log-sum-exp over all keys, so they may come in any order.
         for rows, keys, visible in (*layout.within, *layout.below):
             at = (rows, rows, keys, keys, rows, rows)
             part_inputs = [
@@ -299,7 +301,7 @@ class _Attention(torch.autograd.Function):
             )
             above = above.view(len(batch.visible), -1, *grad.shape[1:]).transpose(
                 1, 2
-            )  # nothing comes back through padding
+            )  # no gradient comes back through padding
             gradients = kernel.backward(
                 above,
                 *(_taken(x, batch) for x in (q, k, v, out, lse)),
@@ -333,7 +335,7 @@ def _merge(
     part_out: torch.Tensor,
     sums: torch.Tensor,
 ) -> None:
-    """Merges another part's outputs [n, H, D] and log-sum-exps [n, H] into those of these rows."""
+    """Merges another part's outputs [n, H, D] and log-sum-exps [n, H] into these rows."""
     share = torch.sigmoid(sums - lse[rows]).unsqueeze(-1)
     out[rows] = torch.lerp(out[rows], part_out.to(out.dtype), share)
     lse[rows] = torch.logaddexp(lse[rows], sums)

@@ -1,9 +1,9 @@
-"""An output layer whose vocabulary is spread over processes: each process has the scores of its own
-tokens, and one maximum and one sum merge the results over all tokens.
+"""An output layer whose vocabulary is split over processes. Each process computes the scores of its
+own tokens, and one maximum and one sum over processes merge the results.
 
 Given the running maximum a, s = sum e^(z - a) and t = sum e^(z - a) (z - a) of each process
-(linear_logprobs.py), the maximum A over processes makes them terms of one sum: s e^(a - A) and
-(t + s (a - A)) e^(a - A). The score of a chosen token is that of the one process that has it.
+(linear_logprobs.py), the maximum A over processes makes them terms of one sum: s e^(a - A) and (t +
+s (a - A)) e^(a - A). The score of a target comes from the process that has its token.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ STEP = 32
 
 @dataclass(frozen=True, eq=False)
 class VocabularySlice:
-    """The tokens that this process has, of a vocabulary in which every process has some."""
+    """The tokens of this process, if the vocabulary is split over processes."""
 
     ranks: Ranks
     sizes: tuple[int, ...]
-    """Tokens of each process."""
+    """The number of tokens of each process."""
 
     @classmethod
     def of(cls, ranks: Ranks, num_tokens: int) -> VocabularySlice:
@@ -88,14 +88,14 @@ class VocabularySlice:
 
 
 class VocabularyLinear(nn.Linear):
-    """An output layer over a slice of the vocabulary. Called on its own it gives the logits of the
-    whole vocabulary; losses that know it (output_layer.py) never make them."""
+    """An output layer over a slice of the vocabulary. A call returns the logits of the whole
+    vocabulary. Losses that support slices (output_layer.py) never compute them."""
 
     slice: VocabularySlice
 
     @classmethod
     def sharing(cls, linear: nn.Linear, vocabulary_slice: VocabularySlice) -> VocabularyLinear:
-        """A layer over the very parameters of `linear`, which are slices already."""
+        """A layer with the same parameters as `linear`, which are slices already."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         vars(layer).update({k: v for k, v in vars(linear).items() if k.startswith("_agentevo")})
@@ -114,5 +114,5 @@ class VocabularyLinear(nn.Linear):
 
 
 def slice_of(layer: Any) -> VocabularySlice | None:
-    """The slice of an output layer; None for one that has all tokens."""
+    """The slice of an output layer. None if the layer has all tokens."""
     return layer.slice if isinstance(layer, VocabularyLinear) else None

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from agentevo.errors import TrainingError
 from agentevo.training.collectives import Ranks
-from agentevo.training.kernels.stages import Stage, be_stage, receive_hidden
+from agentevo.training.kernels.stages import Stage, receive_hidden, set_stage
 from agentevo.training.sharding.layouts import ShardLayout, lay_out
 
 PLAN = {"embed_tokens", "layers", "norm"}
@@ -138,7 +138,7 @@ def pipeline_parallel(model: PreTrainedModel, stage: Stage) -> None:
     assert isinstance(output, nn.Module), "see check_pipeline"
 
     _give(output, last, ranks)
-    be_stage(model, stage)
+    set_stage(model, stage)
 
 
 def _give(part: nn.Module, owner: int, ranks: Ranks) -> None:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from agentevo.event_loop import run_coroutine
-from agentevo.tool_servers import door
-from agentevo.tool_servers.door import ToolServerDoor
+from agentevo.tool_servers import session_limiter
+from agentevo.tool_servers.session_limiter import SessionLimiter
 
 pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
 MOST = 3
@@ -58,13 +58,13 @@ async def asked(app, method="POST", session=None, key="k"):
     return heard[0]["status"]
 
 
-def at_the_door(work, monkeypatch):
+def with_fake_clock(work, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(door.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(session_limiter.time, "monotonic", lambda: now[0])
 
     async def all_of_it():
         sessions = Sessions()
-        app = ToolServerDoor(sessions, "k", MOST)
+        app = SessionLimiter(sessions, "k", MOST)
         for _ in range(MOST):
             assert await asked(app) == 200
         await work(app, sessions, now)
@@ -74,31 +74,31 @@ def at_the_door(work, monkeypatch):
 
 def test_a_session_that_asks_nothing_makes_room_and_the_most_silent_first(monkeypatch):
     async def work(app, sessions, now):
-        now[0] = door.SILENT_S - 1
+        now[0] = session_limiter.SILENT_S - 1
         assert await asked(app) == 503, "they may only be thinking"
         assert await asked(app, session="s1") == 200
 
-        now[0] = door.SILENT_S + 10
+        now[0] = session_limiter.SILENT_S + 10
         assert await asked(app) == 200
         assert sessions.open == ["s1", "s3", "s4"]
         assert await asked(app, session="s2") == 404, "as an unknown one"
         assert await asked(app, key="other") == 401
 
-    at_the_door(work, monkeypatch)
+    with_fake_clock(work, monkeypatch)
 
 
 def test_who_waits_keeps_the_place_and_who_is_gone_loses_it_soon(monkeypatch):
     async def work(app, sessions, now):
         streams = [asyncio.ensure_future(asked(app, "GET", f"s{n}")) for n in (1, 2)]
         await asyncio.sleep(0)
-        now[0] = door.SILENT_S * 9
+        now[0] = session_limiter.SILENT_S * 9
         assert await asked(app) == 200 and sessions.open == ["s1", "s2", "s4"], "s3 has no stream"
 
         streams[1].cancel()  # as its client vanishes
         await asyncio.wait(streams[1:])
         assert await asked(app) == 503
 
-        now[0] += door.GONE_S
+        now[0] += session_limiter.GONE_S
         assert await asked(app) == 200 and sessions.open == ["s1", "s4", "s5"]
 
         sessions.hold.set()
@@ -106,4 +106,4 @@ def test_who_waits_keeps_the_place_and_who_is_gone_loses_it_soon(monkeypatch):
         assert await asked(app, "DELETE", "s1") == 200
         assert await asked(app) == 200 and sessions.open == ["s4", "s5", "s6"]
 
-    at_the_door(work, monkeypatch)
+    with_fake_clock(work, monkeypatch)

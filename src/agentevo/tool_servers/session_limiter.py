@@ -1,11 +1,11 @@
 """The layer before the SDK's MCP server over HTTP: checks the key and the protocol's revision, and
 ends idle sessions to make room for new ones.
 
-A client that ends its session frees its place at once; a client that has vanished does not. If no
-place is free, a session without a waiting client ends: one whose stream of server messages closed
-GONE_S ago, as with the end of its client; else one without requests for SILENT_S, the longest idle
-one first. If the client of an ended session still exists, it gets the protocol's answer for an
-unknown session (404).
+A client that ends its session frees its place immediately, but a client that vanished does not. If
+no place is free, a session without a waiting client is ended. This is a session whose stream of
+server messages closed at least GONE_S ago, as happens when the client ends. If there is none, it is
+a session without requests for SILENT_S, the longest idle one first. If the client of an ended
+session still exists, it gets the protocol's answer for an unknown session (404).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SESSION = "mcp-session-id"
 
 @dataclass
 class _ToolServerSession:
-    """The known facts about one session."""
+    """What is known about one session."""
 
     used: float
     """The time when its last request or stream ended."""
@@ -34,7 +34,7 @@ class _ToolServerSession:
     """Whether its stream has ended without a later request."""
 
 
-class ToolServerDoor:
+class SessionLimiter:
     """See the module. `app`: the SDK's application, with at most `most` sessions."""
 
     def __init__(self, app: Any, key: str | None, most: int) -> None:

@@ -1,6 +1,6 @@
-"""The translation between our terms and vLLM's: its start, its requests, and its outputs.
+"""Translates between AgentEvo's terms and vLLM's: arguments, requests and outputs.
 
-Requests that vLLM would compute differently from every other engine are refused, with the reason.
+Requests that vLLM would compute differently from the other engines are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VERSIONS = ((0, 32), (0, 33))
-"""The vLLM releases that this module supports: from the first, below the second. Labels of weights
-were introduced after 0.30, and the interfaces that are called here change between minor
-releases."""
+"""The vLLM releases that this module supports: at least the first, and below the second. Labels of
+weights came after 0.30, and the interfaces that this module calls change between minor releases."""
 
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports."""
 LOWEST = 0.01
-"""The lowest temperature above 0 at which vLLM samples: it raises lower ones without notice."""
+"""The lowest temperature above 0 at which vLLM samples: it raises lower ones silently."""
 HIGHEST = 2.0
-"""The highest temperature at which vLLM samples: it refuses higher ones."""
+"""The highest temperature at which vLLM samples: it refuses higher temperatures."""
 NEVER = -1e9
-"""The bias of an id that is no token: next to any other logit it has no probability."""
+"""The bias of an id that is no token. It makes the probability 0."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raises EngineError for settings that vLLM applies in another order than every other engine,
-    and for those that it reports too little about."""
+    """Raises EngineError for settings that vLLM applies in another order than the other engines,
+    and for settings whose effect it does not fully report."""
     penalties = sampling.penalties
     if sampling.grammar:
         raise GrammarError(
@@ -72,8 +71,8 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def load_vllm(start_timeout_s: float = 600.0) -> Any:
-    """The package, imported now. Raises MissingExtraError, and ConfigError for a release that this
-    module does not support."""
+    """Imports the package. Raises MissingExtraError if it is missing, and ConfigError for a release
+    that this module does not support."""
     for name, value in {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and may have a GPU
         "VLLM_NO_USAGE_STATS": "1",
@@ -95,8 +94,8 @@ def load_vllm(start_timeout_s: float = 600.0) -> Any:
 
 
 def adapter_of(folder: Path, *, fresh: bool = True) -> Any:
-    """vLLM's object for the adapter in that folder. A `fresh` one takes the place of the one
-    before, also in requests that are running."""
+    """vLLM's object for the adapter in that folder. A `fresh` adapter replaces the previous one,
+    also in running requests."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", 1, str(folder), load_inplace=fresh)
@@ -118,8 +117,8 @@ def output_kind(name: str) -> Any:
 def engine_arguments(
     model: PreTrainedModel, section: EngineSection, options: VllmOptions
 ) -> dict[str, Any]:
-    """The section as arguments of vLLM's `AsyncEngineArgs`, with those that make its numbers match
-    ours."""
+    """The arguments of vLLM's `AsyncEngineArgs` for the section, including those that make its
+    log-probs match AgentEvo's."""
     from vllm.platforms import current_platform
 
     memory: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_utilization}
@@ -131,8 +130,8 @@ def engine_arguments(
 
     steps: dict[str, Any] = {"max_num_batched_tokens": section.prefill_tokens}
     if current_platform.is_cpu():
-        # On a CPU vLLM can't undo a seeded draw, which it does after every piece of a prompt:
-        # its worker would end. Without pieces each prompt has to fit into one step.
+        # After each chunk of a prompt, vLLM undoes a seeded draw, which it can't do on a CPU: its
+        # worker would end. Without chunks, each prompt has to fit into one step.
         longest = options.max_model_len or context_length(model.config)
         most = max(section.prefill_tokens or 4096, longest, section.max_running)
         steps = {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
@@ -164,12 +163,12 @@ def engine_arguments(
     }
 
 
-def drawing(
+def sampling_params_of(
     sampling: SamplingParams, vocabulary: int, unused: Iterable[int], *, streams: bool
 ) -> Any:
-    """The request in vLLM's terms. The end-of-text token ends a request only if it is asked to, and
-    `logprobs` counts those in addition to the sampled one's. `unused`: ids of the model that are
-    not tokens, which are never sampled."""
+    """vLLM's sampling parameters of a request. The end-of-text token ends a request only if the
+    request lists it. `logprobs` does not count the sampled token's. `unused`: ids of the model that
+    are not tokens, which are never sampled."""
     penalties = sampling.penalties or Penalties()
     biases = dict(penalties.logit_bias) | dict.fromkeys(unused, NEVER)
     return load_vllm().SamplingParams(
@@ -192,9 +191,9 @@ def drawing(
     )
 
 
-def scoring() -> Any:
-    """vLLM's object for a request for the log-probs of its prompt. It has to sample a token,
-    too."""
+def scoring_params() -> Any:
+    """vLLM's sampling parameters of a request for the log-probs of its prompt. vLLM samples at
+    least one token."""
     return load_vllm().SamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -209,7 +208,7 @@ def scoring() -> Any:
 
 @dataclass
 class VllmTokens:
-    """The tokens that one request has received so far."""
+    """The tokens that vLLM has sampled for one request so far."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -219,7 +218,7 @@ class VllmTokens:
     finish_reason: str | None = None
 
     def add(self, output: Any, sampling: SamplingParams) -> int:
-        """Records the next tokens of a vLLM output; returns how many."""
+        """Adds the next tokens of a vLLM output, and returns how many."""
         flat = output.logprobs
         for place, token in enumerate(output.token_ids):
             begin = flat.start_indices[place]
@@ -240,7 +239,7 @@ class VllmTokens:
         return len(output.token_ids)
 
     def end(self, output: Any) -> None:
-        """Records why nothing follows a vLLM output, if nothing does."""
+        """Records the finish reason if a vLLM output is the last one."""
         self.finish_reason = output.finish_reason
         self.spans = output.weight_versions or []
 
@@ -261,6 +260,6 @@ class VllmTokens:
 
 
 def _likeliest(logprobs: dict[int, float], count: int) -> Alternatives:
-    """The likeliest of one token's log-probs, which always include the sampled one."""
+    """The likeliest of one position's log-probs, which always include the sampled token's."""
     ordered = sorted(logprobs.items(), key=lambda item: -item[1])[:count]
     return [(token, logp) for token, logp in ordered if math.isfinite(logp)]
