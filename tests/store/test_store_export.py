@@ -190,7 +190,7 @@ def test_a_whole_store_travels_to_any_backend_and_back(
                 "the same content, deleted or not"
             )
 
-            with pytest.raises(StoreError, match="'a4' is already there with other content"):
+            with pytest.raises(StoreError, match="'a4' is already stored with other content"):
                 await other.write_trajectories(
                     [msgspec.structs.replace(many[4], turns=[])], split="train", step=1
                 )

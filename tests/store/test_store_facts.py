@@ -263,7 +263,7 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(
                 (a, "eval", 1),
                 (a, "train", 2),
             ]:
-                with pytest.raises(StoreError, match="'a' is already there with other content"):
+                with pytest.raises(StoreError, match="'a' is already stored with other content"):
                     await store.write_trajectories(
                         [make_trajectory("c"), other], split=split, step=step
                     )  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""A running group: several attempts at one task, each an asyncio task that can be cancelled without
-losing its recorded turns.
+"""A running group: several attempts at one task. Each attempt is an asyncio task that can be
+cancelled without losing its recorded turns.
 
 A failure inside an agent is data: the attempt becomes a `failed` trajectory with the reason. A
-failure of the engine is not: the group raises `InfrastructureFailure`, the other attempts are
-cancelled, and no part of the group may be written.
+failure of the engine is not data: the group raises `InfrastructureFailure` and cancels the other
+attempts, and no part of the group may be written.
 """
 
 from __future__ import annotations
@@ -27,35 +27,37 @@ from agentevo.tracebacks import traceback_of
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
 LONGEST_ENDING = 4_000
-"""The number of characters of the last observation that are kept."""
+"""The maximum number of characters that are stored of the last observation."""
 LETTING_GO_S = 5.0
-"""How long a cancelled agent may take to end. One that continues is abandoned, and its policy
-answers no more."""
+"""The time that a cancelled agent has to end, in seconds. After that the attempt ends without the
+agent, and the policy refuses the agent's further requests."""
 LOOK_S = 0.05
-"""The shortest interval between two checks of an attempt's time limit. Its clock stops while the
-engine sleeps."""
+"""The shortest interval between two checks of an attempt's time limit, in seconds. The clock of the
+limit stops while the engine sleeps, so one wait is not enough."""
 
 
 Score = Callable[
     [Sequence[Trajectory], Sequence[bool], Mapping[str, AttemptCalls]], Awaitable[list[Trajectory]]
 ]
-"""Returns the trajectories of one group with their rewards. Its arguments say which agents returned
+"""Returns the trajectories of one group with their rewards. The arguments say which agents returned
 no reward, and where each trajectory's calls are recorded (see Scoring.score)."""
 
 
 class InfrastructureFailure(AgentEvoError):
-    """The engine failed an attempt: the group can't be used, and its task can be tried again."""
+    """The engine failed during an attempt. The group can't be used, and its task may be tried
+    again."""
 
 
 def _heard(task: asyncio.Task[Outcome]) -> None:
-    """Its failure counts as reported, even if something else ends the attempt first."""
+    """Retrieves the task's exception, so that asyncio does not log it as never retrieved. Another
+    cause may have ended the attempt first."""
     if not task.cancelled():
         task.exception()
 
 
 class GroupAttempt:
-    """One attempt at `task` as a member of a group. `limit_s` is the agent's time limit, counted
-    while the engine is awake."""
+    """One attempt at `task` as a member of a group. `limit_s` is the agent's time limit in seconds,
+    counted while the engine is awake."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class GroupAttempt:
         self.policy = policy
         self._show = show
         self.unrewarded: set[str] = set()
-        """Ids of the trajectories that a scorer has to reward."""
+        """Ids of the trajectories that need a reward from a scorer."""
         self._endings: dict[str, str] = {}
         self._agent = agent
         self._task = task
@@ -82,8 +84,8 @@ class GroupAttempt:
         self._cut: str | None = None
 
     def cut(self, reason: str) -> None:
-        """Cancels the attempt, which keeps its turns until now. Has no effect on an attempt that
-        has ended."""
+        """Cancels the attempt, which keeps the turns that it already has. Has no effect on an
+        attempt that has ended."""
         if self._cut is None and (self._playing is None or not self._playing.done()):
             self._cut = reason
             if self._playing is not None:
@@ -91,15 +93,16 @@ class GroupAttempt:
 
     @property
     def calls(self) -> dict[str, AttemptCalls]:
-        """Id of a trajectory -> the record of its calls."""
+        """Maps the id of a trajectory to the record of its calls."""
         return {
             conversation.name: conversation.calls
             for conversation in self.policy.conversations.values()
         }
 
     async def run(self, *, task_id: str, group_id: str, number: int) -> list[Trajectory]:
-        """Plays until the agent, the time limit or `cut` ends it, as one recorded call of each
-        trajectory: one for every agent of the rollout."""
+        """Plays until the agent ends, the time limit passes, or `cut` is called. The attempt is
+        recorded as one call of each of its trajectories. There is a trajectory for every agent of
+        the rollout."""
         with ExitStack() as stack:
             name = type(self._agent).__name__
             calls = [
@@ -115,8 +118,8 @@ class GroupAttempt:
             return trajectories
 
     def _tell(self, call: RunningCall, trajectory: Trajectory) -> None:
-        """Notes for the attempt's span, if there is one: its reward where no scorer decides, its
-        first prompt and its last answer."""
+        """Notes in the attempt's span, if it has one: the reward if no scorer sets it, the first
+        prompt and the last reply."""
         if call.tracing is None:
             return
         if trajectory.id not in self.unrewarded:
@@ -130,7 +133,8 @@ class GroupAttempt:
             call.said = TracedMessage(messages=first.messages[:-1], answers=last.messages[-1:])
 
     async def _run(self, task_id: str, group_id: str, number: int) -> list[Trajectory]:
-        """The only place where an agent's failure is caught."""
+        """Plays the attempt and returns its trajectories. Only here are an agent's failures
+        caught."""
         started = time.time()
         clock = time.perf_counter()
         self._playing = self._scope.start(self._play())
@@ -197,9 +201,9 @@ class GroupAttempt:
         return trajectories
 
     async def _play(self) -> Outcome:
-        """An event loop ends with a task that raises SystemExit or KeyboardInterrupt, and with it
-        the sampler or trainer. A process that the agent forked must not continue as a second run,
-        so it ends here."""
+        """Runs the agent. Raises OverreachError if the agent raises SystemExit or
+        KeyboardInterrupt, which would end the event loop, and with it the sampler or trainer. A
+        process that the agent forked must not continue as a second run, so the fork ends here."""
         process = os.getpid()
         try:
             return await self._agent.run(self._task, self.policy)
@@ -212,8 +216,8 @@ class GroupAttempt:
                 os._exit(os.EX_SOFTWARE)
 
     async def _until_over(self, playing: asyncio.Task[Outcome]) -> None:
-        """Waits until the agent has ended, or has taken `limit_s`. The time in which the engine
-        slept, and the agent's own wait for its turn, do not count."""
+        """Waits until the agent has ended, or has run for `limit_s` seconds. Time in which the
+        engine sleeps and time in which the agent waits for its turn do not count."""
         ends = time.monotonic() + self._limit_s - self._idle_s()
         while not playing.done() and (remaining_s := ends + self._idle_s() - time.monotonic()) > 0:
             await asyncio.wait([playing], timeout=max(remaining_s, LOOK_S))
@@ -222,11 +226,12 @@ class GroupAttempt:
         return self.policy.conversation.slept_s + self.policy.waited_s
 
     async def _let_go(self, playing: asyncio.Task[Outcome]) -> None:
-        """Ends the agent, if it has not, and frees the engine's memory of it."""
+        """Ends the agent if it still runs, and frees the engine's memory of the attempt."""
         try:
             self._scope.cancel()
             if not playing.done():
-                playing.cancel()  # on a program's own event loop, scopes hold nothing
+                # a scope on a user program's event loop does not know its tasks
+                playing.cancel()
                 await asyncio.wait([playing], timeout=LETTING_GO_S)
         finally:
             await self.policy.close()
@@ -234,7 +239,7 @@ class GroupAttempt:
     def _outcome_of(
         self, playing: asyncio.Task[Outcome], late: bool
     ) -> tuple[Outcome, Status, str | None, BaseException | None]:
-        """Returns how it ended, the reason, and the exception."""
+        """The outcome of the attempt, its status, the reason, and the exception."""
         nothing = Outcome(reward=0.0, success=False)
         if self._cut is not None and (
             not playing.done() or playing.cancelled() or playing.exception() is not None
@@ -262,7 +267,7 @@ class GroupAttempt:
 
     def _check_outcome(self, returned: Any) -> Outcome:
         """The outcome in a form that can be stored, averaged and trained on. Raises TypeError or
-        ValueError if that is impossible."""
+        ValueError if there is no such form."""
         outcome = outcome_of(returned, self.policy.rewarded)
         for agent, conversation in self.policy.conversations.items():
             turns = conversation.turns
@@ -279,8 +284,8 @@ class GroupAttempt:
 
 
 class RolloutGroup:
-    """The attempts at one task that are compared with each other, and the greedy baseline attempt,
-    which belongs to a group of its own."""
+    """The attempts at one task that are compared with each other. The greedy baseline attempt runs
+    with them, and belongs to a separate group."""
 
     def __init__(
         self,
@@ -293,8 +298,9 @@ class RolloutGroup:
         score: Score,
         on_ended: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """`num_wanted` completed members are enough. `baseline`: (group id, attempt). `on_ended` is
-        called with the number of ended attempts, whenever one ends."""
+        """The group is complete with `num_wanted` completed members. `baseline`: (group id,
+        attempt). `on_ended` is called whenever an attempt ends, with the number of attempts that
+        have ended."""
         self.task_id = task_id
         self.group_id = group_id
         self.members = list(members)
@@ -308,9 +314,9 @@ class RolloutGroup:
         return [*self.members, *([self.baseline[1]] if self.baseline is not None else [])]
 
     async def run(self) -> list[Trajectory]:
-        """The trajectories of all members in their order, then of the baseline; with several
-        agents, those of each agent in turn. Raises InfrastructureFailure. Cancelled or failing, it
-        leaves nothing running."""
+        """The trajectories of all members in their order, then those of the baseline. With several
+        agents, each attempt has the trajectories of each agent in turn. Raises
+        InfrastructureFailure. If it is cancelled or fails, no attempt continues to run."""
         runs = [
             asyncio.create_task(
                 attempt.run(task_id=self.task_id, group_id=self.group_id, number=number)

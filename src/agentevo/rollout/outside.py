@@ -5,13 +5,13 @@ rewards and end it.
     end(session)      ── ends   ──► its agent has ended with the posted rewards
     all of the group ended      ──► the group is scored, and written like a sampler's
 
-To the sampler it is an agent like any other (`OutsideAgent`), so the rules of attempts apply:
-`agent.timeout_s` ends an attempt that no request ends, failures are data, a group is written whole,
-and an engine's failure costs the whole group. A session without a group is a group of its own,
-which is stored and never trained on (split `eval`). Sessions belong to the event loop of the
-sampler.
+For the sampler, such an agent is like any other (`OutsideAgent`), and the rules of attempts apply.
+`agent.timeout_s` ends an attempt that no request ends. Failures are data, a group is written whole,
+and a failure of the engine ends the whole group. A session without a group name is alone in its
+group, which is stored and never trained on (split `eval`). The sessions belong to the event loop of
+the sampler.
 
-Not guaranteed: that a group in progress survives the end of its process.
+Not guaranteed: a group in progress is lost if its process ends.
 """
 
 from __future__ import annotations
@@ -54,43 +54,44 @@ from agentevo.types import Outcome, Status, Task, Trajectory
 MAX_OPEN = 4096
 """The maximum number of attempts that are in progress or wait for an agent."""
 MAX_ENDED = 1000
-"""Sessions that are remembered after their group was written; the oldest are forgotten."""
+"""The number of sessions that are remembered after their group was written. The oldest are
+forgotten first."""
 CLAIM_S = 30.0
-"""The time limit for an attempt to be ready for its agent."""
+"""The time limit for an attempt to be ready for its agent, in seconds."""
 STOPPING_S = 10.0
 _GROUP = re.compile(r"\w[\w.:-]{0,99}")
 _LABEL = re.compile(r"/([^/@]+)@[^/@]*$")
 """Finds the label in a group's id (see sampler.group_name)."""
 _TAKEN = {BASELINE, "train", "greedy", "sampled", "untaught-greedy", "untaught-sampled", "doctor"}
-"""Labels of the groups that a run makes itself."""
+"""The labels of groups that a run makes itself."""
 
 
 class OutsideFailure(AgentEvoError):
-    """An outside agent reported a failure, or none claimed the attempt."""
+    """An outside agent reported a failure, or no client claimed the attempt."""
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of an attempt."""
+    """The progress of an attempt, as a client sees it."""
 
     id: str
     object: Literal["session"] = "session"
     state: Literal["open", "ended"] | Status
-    """`ended`: its agent has ended, and other agents of its group have not."""
+    """`ended`: this attempt's agent has ended, and other agents of its group have not."""
     task_id: str
     group: str
-    """The id of its group in the run's store."""
+    """The group's id in the run's store."""
     trajectory_id: str
     turns: int
     completion_tokens: int
     posted: list[PostedReward]
     reward: float | None
-    """The reward, once the group is written."""
+    """The reward, after the group was written."""
     error: str | None
     is_written: bool
 
 
 class OutsideSession:
-    """One attempt, from the moment at which it waits for an agent."""
+    """An attempt from the moment at which it waits for an agent."""
 
     def __init__(self, task: Task, policy: Policy) -> None:
         self.id = secrets.token_hex(8)
@@ -98,22 +99,22 @@ class OutsideSession:
         self.policy = policy
         self.group_id, _, self.attempt = policy.name.rpartition("#")
         self.trace: Mapping[str, str] = {}
-        """Headers that name its place in a trace."""
+        """Headers that identify the attempt's place in a trace."""
         self.door: GatewaySession | None = None
-        """The gateway's session for its agent, once the attempt is claimed."""
+        """The gateway session of the attempt's agent, after a client has claimed the attempt."""
         self.opened_at = 0.0
         self.claimed = asyncio.Event()
         self.opened = asyncio.Event()
         self.ended = asyncio.Event()
         self.over = asyncio.Event()
         self.failure: str | None = None
-        """The failure that its agent reported."""
+        """The failure that the agent reported."""
         self.trajectory: Trajectory | None = None
         """The trajectory as it was written."""
 
     def export(self) -> Trajectory:
-        """The recorded turns with the posted rewards; other rewards are missing until the group is
-        scored."""
+        """The recorded turns with the posted rewards. Rewards from scorers are missing until the
+        group is scored."""
         if self.trajectory is not None:
             return self.trajectory
 
@@ -156,10 +157,11 @@ class OutsideSession:
 
 
 class OutsideAgent:
-    """The agent of the module: it waits while an outside agent plays."""
+    """The agent that the sampler runs: it waits while an outside agent plays."""
 
     def __init__(self, within_s: float) -> None:
-        """`within_s`: how long an attempt waits to be claimed after the last event of its group."""
+        """`within_s`: how long an attempt waits for a client after the last event of its group, in
+        seconds."""
         self._within_s = within_s
         self._waiting: dict[str, asyncio.Queue[OutsideSession]] = {}
         self._touched: dict[str, float] = {}
@@ -200,7 +202,7 @@ class OutsideAgent:
                 return session
 
     def forget(self, group_id: str) -> None:
-        """Forgets a group that has ended."""
+        """Removes the queue of a group that has ended."""
         self._waiting.pop(group_id, None)
         self._touched.pop(group_id, None)
 
@@ -228,7 +230,7 @@ class OutsideAgent:
 
 @dataclass(eq=False)
 class _OpenedGroup:
-    """A group whose attempts are opened from outside."""
+    """A group whose attempts are opened by clients."""
 
     name: str
     task: Task
@@ -237,7 +239,7 @@ class _OpenedGroup:
     split: Split
     step: int
     lease: Lease | None
-    """The lease of its task, if that is one of the run's."""
+    """The lease of its task, if the task is one of the run's."""
     playing: asyncio.Task[None] | None = None
     sessions: list[OutsideSession] = field(default_factory=list)
     num_claimed: int = 0
@@ -248,7 +250,8 @@ class _OpenedGroup:
 
 
 class OutsideSessions:
-    """See the module. `note` is called with messages for the user."""
+    """Opens, finds and ends the attempts of outside agents. `note` is called with messages for the
+    user."""
 
     def __init__(
         self,
@@ -267,13 +270,13 @@ class OutsideSessions:
         self._store = store
         self._note = note
         self._groups: dict[str, _OpenedGroup] = {}
-        """The groups in progress, by their given names."""
+        """The groups in progress, by the names that clients gave them."""
         self._sessions: dict[str, tuple[OutsideSession, _OpenedGroup]] = {}
         self._ended: dict[str, None] = {}
-        """Ids of sessions whose group has been written; the oldest first."""
+        """Ids of sessions whose group was written, the oldest first."""
         self._opening = asyncio.Lock()
         self._names: set[str] | None = None
-        """The names of the written groups; None until they have been looked up."""
+        """The names of the written groups. None until they are read from the store."""
         self._counts = Counter[str]()
 
     def stats(self) -> dict[str, float]:
@@ -302,11 +305,11 @@ class OutsideSessions:
         *,
         lease: Lease | None = None,
     ) -> OutsideSession:
-        """The next attempt of the group. The first call begins the group, which has `size` attempts
-        (default: `trainer.group_size`). Without a group, the attempt is a group of its own. `shown`
-        is the task as the agent gets it. `lease` is the lease on the task of a new group, which the
-        group takes over. Raises Refusal if the attempt can't be opened, EngineUnavailableError
-        while no engine serves."""
+        """Opens the next attempt of the group. The first call starts the group with `size` attempts
+        (default: `trainer.group_size`). Without a group name, the attempt is alone in its group.
+        `shown` is the task as the agent receives it. `lease` is the lease on the task of a new
+        group. The group then owns the lease. Raises Refusal if the attempt can't be opened, and
+        EngineUnavailableError while no engine serves."""
         if self._engine.version < 0:
             raise EngineUnavailableError("no engine serves weights of this run yet: try again")
 
@@ -337,15 +340,15 @@ class OutsideSessions:
         return [session for session, _ in self._sessions.values()]
 
     def post(self, session: OutsideSession, *rewards: PostedReward) -> None:
-        """Posts rewards. Raises Refusal if the session accepts no more."""
+        """Checks that the session still accepts rewards. Raises Refusal if it does not."""
         if session.over.is_set() or session.ended.is_set() or session.door is None:
-            raise Refusal("this session has ended: it takes no more rewards", status=409)
+            raise Refusal("this session has ended and accepts no more rewards", status=409)
         session.door.post(*rewards)
 
     async def end(self, session: OutsideSession, failure: str | None = None) -> None:
-        """Ends a session, with its agent's failure if there was one. Returns when the attempt is
-        over and, if it was the last one of its group, the group is written. A repeated call changes
-        nothing."""
+        """Ends a session, with its agent's failure if there was one. Returns after the attempt has
+        ended. After the last attempt of a group, returns when the group is written. A repeated call
+        changes nothing."""
         if not session.ended.is_set() and not session.over.is_set():
             session.failure = failure
             session.ended.set()
@@ -359,7 +362,7 @@ class OutsideSessions:
             await asyncio.shield(opened.playing)
 
     async def close(self) -> None:
-        """Cancels open attempts, and writes the existing ones."""
+        """Cancels the open attempts, and writes the complete ones."""
         opened = list(self._groups.values())
         for opened_group in opened:
             opened_group.group.cut("the gateway was stopped")
@@ -426,14 +429,14 @@ class OutsideSessions:
         return opened
 
     def _check_scorer(self, task: Task) -> None:
-        """Raises Refusal for a task that can't be judged."""
+        """Raises Refusal if no reward can score the task."""
         try:
             self._sampler.check_scorer(task)
         except AgentEvoError as error:
             raise Refusal(f"the task's scorer: {error}", param="task") from error
 
     async def _add(self, task: Task) -> None:
-        """Registers the task. Raises Refusal if another task has its id."""
+        """Registers the task. Raises Refusal if the run has another task with the same id."""
         try:
             await self._retry(lambda: self._store.add_tasks([task], queue=False))
         except StoreUnavailableError:
@@ -471,7 +474,7 @@ class OutsideSessions:
             )
 
     def _check_same(self, opened: _OpenedGroup, task: Task | None, size: int | None) -> None:
-        """Raises Refusal for a session that does not belong to the group."""
+        """Raises Refusal if the request does not fit the group."""
         if task is not None and task != opened.task:
             raise Refusal(
                 f"the group {opened.name} has another task: only attempts at the same task are "
@@ -489,7 +492,7 @@ class OutsideSessions:
             raise Refusal(f"the group {opened.name} has all its attempts", status=409)
 
     async def _play(self, opened: _OpenedGroup) -> None:
-        """Plays the group from its first attempt until it is written, or until it fails."""
+        """Plays the group from its first attempt until it is written or fails."""
         lease = opened.lease
         beats = asyncio.create_task(self._keep(lease, opened)) if lease is not None else None
         try:
@@ -511,7 +514,7 @@ class OutsideSessions:
             self._note(f"the group {opened.id} is lost: {describe_error(error)}")
             trajectories = [_lost(session, error) for session in opened.sessions]
             if lease is not None:
-                with suppress(StoreError):  # if the lease is lost, another process plays it
+                with suppress(StoreError):  # if the lease is lost, another process plays the task
                     await self._store.retry_task(lease, describe_error(error))
         finally:
             if beats is not None:
@@ -522,13 +525,13 @@ class OutsideSessions:
         self._remember(opened, trajectories)
 
     async def _keep(self, lease: Lease, opened: _OpenedGroup) -> None:
-        """Renews the lease; cancels the group once another process has it."""
+        """Renews the lease. Cancels the group after another process got the lease."""
         while True:
             await asyncio.sleep(self._config.rollout.lease_s / 3)
             try:
                 await self._store.renew(lease)
             except (StoreUnavailableError, DeadlineExceededError):
-                continue  # no other process gets the task while the database is away
+                continue  # no other process gets the lease while the database is unavailable
             except StoreError:
                 opened.group.cut("the lease on its task is lost")
                 return
@@ -547,7 +550,7 @@ class OutsideSessions:
 
 
 def _lost(session: OutsideSession, error: Exception) -> Trajectory:
-    """The record of an attempt that a failure of the infrastructure ended. It is in no store."""
+    """The record of an attempt that an infrastructure failure ended. It is in no store."""
     return msgspec.structs.replace(
         session.export(), status="cancelled", error=f"nothing was written: {error}"
     )

@@ -1,5 +1,5 @@
-"""Attempts that no store can hold because of a value from an agent, environment or scorer: such an
-attempt fails alone, and its group is written."""
+"""Attempts that no store can hold because of a value from an agent, environment or scorer. Only
+such an attempt fails, and its group is written."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from agentevo.types import Trajectory
 async def written(
     trajectories: Sequence[Trajectory], write: Callable[[list[Trajectory]], Awaitable[object]]
 ) -> list[Trajectory]:
-    """Writes the attempts with `write`, and returns them as written. Attempts whose content the
-    store refuses are written as failed ones without turns."""
+    """Writes the attempts with `write`, and returns them as they were written. An attempt that the
+    store refuses is written as a failed one without turns."""
     attempts = list(trajectories)
     try:
         await write(attempts)

@@ -1,9 +1,9 @@
-"""Leases of tasks in SQL (state diagram in store.py), on a connection that may write. Transactions
-are the caller's; `rules` has the refusals.
+"""Leases of tasks in SQL (store.py has the state diagram), on a connection that may write. The
+caller is responsible for transactions, and `rules` has the refusals.
 
-Rows that are about to move are read `FOR UPDATE`, and those that another worker is about to lease
-are passed over: on PostgreSQL many workers lease at once, and on SQLite, which ignores both words,
-the writer is alone anyway.
+Rows that will change are read `FOR UPDATE`, and rows that another worker is leasing are skipped. So
+on PostgreSQL many workers can lease at the same time. SQLite ignores both clauses and has a single
+writer anyway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _LET_GO: dict[str, Any] = {
     "not_before": 0.0,
 }
 
-# Built once: building a statement takes SQLAlchemy longer than SQLite takes to execute it.
+# These statements are built once, because SQLAlchemy takes longer to build a statement than SQLite
+# takes to execute it.
 _QUEUED = (
     select(tasks)
     .where(tasks.c.state == "queued")
@@ -114,8 +115,8 @@ async def _take_expired(
     limit: int,
     retries: RetryPolicy,
 ) -> list[tuple[Mapping[Any, Any], dict[str, Any]]]:
-    """(row, changes in addition to the lease) of up to `limit` tasks whose lease ran out. Tasks
-    past the bound are set aside."""
+    """Up to `limit` tasks whose lease expired, as (row, changes in addition to the lease). Tasks
+    with too many expired leases become poison."""
     taken: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
     after = (-math.inf, 0)
     while len(taken) < limit:
@@ -130,8 +131,8 @@ async def _take_expired(
         if not rows:
             break
 
-        # Not by an offset: a row that another worker had locked, and lets go, would move those
-        # behind it.
+        # Continues from a position, not from an offset: if another worker unlocks a row, an offset
+        # would skip rows behind it.
         after = max((row["lease_expires_at"], row["seq"]) for row in rows)
         poisoned = []
         for row in rows:
@@ -152,8 +153,8 @@ async def _take_expired(
 
 
 async def _begin_again(connection: AsyncConnection, *, now: Now, retries: RetryPolicy) -> None:
-    """Shortens leases and delays that are too long since the clock was set back (or began again, at
-    a reboot): see clock.py."""
+    """Shortens leases and delays that are too long because the clock was set back, or started again
+    at a reboot: see clock.py."""
     length = tasks.c.lease_expires_at - tasks.c.lease_started_at
     late = update(tasks).where(
         tasks.c.state == "leased", tasks.c.lease_started_at > now.steady + CLOCK_TOLERANCE_S
@@ -168,7 +169,7 @@ async def _begin_again(connection: AsyncConnection, *, now: Now, retries: RetryP
 
 
 async def renew(connection: AsyncConnection, lease: Lease, *, now: Now, lease_s: float) -> float:
-    """Renews the lease; returns when it now runs out."""
+    """Renews the lease and returns its new expiry time."""
     row = await _place(connection, lease)
     rules.holds(row, lease, ())
     expires_at = now.steady + lease_s
@@ -231,7 +232,7 @@ async def retry(
 
 
 async def give_back(connection: AsyncConnection, lease: Lease) -> None:
-    """leased -> queued, at once and uncounted."""
+    """leased -> queued, at once and without counting a failure."""
     if rules.holds(await _place(connection, lease), lease, "queued"):
         await connection.execute(
             update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | {"state": "queued"})
@@ -239,7 +240,7 @@ async def give_back(connection: AsyncConnection, lease: Lease) -> None:
 
 
 async def requeue_old(connection: AsyncConnection, before: float) -> int:
-    """leased -> queued for leases that ran out before that moment of the steady clock; their
+    """leased -> queued for leases that expired before that moment of the steady clock. Their
     holders are refused from now on."""
     old = update(tasks).where(tasks.c.state == "leased", tasks.c.lease_expires_at <= before)
     return (
@@ -287,7 +288,7 @@ async def _history(connection: AsyncConnection, lease: Lease) -> str:
 async def _update(
     connection: AsyncConnection, changes: list[tuple[Mapping[Any, Any], dict[str, Any]]]
 ) -> None:
-    """Updates each row with its values; all rows name the same columns."""
+    """Updates each row with its values. All rows name the same columns."""
     if changes:
         await connection.execute(
             _changing(tuple(changes[0][1])),
@@ -300,7 +301,7 @@ async def _update(
 
 @cache
 def _changing(names: tuple[str, ...]) -> Update:
-    """The update of one row. Its parameters are `at`, the row's seq, and `new_NAME` of each
+    """The update of one row. Its parameters are `at`, the row's seq, and `new_NAME` for each
     column."""
     return (
         update(tasks)

@@ -1,7 +1,7 @@
 """Migrations from one version of the schema to the next. All steps run in the transaction that
-opens the store, so all of them take effect or none. A step is plain SQL with the formats of its
-time, and never uses `tables.metadata`, which always has the newest schema. Only SQLite had a
-version 1. MongoDB has steps of its own (mongodb.py).
+opens the store, so either all of them take effect or none does. A step is plain SQL with the
+formats of its time. It never uses `tables.metadata`, which always has the newest schema. Only
+SQLite had a version 1. MongoDB has its own migrations (mongodb.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentevo.store.blobs import pack_turns
 from agentevo.store.tables import SCHEMA_VERSION
 
 PAGE = 500
-"""Number of trajectories that are rewritten at a time."""
+"""The number of trajectories that are rewritten at a time."""
 
 _TASKS_2 = """CREATE TABLE tasks (
     seq INTEGER NOT NULL PRIMARY KEY, id TEXT NOT NULL UNIQUE, task TEXT NOT NULL,
@@ -27,7 +27,7 @@ _TASKS_2 = """CREATE TABLE tasks (
     CHECK (state IN ('queued', 'leased', 'completed', 'failed', 'poison')))"""
 
 # Leases of version 1 have times of another clock. Here they begin and expire at 0 of the steady
-# clock, so they have expired and the next worker takes the task.
+# clock. So they have expired, and the next worker leases the task.
 _COPY_TASKS = """INSERT INTO tasks
     SELECT seq, id, task, digest, state, fencing_id, num_leases, 0, 0, 0.0, worker,
     CASE WHEN state = 'leased' THEN 0.0 END, CASE WHEN state = 'leased' THEN 0.0 END, error, '[]'
@@ -70,8 +70,8 @@ _TO_2 = (
 
 
 async def _from_1_to_2(connection: AsyncConnection) -> None:
-    """Retries, back-off and poison for tasks; one compressed blob for a trajectory's turns instead
-    of a row with four blobs for each turn."""
+    """Adds retries, back-off and poison for tasks. A trajectory's turns become one compressed blob
+    instead of a row with four blobs for each turn."""
     for statement in _TO_2:
         await connection.exec_driver_sql(statement)
 
@@ -110,7 +110,7 @@ _CALLS_BY_SEEN_3 = "CREATE INDEX calls_by_seen ON calls (seen_at) WHERE seen_at 
 
 
 async def _from_2_to_3(connection: AsyncConnection, *, serial: str, double: str) -> None:
-    """A table for the calls of every attempt."""
+    """Adds a table for the calls of every attempt."""
     await connection.exec_driver_sql(_CALLS_3.format(serial=serial, double=double))
     await connection.exec_driver_sql(_CALLS_BY_SEEN_3)
 
@@ -124,7 +124,7 @@ MIGRATIONS: dict[str, dict[int, Migration]] = {
     },
     "postgresql": {2: partial(_from_2_to_3, serial="BIGSERIAL", double="DOUBLE PRECISION")},
 }
-"""Database -> a version of the schema -> the step from it to the next."""
+"""Maps a database to a mapping from a schema version to the step to the next version."""
 
 
 def migrations(database: str, version: int, where: str) -> list[Migration]:
@@ -134,7 +134,7 @@ def migrations(database: str, version: int, where: str) -> list[Migration]:
     missing = [old for old in range(version, SCHEMA_VERSION) if old not in available]
     if missing:
         raise UnusableStoreError(
-            f"{where} says that its schema is {version}, which no AgentEvo version used (the "
+            f"{where} has the schema {version}, which no AgentEvo version used (the "
             f"oldest is {min(available)}): it is damaged; restore it from a copy; it was not "
             "changed"
         )

@@ -1,6 +1,6 @@
-"""Calls in MongoDB: a collection `calls`, a document for a row of tables.py, `_id` being the call's
-id. Each document is written by itself, and writing it again changes nothing, so none of this is a
-transaction."""
+"""Calls in MongoDB: a collection `calls` with a document for each row of tables.py. `_id` is the
+call's id. Each document is written separately, and repeating a write changes nothing, so no
+transaction is needed."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ class MongoCalls(Transactions, Streaming):
         await self._upsert("write_calls", rows, changing=True)
 
     async def _put_calls(self, calls: Iterable[Call]) -> int:
-        """Store.put."""
+        """The part of `Store.put` for calls."""
         rows = [encode_call(call, NEVER_SEEN) for call in calls]
         return await self._upsert("put", rows, changing=False) if rows else 0
 
     async def _upsert(self, what: str, rows: list[Document], *, changing: bool) -> int:
-        """Returns how many are new. Known ones are left as they are unless `changing`."""
+        """Writes the rows and returns the number of new ones. Known rows change only in the fields
+        `changing`."""
         from pymongo import UpdateOne
 
         first = await self._numbers("calls", len(rows))
@@ -122,8 +123,8 @@ class MongoCalls(Transactions, Streaming):
         return await self._again("num_calls", work)
 
     async def _delete_calls(self, *, grace_s: float, dropped: bool) -> int:
-        """Store.gc: a page after the other in the order of seq, and of a trajectory with many calls
-        perhaps not all in the same one."""
+        """The part of `Store.gc` for calls. It reads the calls page by page in the order of seq.
+        The calls of one trajectory may be on several pages."""
         now = await self._now()
         deleted = 0
         after = 0
@@ -166,7 +167,7 @@ class MongoCalls(Transactions, Streaming):
         return await self._again("gc", work)
 
     async def _find_doomed(self, names: Iterable[str], *, dropped: bool) -> dict[str, str]:
-        """Trajectory id -> `absent`, or `dropped` if its turns are deleted too."""
+        """Maps a trajectory's id to `absent`, or to `dropped` if its turns are deleted too."""
         candidates = list(names)
         chosen = {"_id": {"$in": candidates}}
 

@@ -8,9 +8,10 @@ the transaction of `session`.
     meta                  {_id: "schema", version}, {_id: "tasks", "trajectories" or "calls", seq},
                           {_id: "trainer", turn}
 
-A transaction sees a snapshot, and one that writes a document which another has written since then
-is retried. A transaction that only reads what another one writes is not retried; so reserve,
-commit, release, drop, rewind and gc all write `meta.trainer`, and run one after the other.
+A transaction sees a snapshot. MongoDB retries a transaction if it writes a document that another
+transaction has written in the same time. It does not retry a transaction that only reads what
+another one writes. So reserve, commit, release, drop, rewind and gc all write `meta.trainer`, and
+run one after the other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class MongoRows(Queries):
     """All operations of a transaction on the collections of a database."""
 
     async def _leased_task(self, lease: Lease, target: str | tuple[str, ...]) -> Document | None:
-        """The lease's task if it must still move to `target`."""
+        """The lease's task if it must still change to `target`."""
         document: Document | None = await self.tasks.find_one(
             {"_id": lease.task.id}, session=self.session
         )
@@ -240,8 +241,8 @@ class MongoRows(Queries):
         )
 
     async def delete_orphans(self, after: str | None) -> tuple[int, str | None]:
-        """Tokens without a trajectory, of the next CHUNK by id: how many, and the id after which to
-        continue, None at the end."""
+        """Deletes tokens without a trajectory, of the next CHUNK by id. Returns the number, and the
+        id after which to continue, or None at the end."""
         where = {} if after is None else {"_id": {"$gt": after}}
         cursor = self.tokens.find(where, ["_id"], session=self.session).sort("_id", 1).limit(CHUNK)
         page = [document["_id"] for document in await cursor.to_list()]
@@ -251,7 +252,7 @@ class MongoRows(Queries):
 
     async def delete_dropped_tokens(self, after: int | None) -> tuple[int, int | None]:
         """Deletes the tokens of the next CHUNK of dropped trajectories in the order of seq, as
-        ledger.py does; returns the same."""
+        ledger.py does. Returns the same pair as `delete_orphans`."""
         newest = (
             await self.steps.find({}, ["_id"], session=self.session)
             .sort("_id", -1)

@@ -1,11 +1,11 @@
-"""A store in MongoDB, for workers on many machines:
-`mongodb://USER@HOST/DATABASE?replicaSet=NAME`, a database for each store.
+"""A store in MongoDB, for workers on many machines: `mongodb://USER@HOST/DATABASE?replicaSet=NAME`.
+Each store is a database.
 
-The server must be a member of a replica set (one is enough) or a sharded cluster, because only
-those have transactions; anything else is refused. Each call is one transaction with snapshot reads
-and majority writes. Only leasing takes one document at a time, each atomically, so that workers
+The server must be a member of a replica set (a single member is enough) or of a sharded cluster.
+Only those have transactions, so all others are refused. Each call is one transaction with snapshot
+reads and majority writes. Only leasing changes each document by itself, atomically, so that workers
 don't block each other. Conflicts and lost connections are transient: the call is retried until its
-deadline. Leases are timed by the server's clock.
+deadline. The server's clock times leases.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 
 class MongoDBStore(MongoCalls):
-    """See `Store` for the guarantees of the methods; make one with `MongoDBStore.open` or
-    `open_store`."""
+    """`Store` describes the guarantees of the methods. `MongoDBStore.open` and `open_store` create
+    a store object."""
 
     @classmethod
     async def open(
@@ -70,9 +70,9 @@ class MongoDBStore(MongoCalls):
         clock: Clock | None = None,
         read_only: bool = False,
     ) -> Self:
-        """Opens a database. Creates its collections and indexes if needed, unless `create` is
+        """Opens a database. Creates the collections and indexes if needed, unless `create` is
         false. Raises StoreError for a server without transactions and for a database with other
-        content, which is left unchanged.
+        content, which stays unchanged.
         """
         try:
             from pymongo import AsyncMongoClient
@@ -94,7 +94,8 @@ class MongoDBStore(MongoCalls):
                 url, serverSelectionTimeoutMS=int(400 * min(timeout_s, AWAY_S)), w="majority"
             )
         except (PyMongoError, ValueError) as error:
-            # Its text may contain parts of a password, if the URL was split at the wrong place.
+            # pymongo's message may contain a part of the password, if the URL was split at the
+            # wrong place.
             why = type(error).__name__ if "@" in url else error
             raise UnusableStoreError(
                 f"{without_password(url)!r} is not the URL of a MongoDB database: {why}; write "
@@ -150,7 +151,7 @@ class MongoDBStore(MongoCalls):
         return await self._again("lease_tasks", work)
 
     async def _take(self, worker: str, now: Now, lease_s: float) -> Lease | None:
-        """Leases one task: one whose lease ran out, one whose retry is due, or the oldest."""
+        """Leases a task: one whose lease expired, one whose retry is due, or the oldest."""
         tasks = self._database["tasks"]
         times = {"lease_started_at": now.steady, "lease_expires_at": now.steady + lease_s}
         taken: Document = {"state": "leased", "worker": worker, "not_before": 0.0, **times}
@@ -192,7 +193,7 @@ class MongoDBStore(MongoCalls):
         return None
 
     async def _begin_again(self, now: Now) -> None:
-        """Shortens leases and delays that are too long since the clock was set back: see
+        """Shortens leases and delays that are too long because the clock was set back: see
         clock.py."""
         tasks = self._database["tasks"]
         longest = now.steady + self._retries.max_delay_s
@@ -369,7 +370,7 @@ class MongoDBStore(MongoCalls):
         return await self._run("put", work, turn=True) + await self._put_calls(calls)
 
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
-        """The server keeps the space of deleted documents for new ones: `bytes` is the reduction of
+        """The server keeps the space of deleted documents for new ones. `bytes` is the reduction of
         its files, if any."""
         before = await self.size_bytes()
         now = await self._now()
@@ -388,8 +389,8 @@ class MongoDBStore(MongoCalls):
         return done | {"bytes": before - await self.size_bytes()}
 
     async def clear(self) -> int:
-        """Outside of transactions, whose lifetime a large store exceeds. Tokens go first: `counts`
-        says so until nothing is left."""
+        """Runs outside of transactions, because a large store takes longer than a transaction may
+        last. Tokens are deleted first, so `counts` shows trajectories until nothing is left."""
         deleted = 0
 
         async def work() -> int:

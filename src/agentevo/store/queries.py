@@ -1,11 +1,11 @@
-"""Tasks, trajectories and their tokens in SQL: bulk inserts and reads on an open connection.
-Transactions and deadlines are the caller's.
+"""Tasks, trajectories and their tokens in SQL: bulk inserts and reads on an open connection. The
+caller is responsible for transactions and deadlines.
 
-Inserts are idempotent by id: a row that is there with the same digest is skipped, one with another
-digest is refused.
+Inserts are idempotent by id. If the id exists with the same digest, the row is skipped. If it
+exists with another digest, the row is refused.
 
-Statements of what every attempt goes through are built once: building one takes SQLAlchemy longer
-than SQLite takes to execute it.
+The statements that every attempt needs are built once, because SQLAlchemy takes longer to build a
+statement than SQLite takes to execute it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _INSERT_TASKS = insert(tasks)
 _INSERT_TRAJECTORIES = insert(trajectories)
 _INSERT_TOKENS = insert(tokens)
 _ALL = 2**31 - 1
-"""Number of rows that means no limit."""
+"""The number of rows that means no limit."""
 _TOKENS = select(tokens).where(tokens.c.trajectory_seq.in_(bindparam("seqs", expanding=True)))
 
 
@@ -65,9 +65,9 @@ _NARROW = frozenset({"group_id", "task_id", "step", "trained_step"})
 
 
 def _without_index(column: ColumnElement[str]) -> ColumnElement[str]:
-    """The value of a column in a form that no index can use. PostgreSQL, until it has analyzed a
-    table that grew quickly, takes a split for as rare as a group, and walks over all rows of it to
-    find those of both."""
+    """The value of a column in a form that no index can use. PostgreSQL analyzes a table that grew
+    quickly only later. Until then it takes a split to be as rare as a group, and walks over all
+    rows of the split to find those that match both."""
     return func.coalesce(column, "")
 
 
@@ -87,8 +87,8 @@ def _matching(
     bounded: bool,
     newest_first: bool,
 ) -> Select[Any]:
-    """Rows in the order of writing. Parameters: `limit`, each of `filled` under its own name, and
-    `first` and `end` if bounded."""
+    """The rows in the order of writing. Parameters: `limit`, each of `filled` under its own name,
+    and `first` and `end` if bounded."""
     query = select(*(trajectories.c[name] for name in columns)).where(
         *(trajectories.c[name].is_(None) for name in empty)
     )
@@ -111,7 +111,7 @@ def _matching(
 async def rows_by_id(
     connection: AsyncConnection, table: Table, columns: Sequence[str], ids: Iterable[str]
 ) -> dict[str, Row[Any]]:
-    """id -> its row, with `columns` and the id; unknown ids are absent."""
+    """Maps an id to its row, with `columns` and the id. Unknown ids are absent."""
     rows: dict[str, Row[Any]] = {}
     for chunk in chunks(ids):
         rows.update(
@@ -145,7 +145,7 @@ async def _not_there_yet(
 async def insert_tasks(
     connection: AsyncConnection, items: Sequence[EncodedTask], *, queue: bool = True
 ) -> int:
-    """Inserts the new tasks; without `queue`, see `Store.add_tasks`."""
+    """Inserts the new tasks. `Store.add_tasks` describes a call without `queue`."""
     new = await _not_there_yet(connection, tasks, items)
     if new:
         await connection.execute(
@@ -208,7 +208,7 @@ async def insert_steps(connection: AsyncConnection, rows: Sequence[dict[str, Any
 
 
 async def read_task(connection: AsyncConnection, task_id: str) -> tuple[int, StoredTask]:
-    """(seq, task)."""
+    """The task as (seq, task)."""
     row = (await connection.execute(select(tasks).where(tasks.c.id == task_id))).first()
     if row is None:
         raise StoreError(f"no task {task_id!r} in this store: add it with add_tasks")
@@ -240,7 +240,7 @@ async def _read(
     limit: int | None,
     newest_first: bool,
 ) -> Sequence[Row[Any]]:
-    """Rows with these properties, in the order of writing."""
+    """The rows with these properties, in the order of writing."""
     filled = {name: value for name, value in properties.items() if value is not None}
     empty = tuple(name for name in properties if name not in filled)
     query = _matching(
@@ -260,8 +260,8 @@ async def read_page(
     limit: int,
     newest_first: bool,
 ) -> list[tuple[int, StoredTrajectory]]:
-    """At most `limit` matching (seq, trajectory), with seq in `seqs` unless None, with their
-    turns."""
+    """At most `limit` matching (seq, trajectory) with their turns, with seq in `seqs` unless that
+    is None."""
     columns = tuple(trajectories.c.keys())
     rows = await _read(
         connection, columns, properties, seqs=seqs, limit=limit, newest_first=newest_first

@@ -54,15 +54,15 @@ from agentevo.store.streams import Streaming
 from agentevo.types import Call, Task, Trajectory
 
 Lock = Literal["worker", "trainer", "alone"]
-"""How a call writes: as one of any number of workers, as the one trainer among them, or alone.
-(SQLite has one writer anyway.)"""
+"""The role in which a call writes: as one of any number of workers, as the single trainer next to
+them, or alone. (SQLite has a single writer anyway.)"""
 
 T = TypeVar("T")
 Work = Callable[[AsyncConnection], Awaitable[T]]
 
 
 class SQLStore(Streaming):
-    """See `Store` for the guarantees of the methods."""
+    """`Store` describes the guarantees of the methods."""
 
     def __init__(self, where: str, *, timeout_s: float, retries: RetryPolicy) -> None:
         self.where = where
@@ -74,14 +74,14 @@ class SQLStore(Streaming):
     async def _run(
         self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
     ) -> T:
-        """`work` in a transaction, within the deadline. `what` names the call in messages."""
+        """Runs `work` in a transaction, within the deadline. `what` names the call in messages."""
 
     @abstractmethod
     async def _now(self, connection: AsyncConnection) -> Now: ...
 
     @abstractmethod
     def _is_late(self, error: BaseException) -> bool:
-        """Whether the database gave up waiting."""
+        """Whether the database reports that the call took too long."""
 
     @abstractmethod
     def _is_unreachable(self, error: BaseException) -> bool:
@@ -99,7 +99,7 @@ class SQLStore(Streaming):
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[BaseException]]:
-        """Turns the database's failures into AgentEvo's errors; no other code does. Yields a list
+        """Converts the database's failures to AgentEvo's errors. No other code does. Yields a list
         for the failures that were retried."""
         retried_errors: list[BaseException] = []
         started_at = time.monotonic()

@@ -1,5 +1,5 @@
-"""The remaining tasks of a run with a curriculum: the retired ones, and those that it solves
-sometimes. The next tasks are made from them."""
+"""The tasks that a run with a curriculum leaves: the retired tasks, and the tasks that it solves
+only sometimes. The next tasks are made from both."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class QuestionsLeft(NamedTuple):
     """The questions about documents that a run leaves."""
 
     solved: list[dict[str, Any]]
-    """The retired rows."""
+    """The rows of retired tasks."""
     unsolved: list[dict[str, Any]]
     asked_questions: set[str]
-    """All rows that it trained on or holds out."""
+    """The questions of all rows, trained on or held out."""
 
 
 def questions_left(run: Path) -> QuestionsLeft:
@@ -38,9 +38,9 @@ def questions_left(run: Path) -> QuestionsLeft:
 def left_by(
     run: Path, keys: Iterable[str] = (SOLVED_BY_CALLS, CONTENT)
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of the run's retired tasks, and of its other tasks, which no longer wait for a
-    retired parent. `keys`: the keys of every generated row. Raises ConfigError for a run without a
-    curriculum, and for tasks that were not generated."""
+    """The rows of the run's retired tasks, and those of its other tasks, which no longer wait for a
+    retired parent. `keys`: the keys that every generated row has. Raises ConfigError for a run
+    without a curriculum, and for tasks that were not generated."""
     config = run_config(check_run_folder(run))
     if config.tasks.curriculum is None:
         raise ConfigError(f"{run} was trained without tasks.curriculum, so it has no retired tasks")
@@ -68,5 +68,6 @@ def retired_ids(curriculum: TaskCurriculum) -> set[str]:
 
 
 def free(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row without its reference to a parent, so that it waits for none."""
+    """The row without the reference to its parent, so that the task does not wait for the
+    parent."""
     return {key: value for key, value in row.items() if key != PARENT}

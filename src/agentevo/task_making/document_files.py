@@ -1,9 +1,9 @@
-"""Reads documents as passages: plain texts, corpora and folders of them.
+"""Reads documents as passages: plain texts, corpora and folders of both.
 
-A plain text is cut at the ends of paragraphs and sentences; a corpus (.jsonl) has its own passages.
-A folder is read with its subfolders, except hidden ones (.git) and linked ones. Files without the
-ending of a text are left out and reported. Texts that can't be read are errors, all reported
-together.
+The reader splits a plain text at the ends of paragraphs and sentences. A corpus (.jsonl) has its
+own passages. The files of a folder include those of its subfolders, except hidden ones (.git) and
+symbolic links. Files without the ending of a text are left out and reported. Texts that can't be
+read are errors, which are reported together.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Documents:
     digests: dict[str, str]
     """The sha256 of every file that was read, by its path."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """The reason why files of a folder were not read -> their number."""
+    """Maps the reason why files of a folder were not read to their number."""
 
     def note(self) -> str:
-        """A description of the files that were left out; empty if all were read."""
+        """A description of the files that were left out. Empty if all were read."""
         if not self.left_out:
             return ""
         why = ", ".join(f"{many} {what}" for what, many in list(self.left_out.items())[:SHOWN])
@@ -61,8 +61,8 @@ class Documents:
 
 
 def is_document(word: str) -> bool:
-    """Whether a command-line argument is a document: a folder, or the name of a text. A program's
-    name is not, even if a folder has that name."""
+    """Whether a command-line argument is a document: a folder, or the name of a text. The name of a
+    program is not a document, even if a folder has the same name."""
     if not word or "://" in word or name_problem(word) or ("/" not in word and shutil.which(word)):
         return False
     path = Path(word).expanduser()
@@ -119,9 +119,9 @@ def read_documents(sources: Sequence[Path]) -> Documents:
 
 
 def _name_files(sources: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
-    """The files with the names in passages: the path within the folder, after the folder's name if
-    another file has the same path. A file that is given twice, also by another path, counts
-    once."""
+    """Maps each file to the name that its passages have: the path within the folder. If another
+    file has the same path, the folder's name comes first. A file counts once, even if it is named
+    twice or by several paths."""
     files = dict[Path, str]()
     seen_paths = set[Path]()
     for source in sources:
@@ -146,7 +146,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def digest_of(path: Path) -> str:
-    """sha256 of a file's content. Raises ConfigError."""
+    """The sha256 of a file's content. Raises ConfigError if the file can't be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -155,7 +155,7 @@ def digest_of(path: Path) -> str:
 
 
 def changed_files(digests: dict[str, str]) -> list[str]:
-    """The files that have changed since they were read, or are gone."""
+    """The files that were changed or deleted since they were read."""
     changed = []
     for path, digest in digests.items():
         try:
@@ -181,8 +181,8 @@ def _nothing_in(sources: Sequence[Path], left_out: Counter[str]) -> str:
 
 
 def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
-    """The texts of a folder with their relative names, in order. Raises ConfigError for a folder
-    that can't be read, and for more than MOST_FILES."""
+    """The texts of a folder with their relative names, in order. Raises ConfigError if the folder
+    can't be read or has more than MOST_FILES texts."""
 
     def unreadable(error: OSError) -> None:
         raise ConfigError(f"{error.filename}: can't be read: {error.strerror}") from error
@@ -207,7 +207,7 @@ def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
 
 
 def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
-    """Checks the sizes before any file is read; appends to `problems`."""
+    """Checks the sizes before any file is read, and appends to `problems`."""
     num_bytes = 0
     for path in files:
         try:
@@ -231,7 +231,7 @@ def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
 
 
 def _passages_of(path: Path, name: str) -> Iterator[Passage]:
-    """Raises ConfigError."""
+    """The passages of a file. Raises ConfigError if it can't be read."""
     if path.suffix.lower() == CORPUS_ENDING:
         yield from read_corpus(str(path))
         return
@@ -240,7 +240,7 @@ def _passages_of(path: Path, name: str) -> Iterator[Passage]:
 
 
 def _text_of(path: Path) -> str:
-    """Raises ConfigError."""
+    """The text of a file. Raises ConfigError if it can't be read as text."""
     text = read_text(path, at_most=MAX_BYTES).removeprefix("\ufeff")
     if "\0" in text:
         raise ConfigError(
@@ -250,8 +250,8 @@ def _text_of(path: Path) -> str:
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """The passages of a text: short paragraphs are joined up to the limit; longer ones are cut at
-    the ends of sentences, or anywhere if there is none."""
+    """The passages of a text. Short paragraphs are joined up to the limit. Longer ones are split at
+    the ends of sentences, or anywhere if there is no such end."""
     paragraphs = filter(None, (paragraph.strip() for paragraph in re.split(r"\n\s*\n", text)))
     pieces = (
         piece

@@ -1,9 +1,10 @@
-"""Finds the truth about a scenario by running it: its final state, or the value that it finds.
+"""Runs a scenario to find what solves it: the final state, or the value that the scenario asks for.
 
-The scenario's calls are made in a new session, between two rounds of the same questions: answers
-that differ afterwards are the state that an agent must reach, and equal answers must stay. A second
-session must give the same results, so a result with the time of day, for example, gives no task. So
-no task asks for a state that exists without any action, or that can't be reached again.
+The scenario's calls run in a new session, between two rounds of the same questions. Answers that
+differ after the calls are the state that an agent must reach. Answers that are equal must stay as
+they are. A second session must give the same results. A result with the time of day, for example,
+gives no task. So no task asks for a state that exists without any action, or that can't be reached
+again.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ MAX_QUESTIONS = 16
 MAX_CHECKS = 8
 MOST_COMBINED = 256
 GUESSES = 4
-"""The number of questions of a tool with arguments from outside the walk."""
+"""The number of questions of a tool whose arguments are not from the walk."""
 LONGEST_ANSWER = 120
 
 
 class UngroundedError(Exception):
-    """A scenario that can't become a task. The reasons are counted. `varies`: the results or the
-    final state of its calls differ each time."""
+    """A scenario that can't become a task. The maker counts the reasons. `varies`: the results or
+    the final state of the calls differ each time."""
 
     def __init__(self, words: str, *, varies: bool = False) -> None:
         super().__init__(words)
@@ -48,7 +49,8 @@ async def ground_scenario(
     number: int,
     draw: random.Random,
 ) -> Scenario:
-    """The scenario of these calls in the world of that number. Raises UngroundedError."""
+    """Runs these calls in the world with that number, and returns the scenario. Raises
+    UngroundedError."""
     has_state = any(step.changes for step in steps)
     questions = _questions(survey, steps, draw) if has_state else []
     async with world.open(number) as tools:
@@ -57,7 +59,7 @@ async def ground_scenario(
         after = await _all(tools, questions)
         value = None if has_state else await _value(tools, survey, grounded[-1])
 
-    async with world.open(number, seed=1) as tools:  # as another attempt has it
+    async with world.open(number, seed=1) as tools:  # the state in another attempt's session
         repeated = await _carried_out(tools, survey, steps)
         if [repeated_step.result for repeated_step in repeated] != [
             grounded_step.result for grounded_step in grounded
@@ -94,7 +96,8 @@ async def ground_scenario(
 async def _carried_out(
     tools: AttemptTools, survey: Survey, steps: Sequence[ScenarioStep]
 ) -> list[ScenarioStep]:
-    """The calls with their new results, which must have the values to find."""
+    """The calls with their new results. The results must have the values that the agent has to
+    find."""
     carried_out: list[ScenarioStep] = []
     for step in steps:
         schemas = properties(survey.schemas[step.tool])
@@ -124,7 +127,7 @@ async def _carried_out(
 
 
 async def _value(tools: AttemptTools, survey: Survey, step: ScenarioStep) -> str | None:
-    """The answer to a question of a database; None for other calls."""
+    """The answer to a question to a database. None for other calls."""
     if step.question is None:
         return None
 
@@ -139,8 +142,8 @@ async def _value(tools: AttemptTools, survey: Survey, step: ScenarioStep) -> str
 def _questions(
     survey: Survey, steps: Sequence[ScenarioStep], draw: random.Random
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Calls that show the final state of these steps: of each tool that changes nothing, with the
-    walk's arguments for its parameters, else with known values."""
+    """Calls that show the final state of these steps. They call every tool that changes nothing,
+    with the walk's arguments for its parameters, or else with known values."""
     by_name: dict[str, list[Any]] = {}
     for step in steps:
         for name, value in step.arguments.items():

@@ -1,11 +1,11 @@
-"""Makes tasks for a tool server from the server alone: real calls explore its tools (survey.py),
-random call sequences are run (walks.py), their final state or the value that they find is recorded
-as the truth (grounding.py), and a text asks the agent to reach it (wording.py).
+"""Makes tasks for a tool server from the server alone. Real calls explore its tools (survey.py).
+Random call sequences run on the server (walks.py). Their final state, or the value that they find,
+becomes the truth (grounding.py). A text asks the agent to reach it (wording.py).
 
-All random choices are from the seed: the same server, seed and counts give the same tasks. Walks
-run in rounds of AT_ONCE, each in its own session; the preferred tools of a round depend on the
-rounds before it. A task's content alone decides whether it is held out (scenario.py), so no content
-is ever both trained on and held out, also with later tasks.
+All random choices come from the seed, so the same server, seed and counts give the same tasks.
+Walks run in rounds of AT_ONCE, each walk in its own session. The tools that a round prefers depend
+on earlier rounds. Only a task's content decides whether the task is held out (scenario.py). So no
+content is both trained on and held out, even in later sets of tasks.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ AT_ONCE = 8
 MAX_MISSES = 400
 """The number of walks in a row without a new task, after which the search ends."""
 LONGEST_QUERY = 4000
-"""The maximum number of characters of a task: descriptions can have any length."""
+"""The maximum number of characters of a task. Descriptions can have any length."""
 MOST_ALIKE = 0.4
-"""Share of the tasks that have one difficulty, as long as others are found: beyond it one is taken
-after MAX_MISSES / 2 unsuccessful walks, the next one after half as many, and so on, so that looking
-for others costs MAX_MISSES walks altogether."""
+"""The share of the tasks that may have the same difficulty while others are found. Beyond it, one
+more task of that difficulty is accepted after MAX_MISSES / 2 unsuccessful walks, the next one after
+half as many, and so on. So the search for other difficulties costs MAX_MISSES walks altogether."""
 SAME_ANSWER = 4
 SAME_SHARE = 0.03
-"""The maximum number of tasks with the same last call and answer, or this share of all wanted
-tasks: with more, an agent could guess the answer."""
+"""The maximum number of tasks with the same last call and answer is SAME_ANSWER, or SAME_SHARE of
+all wanted tasks. With more, an agent could guess the answer."""
 
 
 class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,28 +56,28 @@ class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
     held_out: int = 50
     seed: int = 0
     worlds: int = 1
-    """The number of worlds; each task's `world` has its world's number. 1 for a server with only
-    one."""
+    """The number of worlds. Each task's `world` is the number of its world. 1 for a server with a
+    single world."""
     max_calls: int = MAX_CALLS
     languages: tuple[str, ...] = ("en",)
     personas: tuple[str, ...] = ("",)
-    """The persona that asks; "" is no particular one."""
+    """The personas that ask. "" is no particular persona."""
     kinds: tuple[str, ...] = ("state", "answer")
     min_difficulty: int = 1
     max_difficulty: int = HARDEST
     values: Mapping[str, Sequence[Any]] = {}
-    """Parameter -> values that the user names."""
+    """Maps a parameter to the values that the user names."""
 
 
 class MadeTasks(msgspec.Struct, kw_only=True):
-    """The made tasks."""
+    """The tasks that were made for a server."""
 
     train: list[dict[str, Any]] = []
-    """The rows of the files of tasks."""
+    """The rows of the task file."""
     held_out: list[dict[str, Any]] = []
     survey: Survey
     reasons: dict[str, int] = {}
-    """The reason why walks gave no task -> their number."""
+    """Maps the reason why walks gave no task to their number."""
 
     @property
     def account(self) -> dict[str, Any]:
@@ -125,16 +125,18 @@ async def make_tasks(
     on_note: Callable[[str], None] = lambda line: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> MadeTasks:
-    """The tasks. `taken`: contents that are not made again; `harder_than`: rows of generated tasks,
-    one of which every new task extends by further calls. Raises ToolUnavailableError if the server
-    can't be reached, ConfigError if none of its tools answers, and AgentEvoError if no task can be
-    made."""
+    """Makes the tasks. `taken`: contents that are not made again. `harder_than`: rows of generated
+    tasks. Every new task extends one of these tasks by further calls. Raises ToolUnavailableError
+    if the server can't be reached, ConfigError if none of its tools returns a result, and
+    AgentEvoError if no task can be made."""
     check_wanted(request)
     world = ToolWorld(sections)
     try:
         surveyed = await survey(world, request.values, seed=request.seed)
         for name, why in surveyed.silent.items():
-            on_note(f"no task needs {name}: it refuses or fails what its schema allows ({why})")
+            on_note(
+                f"no task needs {name}: it refuses calls that its schema allows, or fails ({why})"
+            )
         return await _Maker(world, surveyed, request, taken, harder_than, progress).make()
     finally:
         await world.close()
@@ -192,7 +194,7 @@ class _Maker:
         if not tasks.train or (request.held_out and not tasks.held_out):
             why = "; ".join(f"{reason}: {count}" for reason, count in self._reasons.most_common(5))
             raise AgentEvoError(
-                f"nothing that the server can be asked could be made a task ({why or 'no walk'}): "
+                f"no call of the server could become a task ({why or 'no walk'}): "
                 "give values of its parameters by --value, or other tools by --include"
             )
 
@@ -202,8 +204,8 @@ class _Maker:
         return random.Random(f"{purpose}-{self._wanted.seed}-{number}")
 
     async def _walk(self, number: int) -> tuple[Scenario | None, list[CallResult]]:
-        """One walk of a round: its scenario, and the results of its calls. It uses only knowledge
-        of earlier rounds, so concurrent walks do not affect each other."""
+        """A walk of a round: its scenario, and the results of its calls. It uses only knowledge
+        from earlier rounds, so concurrent walks do not affect each other."""
         draw = self._draw(number, "walk")
         request = self._wanted
 
@@ -252,7 +254,7 @@ class _Maker:
 
         is_known = planned.kind == "state" or steps[-1].question is not None
         reason = self._superfluous(planned) if is_known else self._too_many_alike(planned)
-        if reason:  # what others have an answer of is not asked for
+        if reason:  # makes no calls for a scenario that is not needed
             self._reasons[reason] += 1
             return None
 
@@ -269,7 +271,7 @@ class _Maker:
             return None
 
     def _keep(self, scenario: Scenario, draw: random.Random) -> bool:
-        """Whether it becomes a task."""
+        """Adds the scenario to the tasks if it is acceptable, and returns whether it did."""
         request = self._wanted
         language = draw.choice(request.languages)
         persona = draw.choice(request.personas)
@@ -294,7 +296,8 @@ class _Maker:
         return True
 
     def _superfluous(self, scenario: Scenario) -> str:
-        """Why the scenario is not needed, independent of its results; empty if it is needed."""
+        """The reason why the scenario is not needed, independent of its results. Empty if it is
+        needed."""
         tasks = self._made
         request = self._wanted
 

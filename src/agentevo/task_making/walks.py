@@ -1,8 +1,9 @@
-"""Random call sequences, which run on the server at once. Tools, and pairs of consecutive tools,
-are chosen more often the less they were used. The agent gets a call's arguments, or finds them in
-results of earlier calls of the walk.
+"""Random call sequences, which run on the server while they are chosen. Tools, and pairs of
+consecutive tools, have a higher probability the less they were used. The agent receives the
+arguments of a call, or finds them in results of earlier calls of the walk.
 
-A result that no later call uses is left out of the walk, unless the agent is asked for it.
+A call whose result no later call uses is left out of the walk, unless the task asks for that
+result.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from agentevo.tools.toolbox import AttemptTools
 
 MAX_CALLS = 4
 USES_FOUND = 0.85
-"""How often an argument comes from an earlier call, if one has it."""
+"""The probability that an argument comes from an earlier call, if such a call has it."""
 CHAINS = 4.0
-"""The factor of the weight of a tool with a parameter that an earlier call gave."""
+"""The factor of the weight of a tool with a parameter that an earlier call provides."""
 QUESTIONS = 25
 """The number of tasks of an SQL tool that count as one task of another tool, since SQL tools allow
 more questions."""
@@ -40,19 +41,19 @@ class Coverage:
         self.tools: Counter[str] = Counter()
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.answers: Counter[tuple[str, str]] = Counter()
-        """Of the last tool and what the agent has to say."""
+        """Counts pairs of the last tool and the value that the agent has to say."""
         self.fruitless: Counter[str] = Counter()
-        """Last tool -> walks to it that gave no new task."""
+        """Maps the last tool to the number of walks to it that gave no new task."""
 
     def add(self, tools: Sequence[str], answer: str | None) -> None:
-        """A scenario that is kept."""
+        """Counts a scenario that became a task."""
         self.tools.update(tools)
         self.pairs.update(pairs_of(tools))
         if answer is not None:
             self.answers[tools[-1], answer] += 1
 
     def weight(self, tool: str, before: str | None, has_questions: bool = False) -> float:
-        """Of the next tool of a walk."""
+        """The weight of a tool as the next tool of a walk."""
         pair = 0 if before is None else self.pairs[before, tool]
         variety = QUESTIONS if has_questions else 1
         uses = self.tools[tool] + self.fruitless[tool]
@@ -67,10 +68,10 @@ async def walk(
     num_calls: int,
     start: Sequence[ScenarioStep] = (),
 ) -> tuple[list[ScenarioStep], list[CallResult]]:
-    """One walk of at most so many calls in a session of its own, after those of `start`, which have
-    been made in it; also every call with its result, from which `survey` learns nothing here. A
-    call that is refused may name values, which are taken in this world before all others; after
-    REFUSALS the walk ends."""
+    """A walk of at most `num_calls` calls in a session of its own, after the calls of `start`,
+    which are already made in that session. Also returns every call with its result. `survey` learns
+    nothing from them here. A refused call may name values, which come before all others in this
+    world. After REFUSALS refusals the walk ends."""
     results: list[CallResult] = []
     steps = list(start)
     named = dict[str, list[Any]]()
@@ -124,8 +125,8 @@ async def walk(
 async def asked_further(
     tools: AttemptTools, survey: Survey, start: Sequence[ScenarioStep], draw: random.Random
 ) -> tuple[list[ScenarioStep], list[CallResult]]:
-    """The same calls with a further condition in the question that the last one asks; no calls
-    where it has no harder question, or its tool does not exist any more."""
+    """The same calls with a further condition in the question of the last call. Empty if there is
+    no harder question, or if the tool no longer exists."""
     last = start[-1]
     database = survey.databases.get(last.tool)
     if database is None or last.question is None:
@@ -142,7 +143,7 @@ async def asked_further(
 async def _ask_database(
     tools: AttemptTools, survey: Survey, tool: str, question: DatabaseQuestion
 ) -> tuple[ScenarioStep | None, CallResult]:
-    """A question to a database, and its result; no step where the result is no answer."""
+    """A question to a database, and its result. No step if the database returns no answer."""
     arguments = {survey.databases[tool].parameter: question.sql}
     got = await call_tool(tools, tool, arguments)
     if got.is_error or len(got.text) > LONGEST_RESULT:
@@ -151,8 +152,8 @@ async def _ask_database(
 
 
 def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
-    """The steps without calls that change nothing and whose result no other step uses; where
-    nothing is changed at all, the last call and what it needs."""
+    """The steps without superfluous calls: those that change nothing and whose result no other step
+    uses. If no call changes anything, the last call and the calls that it needs."""
     has_state = any(step.changes for step in steps)
     kept_steps: set[int] = set()
     for number in reversed(range(len(steps))):
@@ -194,8 +195,8 @@ def _found(
 def _first(
     survey: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
 ) -> tuple[ValueSource, Any] | None:
-    """The newest call that changes nothing and names the parameter, with the first value that it
-    gives and that the agent is not given."""
+    """The source of a value: the newest call that changes nothing and names the parameter, with the
+    first value that the agent does not receive."""
     schema = properties(survey.schemas[tool])[name]
     past_values = [value for step in steps for value in step.arguments.values()]
     for number in reversed(range(len(steps))):
@@ -209,5 +210,5 @@ def _first(
 
 
 def first_value(text: str, name: str, schema: dict[str, Any] | Any) -> Any:
-    """The first value of a parameter that a result names; None for none."""
+    """The first value of a parameter that a result names. None if it names none."""
     return next(iter(mine_values(text, name, schema)), None)
