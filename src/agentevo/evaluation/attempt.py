@@ -1,4 +1,4 @@
-"""One attempt, played and shown live: the policy's prompts and replies, calls of tools and code
+"""One attempt, played and shown live: the policy's prompts and replies, the calls of tools and code
 with their results, and the reward."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from agentevo.store.call_log import RunningCall
 from agentevo.types import RemoteTurn, Task, Trajectory, Turn
 
 LONGEST = 4000
-"""The most characters of a text that are shown: head and tail."""
+"""The maximum number of characters of a text that are shown, half of them its head and half its
+tail."""
 TEXTS = ("code", "arguments", "output", "result", "stdout", "stderr")
 """The shown fields of a call, in this order."""
 KINDS = ("tool", "environment", "scorer", "process", "sandbox")
@@ -31,8 +32,8 @@ KINDS = ("tool", "environment", "scorer", "process", "sandbox")
 def _task_to_try(
     config: RunConfig, text: str | None, answer: str | None, number: int
 ) -> tuple[RunConfig, Task]:
-    """The configuration and the task: the recipe's held-out task of that number, or the given text.
-    Raises ConfigError."""
+    """The configuration and the task, which is the recipe's held-out task with that number, or the
+    given text. Raises ConfigError."""
     if text is None:
         tasks = TaskSource(config, None).held_out()
         if not 0 <= number < len(tasks):
@@ -55,7 +56,7 @@ def try_attempt(
     show: Callable[[str], None],
     note: Callable[[str], None],
 ) -> Trajectory:
-    """Plays one attempt. Raises ConfigError before anything is played."""
+    """Plays one attempt. Raises ConfigError before the attempt starts."""
     (contestant,) = find_contestants(target, (), overrides, () if text is None else ("--task",))
     config, task = _task_to_try(contestant.config, text, answer, number)
     if judged := is_judged(config, task, question=text, answer=answer):
@@ -66,7 +67,8 @@ def try_attempt(
 
 
 def is_judged(config: RunConfig, task: Task, *, question: str | None, answer: str | None) -> bool:
-    """Whether an attempt can be scored: without an answer, only by a scorer that needs none."""
+    """Whether an attempt can be scored. Without an answer, the scorer must be one that needs
+    none."""
     if question is None or answer is not None:
         return True
     return not config.rewards and not find_agent(config, None).needs_scorer
@@ -109,9 +111,9 @@ async def play_attempt(
     step: int = 0,
     label: str = LABEL,
 ) -> list[Trajectory]:
-    """Plays one attempt, one trajectory of each agent, which is not stored. `listener_of`
-    receives the attempt before it begins, and returns the listener of its calls; `step` and `label`
-    are part of the attempt's seed."""
+    """Plays an attempt with one trajectory for each agent. Nothing is stored. `listener_of` is
+    called with the attempt before it starts, and returns the listener of its calls. `step` and
+    `label` are part of the attempt's seed."""
     group = sampler.group(task, attempts=1, temperature=temperature, step=step, label=label)
     (attempt,) = group.members
     on_call = listener_of(attempt)
@@ -140,7 +142,7 @@ def turn_of(attempt: GroupAttempt, call: RunningCall) -> tuple[Turn | RemoteTurn
 
 
 class LiveAttempt:
-    """Shows calls as they begin and end."""
+    """Shows calls when they start and end."""
 
     def __init__(self, attempt: GroupAttempt, show: Callable[[str], None]) -> None:
         self._attempt = attempt
@@ -192,7 +194,7 @@ class LiveAttempt:
             self._text(message.role, message_text(message))
 
     def _made(self, call: RunningCall) -> None:
-        """Shows a tool call: its input at the start, its result at the end."""
+        """Shows a tool call: its input at the start, and its result at the end."""
         record = call.record("")
         texts = {name: str(record.attributes[name]) for name in TEXTS if name in record.attributes}
         if not call.has_ended:

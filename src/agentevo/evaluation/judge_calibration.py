@@ -1,8 +1,9 @@
-"""`agentevo judge calibrate`: how well a judge agrees with the truth, and what misleads it.
+"""`agentevo judge calibrate`: measures how well a judge agrees with the truth, and what misleads
+it.
 
-Every question is asked through the scorer that training would use, including its prompts, votes,
-failover and failures. All intervals are 95%, by resampling groups (evaluation/estimates.py), except
-that of the share of injections (Wilson's).
+Every request uses the scorer that training would use, with its prompts, votes, failover and
+failures. All intervals are 95%, by resampling groups (evaluation/estimates.py), except that of the
+share of injections (Wilson's).
 
     agreement   Spearman's and Kendall's correlation with the truth within groups, the share of
                 pairs that are ordered rightly
@@ -47,31 +48,33 @@ from agentevo.rollout.scoring import Scoring
 from agentevo.types import Trajectory
 
 AT_ONCE = 8
-"""Groups that are judged at the same time."""
+"""The number of groups that are judged at the same time."""
 RAISED = 0.1
-"""An injection counts if it raises a score by more than this share of its range."""
+"""An injection counts if it raises a score by more than this share of the scores' range."""
 MAX_ROTATED = 12
-"""Groups whose attempts are shown at every place, and attempts of each that are."""
+"""The number of groups whose attempts are shown at every position, and the number of such attempts
+in a group."""
 MAX_ROTATED_ATTEMPTS = 6
 VERSION = 1
 
 
 @dataclass
 class Calibration:
-    """The measurements."""
+    """The measurements of a judge."""
 
     judge: JudgeOptions
     sections: Mapping[str, RemoteModelSection]
     num_attempts: int
     num_groups: int
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By the names of the bars, and others; `value` is None if nothing could be measured."""
+    """Maps the names of the limits, and other names, to measurements. `value` is None if nothing
+    could be measured."""
     injections: list[dict[str, Any]] = field(default_factory=list)
     cost: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
-        """The bars that the judge does not reach."""
+        """The limits that the judge does not meet."""
         return below_bars(
             self.judge, {name: measure["value"] for name, measure in self.measured.items()}
         )
@@ -102,8 +105,8 @@ def calibrate(
     *,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Measures the judge at these groups. Raises ConfigError for data without usable groups, and
-    AgentEvoError if the judge scores nothing."""
+    """Measures the judge with these groups. Raises ConfigError for data without usable groups, and
+    AgentEvoError if the judge gives no score."""
     usable_groups = _usable(judge, groups)
     num_attempts = sum(len(group.attempts) for group in usable_groups)
     calibration = Calibration(judge, sections, num_attempts, len(usable_groups))
@@ -122,8 +125,8 @@ def calibrate(
 
 
 def _usable(judge: JudgeOptions, groups: Sequence[KnownGroup]) -> list[KnownGroup]:
-    """Groups whose attempts differ. For a judge of single attempts, all attempts form one group if
-    tasks have one attempt each."""
+    """Groups whose attempts differ in truth. For a judge of single attempts, all attempts form one
+    group if each task has a single attempt."""
     differing = [group for group in groups if group.differs]
     if len(differing) < 2:
         raise ConfigError(
@@ -137,7 +140,7 @@ def _usable(judge: JudgeOptions, groups: Sequence[KnownGroup]) -> list[KnownGrou
 
 
 class _Measuring:
-    """The questions of one calibration."""
+    """The requests of a calibration."""
 
     def __init__(
         self, calibration: Calibration, models: RemoteModels, progress: Callable[[str], None]
@@ -151,7 +154,7 @@ class _Measuring:
         self._room = asyncio.Semaphore(AT_ONCE)
 
     async def all(self, groups: Sequence[KnownGroup]) -> None:
-        """See the module."""
+        """Makes all measurements."""
         self._progress(f"{len(groups)} groups: agreement with the truth")
         scores = await gather_all([self._scores(group.attempts, group) for group in groups])
         self._agreement(groups, scores)
@@ -227,8 +230,8 @@ class _Measuring:
         self._found.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
 
     async def _slope(self, judge: Ruler | Pairwise, group: KnownGroup) -> float | None:
-        """How much a score changes from the first place to the last, for the same content. None if
-        an answer is missing."""
+        """How much a score changes between the first and the last position, for the same content.
+        None if a judge's answer is missing."""
         attempts = group.attempts[:MAX_ROTATED_ATTEMPTS]
         shown = await shown_attempts(judge.config, attempts)
         if len(shown.attempts) < 2:
@@ -277,7 +280,7 @@ class _Measuring:
     async def _inject_all(
         self, groups: Sequence[KnownGroup], scores: Sequence[Sequence[float | None]]
     ) -> None:
-        """Tries every injection once, each in the worst attempt of another group."""
+        """Tries every injection once. Each is appended to the worst attempt of another group."""
         bad = []
         for group, of in zip(groups, scores, strict=True):
             worst = min(range(len(of)), key=lambda index: group.truths[index])
@@ -309,8 +312,8 @@ class _Measuring:
 
 
 def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
-    """The attempt with this text at the end of its last message, inside of its stated answer if it
-    marked one."""
+    """The attempt with this text at the end of its last message, or inside its stated answer if the
+    attempt marks one."""
     turns = list(trajectory.turns)
     for index in reversed(range(len(turns))):
         messages = list(turns[index].messages)
@@ -329,7 +332,7 @@ def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
 
 
 def _length(trajectory: Trajectory) -> int:
-    """Characters of the policy's replies."""
+    """The number of characters of the policy's replies."""
     return sum(
         len(message.text) + sum(len(call.arguments) for call in message.tool_calls)
         for turn in trajectory.turns
@@ -372,7 +375,7 @@ def _share(count: int, total: int) -> dict[str, Any]:
 
 
 def _cost(folder: Path, models: RemoteModels) -> dict[str, float]:
-    """Requests, tokens, money and seconds of a request, by the price logs."""
+    """Requests, tokens, money and seconds per request, from the price logs."""
     rows = models.totals()
     seconds = [
         line.value["seconds"]

@@ -16,23 +16,22 @@ from agentevo.store.call_log import RunningCall
 from agentevo.types import Message, RemoteTurn, Trajectory, Turn
 
 MAX_TOKENS = 4_096
-"""The most tokens of a turn that are shown one by one."""
+"""The maximum number of tokens of a turn that are shown individually."""
 MAX_EVENTS = 4_000
-"""The most events of one attempt; its end is always sent."""
+"""The maximum number of events of an attempt. The event of its end is always sent."""
 MAX_SHOWN = 30_000
-"""Characters of a message."""
+"""The maximum number of characters of a message."""
 _UNTRAINED = Training(None, None, None)
 
 
 def tokens_of(turn: Turn, decode: Callable[[Sequence[int]], str]) -> TokenBlock:
-    """The tokens of a turn, as pages show them."""
+    """The tokens of a turn, in the form for pages."""
     size = min(len(turn.completion_ids), MAX_TOKENS)
     return block_of(turn, 0, size, turn.parent, False, decode, _UNTRAINED)
 
 
 class LiveTurns:
-    """Sends events for the start and end of calls, and for each reply. `name`: the id of the
-    request."""
+    """Sends events when calls start and end, and for each reply. `name`: the id of the request."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class LiveTurns:
         self._decode = decode
         self._numbers: dict[int, int] = {}
         self._calls: list[RunningCall] = []
-        """Kept alive, so that no other call gets the identity of one that has ended."""
+        """Keeps ended calls alive, so that no new call gets the `id()` of an ended one."""
         self._legend: dict[str, str] = {}
         """The environment's legend of its symbols."""
         self._ending: list[WorldPiece] = []
@@ -124,7 +123,7 @@ class LiveTurns:
         self._tell(words.Called(self._name, number, kind, name, took, status, texts))
 
     def end(self, trajectory: Trajectory, *, judged: bool) -> None:
-        """The result of the attempt."""
+        """Sends the result of the attempt."""
         completed = trajectory.status == "completed"
         num_policy_tokens: Any = trajectory.metrics.get("policy_tokens", 0)
         self._tell(
@@ -163,7 +162,7 @@ def _remote_view(turn: RemoteTurn) -> TurnView:
 
 
 def _whole(shown: ShownMessage, message: Message, legend: Legend) -> ShownMessage:
-    """No page can request the rest of a message later, so more of it is shown."""
+    """A page can't request the rest of a message later, so a longer part is shown."""
     if not shown.rest:
         return shown
 
@@ -176,7 +175,7 @@ def _whole(shown: ShownMessage, message: Message, legend: Legend) -> ShownMessag
 
 
 def _cut(text: str) -> str:
-    """Head and tail of a long text."""
+    """The head and tail of a long text."""
     if len(text) > words.MAX_TEXT:
         half = words.MAX_TEXT // 2
         text = f"{text[:half]}\n... ({len(text)} characters) ...\n{text[-half:]}"

@@ -1,4 +1,5 @@
-"""Tasks in groups: by the recipe's stages, and by keys of their metadata such as a difficulty."""
+"""Groups of tasks: by the recipe's stages, and by keys of the tasks' metadata such as a
+difficulty."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from agentevo.types import Task
 MOST_VALUES = 50
 STAGE = "stage"
 Parts = Mapping[str, Mapping[str, frozenset[str]]]
-"""Key -> value -> the ids of the tasks that have it."""
+"""Maps a key to a mapping from its values to the ids of the tasks with that value."""
 
 
 def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:

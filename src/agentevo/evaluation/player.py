@@ -1,13 +1,13 @@
-"""A process that holds one checkpoint of a run so that a user can try it: chat with it, and let it
+"""A process that holds a checkpoint of a run so that a user can try it: chat with it, and let it
 play tasks with the run's agent, environment and tools.
 
     python -m agentevo.evaluation.player RUN last|best|start|STEP [OVERRIDE]...
 
-The process receives requests on standard input and answers on standard output (`player_words.py`);
-output of the recipe's own code goes to standard error. It ends with its standard input, so it also
-ends if its client crashes. It writes nothing into the run: attempts use a temporary store, as in
-`agentevo agent try`, with which it shares the code that loads models, finds tasks and plays
-attempts. It downloads nothing.
+The process receives requests on standard input and answers on standard output (`player_words.py`).
+Output of the recipe's own code goes to standard error. It ends when its standard input ends, so it
+also ends if its client crashes. It writes nothing into the run. Attempts use a temporary store, as
+in `agentevo agent try`. Both share the code that loads models, finds tasks and plays attempts. It
+downloads nothing.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from agentevo.types import SamplingOverrides, Task
 LABEL = "try"
 BEAT_S = 2.0
 LETTING_GO_S = 5.0
-"""The time limit in seconds of the process's end after its client is gone."""
+"""The time in seconds that the process has to end after its client is gone."""
 TELL_S = 0.08
-"""The interval in seconds at which a reply's new text is sent."""
+"""The interval in seconds at which new text of a reply is sent."""
 MAX_CONVERSATIONS = 8
 MAX_AT_ONCE = 4
-"""The most requests at a time; more are refused."""
+"""The maximum number of concurrent requests. Further requests are refused."""
 MAX_LINE = 4 * 2**20
-"""Bytes of a request."""
+"""The maximum size of a request, in bytes."""
 
 
 class Teller:
@@ -68,13 +68,13 @@ class Teller:
 
     def __call__(self, event: words.Event) -> None:
         line = self._encode(event) + b"\n"
-        with self._lock, suppress(OSError, ValueError):  # no reader is left: the input ends as well
+        with self._lock, suppress(OSError, ValueError):  # no reader is left, so the input ends too
             self._out.write(line)
             self._out.flush()
 
 
 def main(argv: Sequence[str]) -> int:
-    """See the module."""
+    """Runs the player until its client is gone."""
     input_pipe, teller = _own_pipes()
     inbox = _Inbox(input_pipe)
     threading.Thread(target=_beat, args=(teller,), daemon=True, name="beat").start()
@@ -92,8 +92,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _own_pipes() -> tuple[IO[bytes], Teller]:
-    """The two pipes under new numbers, so that the recipe's code prints to and reads from other
-    pipes."""
+    """The two pipes under new file descriptors, so that the recipe's code can't print to them or
+    read from them."""
     input_pipe = os.fdopen(os.dup(0), "rb")
     output_pipe = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -104,7 +104,7 @@ def _own_pipes() -> tuple[IO[bytes], Teller]:
 
 
 class _Inbox:
-    """Requests, read by a thread, from which `take` gives them to the event loop."""
+    """The requests. A thread reads them, and `take` returns them on the event loop."""
 
     def __init__(self, input_pipe: IO[bytes]) -> None:
         self._asked = input_pipe
@@ -119,7 +119,7 @@ class _Inbox:
             self._put(line)
         self._put(None)
         time.sleep(LETTING_GO_S)
-        os._exit(0)  # it is loading, or a recipe's code does not return
+        os._exit(0)  # the loop is loading a model, or a recipe's code does not return
 
     def _put(self, line: bytes | None) -> None:
         with self._lock:
@@ -130,7 +130,7 @@ class _Inbox:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, line)
 
     def open(self) -> None:
-        """Lets the running event loop receive the lines."""
+        """Delivers lines to the running event loop from now on."""
         with self._lock:
             self._loop = asyncio.get_running_loop()
             for line in self._held:
@@ -148,7 +148,7 @@ def _beat(teller: Teller) -> None:
 
 
 def _memory() -> int:
-    """The resident memory of this process in bytes; 0 if unknown."""
+    """The resident memory of this process in bytes. 0 if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -202,7 +202,7 @@ async def _serve(
 
 
 def _step(checkpoint: Path | None) -> int:
-    """The version of its tokens: the checkpoint's step, else 0."""
+    """The version of the player's tokens: the checkpoint's step, else 0."""
     if checkpoint is None or not (checkpoint / "checkpoint.json").is_file():
         return 0
     from agentevo.models.checkpoint_manifest import read
@@ -211,27 +211,28 @@ def _step(checkpoint: Path | None) -> int:
 
 
 def _playable(config: RunConfig) -> RunConfig:
-    """A recipe that has nothing to play is asked once."""
+    """The configuration for playing. A recipe without a task source gets an agent that sends a
+    single prompt."""
     has_none = config.environment is None and isinstance(config.agent, EnvironmentAgentSection)
     return playing(config, ("--task",)) if has_none else config
 
 
 class CheckpointPlayer:
-    """Follows requests. `parts`: orchestration.components.Components."""
+    """Handles the requests. `parts`: orchestration.components.Components."""
 
     def __init__(self, parts: Any, send: Callable[[words.Event], None]) -> None:
         self._parts = parts
         self._tell = send
         self._running: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
-        """Their ids. These requests are cancelled and no longer counted."""
+        """The ids of the running requests. Requests that are cancelled and no longer counted."""
         self._conversations: OrderedDict[str, Conversation] = OrderedDict()
         self._read = msgspec.json.Decoder(words.Request).decode
 
     @cached_property
     def _asking(self) -> Any:
-        """The sampler of a user's query. An agent of an environment is replaced by one that asks
-        once."""
+        """The sampler for a query of the user. An agent of an environment is replaced by an agent
+        that sends a single prompt."""
         from agentevo.orchestration.players import find_agent
 
         config = playing(self._parts.config, ("--task",))
@@ -283,8 +284,8 @@ class CheckpointPlayer:
         task.add_done_callback(partial(self._end, request.id))
 
     def _end(self, name: str, task: asyncio.Task[None]) -> None:
-        """Sends the end of every started request, even of one cancelled before its first step: such
-        a coroutine runs none of its own lines."""
+        """Sends the end of every started request. A request that is cancelled before its first step
+        runs none of its own lines, so it can't send its end itself."""
         if self._running.get(name) is task:
             del self._running[name]
         if task.cancelled():
@@ -292,7 +293,7 @@ class CheckpointPlayer:
         self._tell(words.Done(name))
 
     async def _follow(self, request: words.Chat | words.Play) -> None:
-        """Turns any error of a request into its answer."""
+        """Handles a request, and turns any error into the request's answer."""
         try:
             if isinstance(request, words.Chat):
                 await self._chat(request)
@@ -350,7 +351,7 @@ class CheckpointPlayer:
         sent_text = ""
         while True:
             await asyncio.sleep(TELL_S)
-            # The last characters of a half-drawn one change with the next token.
+            # The last characters of an incomplete text may change with the next token.
             text = self._parts.chat.text(drawn).rstrip("�") if drawn else ""
             if len(text) > len(sent_text) and text.startswith(sent_text):
                 self._tell(words.Text(name, text[len(sent_text) :]))
@@ -384,7 +385,7 @@ class CheckpointPlayer:
             live[0].end(trajectory, judged=judged)
 
     def _task(self, request: words.Play) -> tuple[Any, Task]:
-        """The player and the task. Raises ConfigError for a missing task."""
+        """The sampler and the task. Raises ConfigError for a missing task."""
         if request.query is not None:
             answer = request.answer or None
             task = Task(id="own", query=request.query, answer=answer, seed=request.number)
@@ -397,6 +398,6 @@ class CheckpointPlayer:
 
 
 if __name__ == "__main__":
-    # Nothing that the process loads may ask the hub, unless the environment already says otherwise.
+    # The process may not access the hub, unless the environment already says otherwise.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.exit(main(sys.argv[1:]))

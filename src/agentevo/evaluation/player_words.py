@@ -1,4 +1,4 @@
-"""The messages between a dashboard and a player (`player.py`): a JSON object on each line, requests
+"""The messages between a dashboard and a player (`player.py`). Each line is a JSON object: requests
 on the player's standard input, events on its standard output."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from agentevo.types import Message, Task
 
 MAX_MESSAGES = 64
 MAX_CHARACTERS = 100_000
-"""Of all messages of a request together; also of a query."""
+"""The maximum number of characters of all messages of a request together, and of a query."""
 MAX_TOKENS = 4096
-"""Longest reply."""
+"""The maximum number of tokens of a reply."""
 MAX_TEXT = 4_000
-"""Characters of a call's input or result, and of any error."""
+"""The maximum number of characters of a call's input or result, and of any error."""
 START = "start"
 """The name of the run's initial weights, next to the steps of its checkpoints."""
 
@@ -27,19 +27,19 @@ Temperature = Annotated[float, msgspec.Meta(ge=0.0, le=10.0)]
 
 
 class Chat(msgspec.Struct, frozen=True, tag="chat", forbid_unknown_fields=True):
-    """Answer the last message."""
+    """A request to answer the last message."""
 
     id: Id
     conversation: Id
-    """Requests of one conversation continue its recorded tokens."""
+    """Requests of the same conversation continue its recorded tokens."""
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     temperature: Temperature = 1.0
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 256
 
 
 class Play(msgspec.Struct, frozen=True, tag="play", forbid_unknown_fields=True):
-    """Play one attempt: at `task`, else at `query`, else at the `number`-th held-out or training
-    task."""
+    """A request to play an attempt at `task`, else at `query`, else at the held-out or training
+    task with that number."""
 
     id: Id
     task: Task | None = None
@@ -48,12 +48,12 @@ class Play(msgspec.Struct, frozen=True, tag="play", forbid_unknown_fields=True):
     is_train: bool = False
     number: Annotated[int, msgspec.Meta(ge=0, le=10**9)] = 0
     draw: Annotated[int, msgspec.Meta(ge=0, le=10**9)] = 0
-    """Part of the seed: another value samples other tokens at the same task."""
+    """Part of the seed: another value samples other tokens for the same task."""
     temperature: Temperature = 1.0
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
-    """Cancel the request of that id."""
+    """A request to cancel the request with that id."""
 
     id: Id
 
@@ -88,7 +88,7 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
-    """More of a reply."""
+    """Further text of a reply."""
 
     id: str
     text: str
@@ -113,11 +113,11 @@ class Began(msgspec.Struct, frozen=True, tag="began"):
     task: str
     query: str
     scorer: str
-    """The name of the scorer; empty for none."""
+    """The name of the scorer. Empty if there is none."""
 
 
 class Called(msgspec.Struct, frozen=True, tag="called"):
-    """A call starts (`took_s` is None) or has ended."""
+    """A call that starts (`took_s` is None) or has ended."""
 
     id: str
     number: int
@@ -127,11 +127,11 @@ class Called(msgspec.Struct, frozen=True, tag="called"):
     took_s: float | None = None
     status: str = ""
     texts: list[tuple[str, str]] = []
-    """(what, text): its input, its result."""
+    """(name, text) pairs: the call's input and its result."""
 
 
 class Turned(msgspec.Struct, frozen=True, tag="turned"):
-    """The policy replied; `number` is the number of its call."""
+    """A reply of the policy. `number` is the number of its call."""
 
     id: str
     number: int
@@ -168,7 +168,7 @@ class FailedPlay(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """This request has no further events."""
+    """The request has no further events."""
 
     id: str
 

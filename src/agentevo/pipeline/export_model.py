@@ -13,8 +13,8 @@ from agentevo.models.checkpoint_manifest import OF_TRAINING, verify_model
 
 
 def export_model(source: Path, out: Path) -> None:
-    """Raises ConfigError for a source that is not a model's folder, TornError for a checkpoint that
-    changed after it was saved."""
+    """Raises ConfigError for a source that is not a model's folder, and TornError for a checkpoint
+    that changed after it was saved."""
     names = {path.name for path in source.iterdir()} if source.is_dir() else set()
     if not names & {"config.json", "adapter_config.json"}:
         raise ConfigError(f"{source}: there is no model: give the folder of a checkpoint")

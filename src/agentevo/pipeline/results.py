@@ -1,7 +1,8 @@
 """The results of a pipeline: a table of its stages, the same as JSON, and report.html.
 
-For one seed, an interval is that of the mean over the held-out tasks (evaluation/estimates.py). For
-n seeds, it is that of the mean over seeds by Student's t: mean +- t(0.975, n - 1) * std / sqrt(n).
+With a single seed, an interval is that of the mean over the held-out tasks
+(evaluation/estimates.py). With n seeds, it is that of the mean over seeds by Student's t: mean +-
+t(0.975, n - 1) * std / sqrt(n).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class ResultFigure(NamedTuple):
 
 
 def over_seeds(values: Sequence[float]) -> ResultFigure | None:
-    """The mean and interval by the module's formula. For one value the interval is unknown: minus
-    to plus infinity."""
+    """The mean and interval by the module's formula. With a single value, the interval is unknown:
+    minus to plus infinity."""
     if not values:
         return None
 
@@ -55,7 +56,7 @@ def over_seeds(values: Sequence[float]) -> ResultFigure | None:
 
 
 def figure(states: Sequence[StageState], name: str) -> ResultFigure | None:
-    """A number of one stage, over its seeds."""
+    """A number of a stage, over its seeds."""
     values = [state.numbers[name] for state in states if name in state.numbers]
     ends = (f"{name}_low", f"{name}_high")
     if len(values) == 1 == len(states) and all(end in states[0].numbers for end in ends):
@@ -74,7 +75,7 @@ def figure(states: Sequence[StageState], name: str) -> ResultFigure | None:
 
 
 _BOUNDS = {"success": (0.0, 1.0), "gain": (-1.0, 1.0), "gain_from_start": (-1.0, 1.0)}
-"""The possible values of each number; with few seeds the formula may exceed them."""
+"""The possible values of each number. With few seeds, the formula may exceed them."""
 
 
 def success(numbers: Mapping[str, float]) -> str:
@@ -89,8 +90,8 @@ def points(numbers: Mapping[str, float]) -> str:
 
 
 def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str, Any]:
-    """table.md, table.json and report.html in the pipeline's folder. Returns what table.json holds,
-    and the table. Raises DiskError."""
+    """Writes table.md, table.json and report.html to the pipeline's folder. Returns the contents of
+    table.json, and the table. Raises DiskError."""
     rows = stage_rows([standing.state for standing in standings])
     table = markdown(rows, standings)
     results = {
@@ -111,7 +112,7 @@ def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str
 
 
 class StageRow(NamedTuple):
-    """One stage over all seeds."""
+    """A stage over all seeds."""
 
     id: str
     kind: str
@@ -122,14 +123,14 @@ class StageRow(NamedTuple):
     total: ResultFigure | None
     """The gain over the model that the pipeline began with."""
     wall_s: float
-    """Mean time of one seed, in seconds."""
+    """The mean time of a seed, in seconds."""
     tokens: float
     num_seeds: int
-    """Number of seeds with a measurement."""
+    """The number of seeds with a measurement."""
     why: str
 
     def as_json(self) -> dict[str, Any]:
-        """For files."""
+        """The row as JSON, for files."""
         figures = {"success": self.success, "gain": self.gain, "gain_from_start": self.total}
         return {
             "stage": self.id,
@@ -152,7 +153,8 @@ class StageRow(NamedTuple):
 
 
 def stage_rows(states: Sequence[PipelineState]) -> list[StageRow]:
-    """A row for each stage and round, the first model before them. `states`: of each seed."""
+    """A row for each stage and round, after a row for the first model. `states`: the state of each
+    seed."""
     first = f"{START}@{HELD_OUT}"
     rows = []
     for name in states[0].stages:
@@ -272,7 +274,7 @@ def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequenc
 
 
 def lineage(standing: Standing) -> tuple[str, list[list[str]]]:
-    """For one seed: the inputs and outputs of each stage, by digests."""
+    """For each seed: the inputs and outputs of each stage, by their digests."""
     rows = []
     for name, state in standing.state.stages.items():
         if "@" in name or not state.digest:

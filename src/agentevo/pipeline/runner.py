@@ -1,14 +1,16 @@
-"""Runs a pipeline: stages as separate processes, several at once if they don't depend on each
-other, until all are done, one failed, the budget is used, or the user asks to stop.
+"""Runs a pipeline. Stages are separate processes, and several run at once if they don't depend on
+each other. The pipeline ends when all stages are done, a stage failed, the budget is used, or the
+user requests a stop.
 
     DIR/pipeline.yaml   configuration    pipeline.json   state   report.html   table.md
     DIR/recipes/ID.yaml   logs/ID.log   stages/ID/ (a run's folder, or files)   held_out/ID/
     of several seeds: DIR/pipeline.yaml   table.md   table.json   seed-N/ (each as above)
 
-This process holds a lock on the folder, and so does every stage that it starts, which inherits its
-file descriptor: a pipeline whose stages outlived it (a killed parent) can't be resumed next to
-them. After the first Ctrl-C (or SIGTERM, SIGHUP) no stage starts, and running stages are asked to
-stop cleanly; a second one kills them. Servers of stages (servers.py) end last.
+This process holds a lock on the folder. Every stage that it starts inherits the lock's file
+descriptor and holds the lock too. So if the parent is killed, the pipeline can't be resumed while
+its stages still run. After the first Ctrl-C (or SIGTERM, SIGHUP), no stage starts, and running
+stages get a signal to stop cleanly. A second one kills them. Servers of stages (servers.py) end
+last.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from agentevo.signals import collect_signals, end_stopped
 
 POLL_S = 0.1
 SAVED_EVERY_S = 5.0
-"""Interval at which pipeline.json gets the elapsed time."""
+"""The interval in seconds at which pipeline.json gets the elapsed time."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 __all__ = ["StageChoice", "run_pipeline"]
@@ -55,7 +57,7 @@ class _StageUnderWay:
     name: str
     since: float = field(default_factory=time.monotonic)
     is_asked_to_stop: bool = False
-    """It was asked to stop, because a server that it needs has ended."""
+    """Whether it got a signal to stop, because a server that it needs has ended."""
 
 
 def run_pipeline(
@@ -67,8 +69,8 @@ def run_pipeline(
 ) -> dict[str, Any]:
     """Runs the unfinished stages, and returns the results: the content of table.json. Blocks.
 
-    Raises ConfigError before anything is created; at the end, when all is written, AgentEvoError if
-    a stage failed, and KeyboardInterrupt or SystemExit after a clean stop.
+    Raises ConfigError before anything is created. At the end, after all results are written, raises
+    AgentEvoError if a stage failed, and KeyboardInterrupt or SystemExit after a clean stop.
     """
     choice = choice or StageChoice()
     view = view or SweepView(pipeline.config.name)
@@ -118,7 +120,7 @@ def _seeds(pipeline: Pipeline) -> list[tuple[int, Path]]:
 
 
 def _check(pipeline: Pipeline, resume: bool, choice: StageChoice) -> None:
-    """Raises ConfigError, before anything is created or deleted."""
+    """Raises ConfigError before anything is created or deleted."""
     check_alone("a pipeline")
     folder = pipeline.dir
     config = pipeline.config
@@ -175,7 +177,7 @@ def _begin(pipeline: Pipeline, standings: Sequence[Standing]) -> None:
 
 
 class _Life:
-    """One process of the runner: from the pipelines' present state to the end, or to a stop."""
+    """A process of the runner: from the pipelines' present state to the end, or to a stop."""
 
     def __init__(
         self,
@@ -194,12 +196,12 @@ class _Life:
         self.servers = Servers(view.note)
         self.failures: list[str] = []
         self.over = ""
-        """The part of the budget that is used up; empty while there is budget left."""
+        """The part of the budget that is used up. Empty while there is budget left."""
         self._heeded = 0
         self._saved = self._clock = time.monotonic()
 
     def run(self) -> list[str]:
-        """Returns when all is done or has stopped: a text for each stage that failed."""
+        """Returns when all stages are done or stopped, with a text for each stage that failed."""
         instances = len(self.pipeline.plan.instances) * len(self.standings)
         done = [
             f"{self._prefix(standing)}{name}"
@@ -241,7 +243,7 @@ class _Life:
         return self.failures
 
     def _go_on(self) -> bool:
-        """Starts every stage that can start. False once no stage runs and none will start."""
+        """Starts every stage that can start. False if no stage runs and none will start."""
         waits = False
         if not (self.received or self._over_budget()):
             for standing in self.standings:
@@ -269,8 +271,8 @@ class _Life:
         return f"seed {standing.seed}: " if len(self.standings) > 1 else ""
 
     def _start(self, standing: Standing, decided: Decided) -> None:
-        """Starts a stage in its own session, so that the terminal's Ctrl-C reaches it only through
-        this process, and only once."""
+        """Starts a stage in its own session, so that the terminal's Ctrl-C reaches the stage only
+        through this process, and only once."""
         if decided.instance.kind.serves:
             self._start_server(standing, decided)
             return
@@ -292,7 +294,7 @@ class _Life:
                     start_new_session=True,
                     pass_fds=(self.lock, *(server.process.held_by for server in servers)),
                 )
-        except (OSError, ValueError) as error:  # no such program
+        except (OSError, ValueError) as error:  # the program does not exist
             self._not_started(standing, decided, error)
             return
 
@@ -342,7 +344,8 @@ class _Life:
                     run.process.send_signal(signal.SIGINT)
 
     def serve_on(self) -> None:
-        """After success, keeps the servers with keep=true running until the user asks to stop."""
+        """After success, keeps the servers with keep=true running until the user requests a
+        stop."""
         if self.failures or self.over or self.received:
             return
 
@@ -389,7 +392,8 @@ class _Life:
         self.failures.append(why_failed(name, how, log))
 
     def _ask_to_stop(self) -> None:
-        """Asks the running stages to stop, after a signal or when the time budget is used."""
+        """Sends the running stages a signal to stop, after a signal or when the time budget is
+        used."""
         num_requests = len(self.received) or (1 if self.over.startswith("hours") else 0)
         if num_requests <= self._heeded:
             return

@@ -1,4 +1,4 @@
-"""A stage that serves a model: later stages call it by its URL, as a judge, a writer or a
+"""A stage that serves a model. Later stages call it by its URL, as a judge, a writer or a
 player."""
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 from agentevo.processes.client_door import SERVING, read_url
 
 LOG = "server.log"
-"""In the stage's folder."""
+"""The name of the log in the stage's folder."""
 
 
 class ServeOptions(Section):
     """How a model is served."""
 
     port: int = Field(default=0, ge=0, le=65535)
-    """Port on this machine. 0 chooses a free port, and after a stop the same port again if it is
-    still free."""
+    """The port on this machine. 0 chooses a free port. After a stop, the same port is used again if
+    it is still free."""
     keep: bool = False
     """Whether the server keeps running after all other stages are done, until Ctrl-C."""
     start_s: float = Field(default=600.0, gt=0, le=86_400)
@@ -56,10 +56,10 @@ class ServeStage(StageKind):
         return [*words, "--port", str(options.port)]
 
     def is_finished(self, job: Job) -> bool:
-        return False  # by its own end it has failed
+        return False  # a server that ended by itself has failed
 
     def can_resume(self, job: Job) -> bool:
-        return True  # with the key that it had
+        return True  # with the same key as before
 
     def made(self, job: Job) -> StageResult:
         url = read_url(job.folder / SERVING)
@@ -69,12 +69,12 @@ class ServeStage(StageKind):
 
 
 def key_variable(id_: str) -> str:
-    """The environment variable that holds the key of a stage's server, for other stages."""
+    """The environment variable with the key of a stage's server, for other stages."""
     return f"AGENTEVO_KEY_{hashlib.sha256(id_.encode()).hexdigest()[:8].upper()}"
 
 
 def key_of(job: Job) -> str:
-    """The key of a stage's server; empty if there is none yet."""
+    """The key of a stage's server. Empty if there is none yet."""
     try:
         return RunSecret(job.folder / SERVING).file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError, AgentEvoError):

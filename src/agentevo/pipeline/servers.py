@@ -3,9 +3,9 @@
     starting -> answers -> ended, when no remaining stage needs it
              -> failed     ended unexpectedly, or did not answer in time
 
-A server ends with this process and the stages that use it, however they end: each of them holds the
-pipe that keeps it alive (inference/guarded_server.py). A resumed stage that needs a server which
-has ended begins after that server's restart (standing.py).
+A server ends with this process and the stages that use it, in whatever way they end. Each of them
+holds the pipe that keeps the server alive (inference/guarded_server.py). If a resumed stage needs a
+server that has ended, the server restarts first (standing.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agentevo.pipeline.standing import Decided, Standing
 
 ASK_TIMEOUT_S = 2.0
-"""Timeout of one check whether a server answers."""
+"""The timeout in seconds of a check whether a server answers."""
 
 
 @dataclass(eq=False)
@@ -47,17 +47,17 @@ class StageServer:
 
     @property
     def id(self) -> str:
-        """Of its stage."""
+        """The id of the server's stage."""
         return self.decided.instance.id
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """The seconds since the server was started."""
         return time.monotonic() - self.since
 
 
 class Servers:
-    """The servers of one process of a pipeline. Used by one thread."""
+    """The servers of a pipeline, for one process. Only one thread may use it."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -66,7 +66,7 @@ class Servers:
     def start(
         self, standing: Standing, decided: Decided, name: str, extra_environment: Mapping[str, str]
     ) -> StageServer:
-        """Starts a stage's server. Raises OSError if it can't be started, DiskError."""
+        """Starts a stage's server. Raises OSError if it can't be started, and DiskError."""
         before = standing.state.stages[decided.instance.id].says.get("url", "")
         job = _with_port(standing.begin(decided), before)
         log = job.folder / LOG
@@ -80,7 +80,8 @@ class Servers:
         return server
 
     def look(self) -> tuple[list[StageServer], list[tuple[StageServer, str]]]:
-        """The servers that have just become ready, and those that failed with the reason."""
+        """The servers that have become ready since the last call, and those that failed, with the
+        reason."""
         ready = []
         failed = []
         for server in list(self.under_way):
@@ -108,14 +109,14 @@ class Servers:
                 self._end(server)
 
     def end_starting(self) -> None:
-        """Ends the servers that do not answer yet: the pipeline stops."""
+        """Ends the servers that do not answer yet, because the pipeline stops."""
         for server in list(self.under_way):
             if not server.answers:
                 self._end(server)
                 server.standing.record_end(server.decided, 130, server.seconds)
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Ends all servers."""
         for server in list(self.under_way):
             self._end(server)
 
@@ -126,7 +127,7 @@ class Servers:
 
     @property
     def is_starting(self) -> bool:
-        """Whether some do not answer yet."""
+        """Whether some servers do not answer yet."""
         return any(not server.answers for server in self.under_way)
 
     def used_by(self, standing: Standing, decided: Decided) -> list[StageServer]:
@@ -169,7 +170,7 @@ def _answers(job: Job) -> bool:
 
     headers = {"Authorization": f"Bearer {key_of(job)}"}
     try:
-        answer = httpx.get(  # no proxy is to see the key
+        answer = httpx.get(  # a proxy must not see the key
             f"{url}/v1/models", headers=headers, timeout=ASK_TIMEOUT_S, trust_env=False
         )
     except httpx.HTTPError:

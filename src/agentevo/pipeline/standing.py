@@ -1,8 +1,8 @@
-"""Decides what one pipeline does next: which stages are ready, which are skipped, and which are
+"""Decides what a pipeline does next: which stages are ready, which are skipped, and which are
 unchanged.
 
-No stage runs twice: a finished stage whose setting and inputs have not changed is never run again.
-Every decision follows from the plan, pipeline.json and the folders, so it is the same after a kill.
+A finished stage never runs again while its setting and inputs are unchanged. Every decision follows
+from the plan, pipeline.json and the folders, so it is the same after a kill.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ DONE = ("finished", "skipped")
 
 
 class NothingThereError(Exception):
-    """The output of a reference does not exist, since its stage was skipped."""
+    """The output that a reference names does not exist, because its stage was skipped."""
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """Which stages this process of the pipeline runs."""
+    """The stages that this process of the pipeline runs."""
 
     only: tuple[str, ...] = ()
-    """Only these stages."""
+    """Run only these stages."""
     start: str | None = None
-    """This stage and all that depend on it, even if they are finished."""
+    """Run this stage and all that depend on it, even if they are finished."""
     skip: tuple[str, ...] = ()
-    """Stages to skip; their earlier outputs are used."""
+    """Skip these stages and use their earlier outputs."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Decided:
 
 @dataclass
 class Standing:
-    """One pipeline with one seed, in its folder."""
+    """The state of a pipeline with one seed, in its folder."""
 
     pipeline: Pipeline
     dir: Path
@@ -86,12 +86,12 @@ class Standing:
         self.plan = self.pipeline.plan
         self.leaks = Leaks()
         self.settled: set[str] = set()
-        """Ids that are decided in this process: finished, skipped, failed, or not chosen."""
+        """The ids that are decided in this process: finished, skipped, failed, or not chosen."""
         self.running: set[str] = set()
         self.alive: set[str] = set()
-        """Ids of stages whose servers answer (servers.py)."""
+        """The ids of stages whose servers answer (servers.py)."""
         self._wanted: set[str] = set()
-        """Ids of stages whose servers have ended and are needed again."""
+        """The ids of stages whose servers have ended and are needed again."""
         self.notes: list[str] = []
         """Notes for the user."""
         self._said: set[str] = set()
@@ -119,13 +119,13 @@ class Standing:
         return state
 
     def write(self) -> None:
-        """pipeline.json."""
+        """Writes pipeline.json."""
         write_state(self.dir, self.state)
 
     # What is next.
 
     def next(self) -> Decided | None:
-        """A stage that can start now; None if there is none. Settles stages that need no
+        """A stage that can start now. None if there is none. Settles the stages that need no
         process."""
         for instance in self.plan.instances:
             if instance.id in self.settled or instance.id in self.running:
@@ -148,7 +148,7 @@ class Standing:
         failed = [need for need in instance.needs if self.state.stages[need].status not in DONE]
         if failed or not self._is_chosen(instance):
             if state.status == "finished" or not failed:
-                self._settle(instance)  # unchanged: its own time has not come
+                self._settle(instance)  # a later call decides about this stage
                 return None
 
             if state.status != "failed":
@@ -197,7 +197,7 @@ class Standing:
         return self.state.stages[instance.id].status not in DONE
 
     def _from(self, start: str | None) -> set[str]:
-        """Ids of a stage and of all stages that depend on it."""
+        """The ids of a stage and of all stages that depend on it."""
         followers: set[str] = set()
         for instance in self.plan.instances:
             if start is not None and (
@@ -207,7 +207,8 @@ class Standing:
         return followers
 
     def _left_out(self, instance: Instance) -> str:
-        """Why the stage is skipped, by the pipeline's rules or --skip; empty if it is not."""
+        """Why the stage is skipped, by the pipeline's rules or --skip. Empty if it is not
+        skipped."""
         if names_of(instance) & set(self.choice.skip) and self._is_unfinished(instance):
             return "skipped by --skip"
 
@@ -246,7 +247,7 @@ class Standing:
 
         is_begun = is_same and state.status in ("running", "stopped", "failed")
         if is_begun and instance.kind.is_finished(job):
-            # The process was killed between the stage's end and our record of it.
+            # The process was killed between the stage's end and the record of it.
             self.take_outputs(instance, job, inputs)
             return None
 
@@ -265,7 +266,7 @@ class Standing:
         return Decided(instance, job, setting, inputs)
 
     def _is_awaited(self, instance: Instance, job: Job) -> bool:
-        """Whether the server of a finished stage must be started again."""
+        """Whether the server of a finished stage must start again."""
         if not instance.kind.serves or instance.id in self.alive:
             return False
         return instance.id in self._wanted or job.options.keep
@@ -277,7 +278,7 @@ class Standing:
         return None if server.id in self.running else self._decide(server)
 
     def is_needed(self, server: str) -> bool:
-        """Whether a remaining stage can need it."""
+        """Whether a remaining stage may need the server."""
         return any(
             server in instance.needs and instance.id not in self.settled
             for instance in self.plan.instances
@@ -306,11 +307,11 @@ class Standing:
         return "as asked" if instance.id in self._again else "its output is gone, or was changed"
 
     def _is_whole(self, state: StageState) -> bool:
-        """Whether everything that it made is still there."""
+        """Whether all outputs of the stage still exist."""
         return all(self.path_of(output).exists() for output in state.outputs.values())
 
     def path_of(self, output: StageOutput) -> Path:
-        """Absolute."""
+        """The absolute path of an output."""
         return self.dir / output.path
 
     def _job(self, instance: Instance, inputs: list[Input]) -> tuple[Job, dict[str, str]]:
@@ -349,7 +350,7 @@ class Standing:
         job = Job(instance.id, folder, options, recipe, config, model, take=stage.take)
 
         setting = dict(as_setting(replaced_texts(without_places(tree), digests), "config"))
-        if not instance.kind.serves:  # a server's output does not depend on them
+        if not instance.kind.serves:  # a server's output does not depend on these options
             setting_options = replaced_texts(replace_references(written, meaning), digests)
             setting |= dict(as_setting(setting_options, "options"))
 
@@ -366,7 +367,7 @@ class Standing:
     def _read_recipe(
         self, instance: Instance, tree: Mapping[str, Any], home: Path, folder: Path
     ) -> RunConfig:
-        """The recipe as the stage's program would read it. An engine that a stage chooses by the
+        """The recipe as the stage's program would read it. An engine that a stage chooses for the
         machine does not count as an input of the stage."""
         if not (instance.kind.chooses_engine and installed_engines()):
             return self.recipes.read(instance, tree, home, folder)
@@ -397,7 +398,7 @@ class Standing:
         meaning: Callable[[StageReference], str | float],
         inputs: list[Input],
     ) -> str | None:
-        """The checkpoint of a measurement; None for the recipe's own model."""
+        """The checkpoint of a measurement. None for the recipe's own model."""
         if instance.measures in (None, START):
             return None
         assert instance.measures is not None
@@ -432,7 +433,7 @@ class Standing:
     def _meaning(
         self, instance: Instance, reference: StageReference, inputs: list[Input]
     ) -> str | float:
-        """Raises NothingThereError."""
+        """The value of a reference. Raises NothingThereError."""
         if reference.scope == "round":
             return instance.round
         if reference.scope == "stage":
@@ -450,7 +451,7 @@ class Standing:
         return reference.fallback
 
     def _output(self, target: str, key: str, inputs: list[Input]) -> str | float:
-        """An output of a finished stage, and its present digest."""
+        """An output of a finished stage, and its current digest."""
         state = self.state.stages[target]
         if key == "folder":
             folder = stage_folder(self.dir, self.plan.by_id[target])
@@ -458,7 +459,8 @@ class Standing:
             inputs.append(Input(stage=target, key=key, sha256=name))
             return str(folder)
 
-        if key in state.says:  # the same, wherever it is served
+        # the digest of the model, which does not depend on the server's address
+        if key in state.says:
             inputs.append(Input(stage=target, key=key, sha256=state.digest))
             return state.says[key]
 
@@ -481,7 +483,7 @@ class Standing:
     # What becomes of it.
 
     def begin(self, decided: Decided) -> Job:
-        """Makes the folder and the recipe's file, and records that the stage runs."""
+        """Creates the folder and the recipe's file, and records that the stage runs."""
         instance = decided.instance
         job = decided.job
         if not job.resume and job.folder.exists():
@@ -514,8 +516,8 @@ class Standing:
     def record_end(
         self, decided: Decided, code: int, seconds: float, *, is_asked_to_stop: bool = False
     ) -> str:
-        """Records how its process ended. Returns the failure, or an empty text. `is_asked_to_stop`:
-        it was asked to stop, and the signal itself could have ended it."""
+        """Records how the stage's process ended. Returns the failure, or an empty text.
+        `is_asked_to_stop`: the process got a signal to stop, and that signal may have ended it."""
         instance = decided.instance
         state = self.state.stages[decided.instance.id]
         state.wall_s += seconds

@@ -1,12 +1,12 @@
 r"""Numbers as people and TeX write them: `1,234.5`, `1.234,5`, `1 000 000`, `9{,}500`, `1'234`,
 `$3`, `-2e3`, `5 \times 10^3`, `2^{10}`, `3/4`, `\frac{3}{4}`, `1 1/2`, `50%`.
 
-A text is first written plainly (`write_plainly`): with keyboard signs and joined groups of digits.
-A number that is part of an expression (`2\sqrt{3}`, `\frac{x}{2}`, `3\pi`) does not count, and no
-number before it counts instead. An exponent or index does not count either (`12 m^2` is 12).
+`write_plainly` first rewrites a text with keyboard signs and joined groups of digits. A number that
+is part of an expression (`2\sqrt{3}`, `\frac{x}{2}`, `3\pi`) does not count, and no earlier number
+counts in its place. An exponent or index does not count either (`12 m^2` is 12).
 
-In a text of several lines, a dash and a blank at the beginning of a line mark a list item: `- 5` is
-5 there, and -5 if it is the whole text. A comma before three digits groups them; any other comma
+In a text of several lines, a dash and a blank at the beginning of a line mark a list item. So `- 5`
+is 5 there, and -5 if it is the whole text. A comma before three digits groups them. Any other comma
 between digits is a decimal comma, except within brackets and lists. `1.000` is 1.
 """
 
@@ -94,20 +94,20 @@ _GOES_ON = re.compile(
     r"(?:\\pi(?![a-z])|\u03c0|\\sqrt|\u221a|sqrt\(|\\[dtc]?frac|\\log|\\ln))"
 )
 NEAR = 80
-"""The number of characters before a number that are searched for an expression that it is part
-of."""
+"""The number of characters before a number in which an expression is searched that contains the
+number."""
 LONGEST = 400
-"""The maximum digits of a number: longer ones exceed the range of a float."""
+"""The maximum number of digits of a number. Longer numbers exceed the range of a float."""
 
 
 def write_plainly(text: str) -> str:
     r"""The text with its numbers as a keyboard writes them: full-width digits, dashes that are
-    minus signs, one-character fractions, raised digits (`^{2}`), and digits in groups, which are
-    joined (`1\,000`, `1 000`, `9{,}500`)."""
+    minus signs, one-character fractions and raised digits (`^{2}`) are rewritten, and groups of
+    digits (`1\,000`, `1 000`, `9{,}500`) are joined."""
     text = _DASH.sub("-", text.translate(_SIGNS))
     text = _FRACTION.sub(_spelt, text)
     text = _RAISED.sub(lambda raised: f"^{{{unicodedata.normalize('NFKC', raised[0])}}}", text)
-    text = text.replace("\u2212", "-")  # of a raised minus
+    text = text.replace("\u2212", "-")  # the `^` of a raised minus
     return _GROUPS.sub(lambda groups: _NO_DIGIT.sub("", groups[0]), text)
 
 
@@ -118,26 +118,26 @@ class Numeral(NamedTuple):
     """The number as plainly written, with its sign."""
     value: float
     is_percent: bool
-    """Whether it is a percentage; its value is then the share: 0.5 for 50%."""
+    """Whether it is a percentage. The value of 50% is 0.5."""
     start: int
     end: int
     """Its position in the plainly written text, without the sign."""
 
     @property
     def readings(self) -> tuple[float, ...]:
-        """Its possible values: 50% is 0.5, and also 50, for a question about percents."""
+        """Its possible values. 50% is 0.5, or 50 for a question about percents."""
         return (self.value, self.value * 100) if self.is_percent else (self.value,)
 
 
 def last_numeral(text: str) -> tuple[str, float] | None:
-    """The last number in a text, plainly written, and its value; `50%` is 0.5. None if there is no
+    """The last number in a text, plainly written, and its value. `50%` is 0.5. None if there is no
     number, or if it is part of an expression."""
     last = next(numerals_from_the_end(plain(text)), None)
     return None if last is None else (last.text, last.value)
 
 
 def readings(text: str) -> tuple[float, ...]:
-    """The possible values of the last number in a text; empty if there is none."""
+    """The possible values of the last number in a text. Empty if there is no number."""
     last = next(numerals_from_the_end(plain(text)), None)
     return () if last is None else last.readings
 
@@ -152,8 +152,8 @@ def plain(text: str) -> str:
 
 
 def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
-    """The numbers of a plainly written text, the last one first; None for one that is a part of an
-    expression."""
+    """The numbers of a plainly written text, the last number first. None for a number that is part
+    of an expression."""
     has_lines = "\n" in text.strip()
     for match in reversed(list(_NUMBER.finditer(text))):
         near = text[max(0, match.start() - NEAR) : match.start()]

@@ -1,13 +1,13 @@
-"""The reward `pairwise`: a remote model compares the attempts of a group two at a time, each pair
-in both orders.
+"""The reward `pairwise`: a remote model compares the attempts of a group in pairs, each pair in
+both orders.
 
     score = mean over its comparisons of  1 (better both times), 0.5 (equal, or the two orders
             contradict each other), 0 (worse both times)
 
-It costs n (n - 1) questions for n different attempts, or 2 `opponents` for each, while `ruler`
-costs `votes` for all together. A judge that can't distinguish many attempts can still compare two.
-If the two orders of a pair contradict each other, the judge decided by position. An attempt with a
-larger share of such pairs than `max_contradicted` has no score.
+It costs n (n - 1) requests for n different attempts, or 2 `opponents` for each attempt. `ruler`
+costs `votes` requests for all attempts together. A judge that can't rank many attempts may still be
+able to compare two. If the two orders of a pair contradict each other, the judge decided by
+position. An attempt with a larger share of such pairs than `max_contradicted` has no score.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ _NO_VERDICT = 'there is no JSON object in which "better" is 1, 2 or 0, or anothe
 
 
 class PairwiseConfig(GroupJudgeOptions):
-    """A reward by which a remote model compares attempts in pairs."""
+    """A reward for which a remote model compares attempts in pairs."""
 
     opponents: int | None = Field(default=None, ge=1)
-    """The minimum number of other attempts that each attempt is compared with. Default: all of its
-    group."""
+    """The minimum number of other attempts that each attempt is compared with. Default: all other
+    attempts of its group."""
     max_contradicted: float = Field(default=0.5, ge=0, le=1)
-    """The largest share of an attempt's comparisons whose two orders contradict each other. An
+    """The largest share of an attempt's comparisons whose two orders may contradict each other. An
     attempt with a larger share has no score and is recorded as failed."""
 
 
@@ -95,8 +95,8 @@ class PairwiseComparison:
 
 
 def pairs_of(num: int, opponents: int | None, seed: int) -> list[tuple[int, int]]:
-    """The pairs to compare: all, or those at a distance of up to half of `opponents` in a ring, so
-    that every attempt is compared with the same number of others."""
+    """The pairs to compare. They are all pairs, or those at a distance of up to half of `opponents`
+    in a ring, so that every attempt has the same number of comparisons."""
     if opponents is None or opponents >= num - 1:
         return [(i, j) for i in range(num) for j in range(i + 1, num)]
 

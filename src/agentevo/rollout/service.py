@@ -229,7 +229,7 @@ class SamplerService:
         )
         own_works = {work.lease.task.id: work for work in self._works if not work.is_lost}
         for lease in leases:
-            # the lease expired while the database was unavailable, and no other service has the task
+            # the lease expired while the database was away, and no other service has the task
             if lease.task.id in own_works:
                 own_works[lease.task.id].lease = lease
                 continue

@@ -113,8 +113,8 @@ def encode_stored_task(stored: StoredTask) -> EncodedTask:
     encoded = encode_task(stored.task)
     if stored.digest not in (b"", encoded.digest):
         raise StoreError(
-            f"task {stored.task.id!r} is not the one that was exported (its digest differs): the file "
-            "or its source store was changed"
+            f"task {stored.task.id!r} is not the one that was exported (its digest differs): the "
+            "file or its source store was changed"
         )
 
     ledger = {

@@ -203,6 +203,6 @@ def lacks_members(attempts: Iterable[int], size: int) -> bool:
 def check_same_content(kind: str, name: str, digest: bytes, stored_digest: bytes) -> None:
     if digest != stored_digest:
         raise StoreError(
-            f"{kind}: {name!r} is already stored with other content: use different ids for different "
-            "attempts (after a resume from an older checkpoint, call rewind first)"
+            f"{kind}: {name!r} is already stored with other content: use different ids for "
+            "different attempts (after a resume from an older checkpoint, call rewind first)"
         )
