@@ -157,7 +157,7 @@ def test_a_folder_that_nobody_can_write_costs_a_note(tmp_path: Path) -> None:
         trainer.control.goes_on()
         trainer.control.goes_on()
     assert len(trainer.notes) == 1
-    assert "takes no requests" in trainer.notes[0]
+    assert "accepts no requests" in trainer.notes[0]
 
 
 def test_an_id_or_a_link_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:

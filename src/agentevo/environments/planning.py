@@ -1,9 +1,9 @@
 """The success rates of reference players in an environment: exact for a small Markov decision
 process, and by seeded play for any environment.
 
-`win[a, s]` is the probability that action `a` in state `s` succeeds at once, `move[a, s, t]` the
-probability that it leads to state `t` (rows can sum to less than 1: the rest ended, won or lost),
-and V_0 = 0. The success rate with k actions left is
+`win[a, s]` is the probability that action `a` in state `s` succeeds at once. `move[a, s, t]` is the
+probability that it leads to state `t`. (Rows may sum to less than 1, because the rest has ended,
+won or lost.) V_0 = 0. The success rate with k actions left is
 
     Q_k[a, s] = win[a, s] + sum_t move[a, s, t] V_{k-1}[t]
     V_k       = max_a Q_k (optimal)  or  mean_a Q_k (uniform random)
@@ -26,7 +26,7 @@ shortest way."""
 
 
 class SuccessTables:
-    """Success rates by state and actions left; computed on demand and cached.
+    """Success rates by state and number of actions left, computed when they are needed, and cached.
 
     Args: `win` float64 [A, S] and `move` float64 [A, S, S], as in the module's docstring.
     """
@@ -42,21 +42,21 @@ class SuccessTables:
         return self._win + self._move @ following  # [A, S]
 
     def optimal(self, state: int, num_actions: int) -> float:
-        """Success rate of the best player that starts in `state` with `num_actions` actions."""
+        """The success rate of the best player that starts in `state` with `num_actions` actions."""
         while len(self._optimal) <= num_actions:
             self._optimal.append(self._values(self._optimal[-1]).max(axis=0))
         return float(self._optimal[num_actions][state])
 
     def random(self, state: int, num_actions: int) -> float:
-        """Success rate of the uniform random player that starts in `state` with `num_actions`
+        """The success rate of the uniformly random player that starts in `state` with `num_actions`
         actions."""
         while len(self._random) <= num_actions:
             self._random.append(self._values(self._random[-1]).mean(axis=0))
         return float(self._random[num_actions][state])
 
     def best_action(self, state: int, num_actions: int) -> int:
-        """The action that maximizes success with `num_actions` left; among equals, the one whose
-        success comes soonest."""
+        """The action that maximizes success with `num_actions` left. Among equals, the action with
+        the soonest success."""
         self.optimal(state, num_actions - 1)
         values = self._values_of(state, self._optimal[num_actions - 1])
         equals = values >= values.max() - 1e-12
@@ -80,8 +80,8 @@ class SuccessTables:
 
 
 def random_play_success(make: Callable[[], TextEnvironment], seed: int, num_plays: int) -> float:
-    """The share of `num_plays` episodes of the environment `seed` that a random player solves; its
-    choices are also from `seed`."""
+    """The share of `num_plays` episodes of the environment `seed` that a random player solves. The
+    player's choices also follow from `seed`."""
     environment = make()
     rng = random.Random(f"random player/{seed}")
     wins = 0

@@ -1,9 +1,9 @@
 """Paths of this machine in a recipe that other machines run.
 
 Python files that the recipe imports are copied with it. For machines that see this machine's
-folders (Slurm, Ray), every other path is made absolute. Containers have their own disks: files of
-rows that are small enough are also copied with the recipe, and any other path is refused. Paths
-that belong to an image (`/usr` and similar) are not changed.
+folders (Slurm, Ray), every other path becomes absolute. Containers have their own disks. For them,
+files of rows that are small enough are also copied with the recipe, and any other path is refused.
+Paths that belong to an image (`/usr` and similar) are not changed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from agentevo.parsing import read_text
 CARRIED = ("tasks.train", "tasks.eval", "data.train", "data.eval", "data.pairs")
 """Keys whose files are copied with the recipe. Their paths become relative to the recipe."""
 LARGEST = 16 * 2**20
-"""Largest size of a carried file, in bytes."""
+"""The maximum size of a copied file, in bytes."""
 _PLACED = ("run.", "store.", "import.")
 """Keys that the launch sets itself."""
 _OF_AN_IMAGE = ("/bin/", "/dev/", "/etc/", "/lib", "/opt/", "/proc/", "/sys/", "/usr/")
 
 
 def carry_imports(tree: dict[str, Any], files: dict[str, str]) -> None:
-    """Adds the Python files that a resolved recipe imports to `files` (contents by name); the
-    recipe, which is changed in place, then names them relative to itself. Raises ConfigError for a
-    folder, two files of one name, and an unreadable file."""
+    """Adds the Python files that a resolved recipe imports to `files` (contents by name). Changes
+    the recipe in place, so that its paths are relative to itself. Raises ConfigError for a folder,
+    for two files with the same name, and for an unreadable file."""
     for index, entry in enumerate(tree["import"]):
         path = Path(entry)
         if not path.is_absolute():
@@ -44,8 +44,8 @@ def carry_imports(tree: dict[str, Any], files: dict[str, str]) -> None:
 
 
 def make_paths_absolute(tree: dict[str, Any]) -> dict[str, str]:
-    """The paths of this machine in a resolved recipe by their keys, in the recipe absolute from now
-    on (it is changed in place)."""
+    """Makes the paths of this machine in a resolved recipe absolute, in place. Returns the paths by
+    their keys."""
     paths = {}
     for key, place, index in _local_paths(tree):
         place[index] = paths[key] = os.path.abspath(os.path.expanduser(place[index]))
@@ -53,9 +53,9 @@ def make_paths_absolute(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def carry_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
-    """Adds the files of rows that a resolved recipe names to `files` (contents by name); the
-    recipe, which is changed in place, then names them relative to itself. `runs`: the folder of
-    this machine that the other machines see. Raises ConfigError for what can't be carried."""
+    """Adds the files of rows that a resolved recipe names to `files` (contents by name). Changes
+    the recipe in place, so that its paths are relative to itself. `runs`: the folder of this
+    machine that the other machines see. Raises ConfigError for a path that can't be copied."""
     problems = []
     for key, place, index in list(_local_paths(tree)):
         path = os.path.realpath(os.path.expanduser(place[index]))
@@ -85,7 +85,8 @@ def carry_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
 
 
 def _add_file(key: str, path: Path, text: str, files: dict[str, str]) -> str:
-    """The file's path relative to the recipe. Raises ConfigError if another file has its name."""
+    """The file's path relative to the recipe. Raises ConfigError if another file has the same
+    name."""
     if files.setdefault(path.name, text) != text:
         raise ConfigError(
             f"{key}: two files are called {path.name}: rename one of them, since they are copied "
@@ -98,7 +99,8 @@ def _add_file(key: str, path: Path, text: str, files: dict[str, str]) -> str:
 def _local_paths(
     tree: dict[str, Any] | list[Any], above: str = ""
 ) -> Iterator[tuple[str, Any, str | int]]:
-    """(key, what holds it, its place in there) of every text that is a path of this machine."""
+    """Yields (key, container, index in the container) for every text that is a path of this
+    machine."""
     items: Any = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for index, value in items:
         key = f"{above}{index}"
@@ -109,7 +111,7 @@ def _local_paths(
 
 
 def _is_local(text: str) -> bool:
-    """Whether a value is written as a path, and exists."""
+    """Whether a value is written as a path that exists."""
     if not text.startswith(("~", ".")) and "/" not in text:
         return False
     if "\0" in text or "\n" in text or "://" in text:

@@ -1,11 +1,12 @@
-"""`agentevo launch own`: a launch's nodes as actors of a Ray cluster, one per bundle of a placement
-group. Each keeps one process, `agentevo launch node`.
+"""`agentevo launch own`: a launch's nodes as actors of a Ray cluster, one actor per bundle of a
+placement group. Each actor keeps one process, `agentevo launch node`.
 
-A lost node is reported and restarted. A node without the trainer restarts alone on the node that
-Ray chooses for its bundle, while the others continue. If the trainer's node is lost, the whole
+A lost node is reported and restarted. A node without the trainer restarts alone, on the Ray node
+that Ray chooses for its bundle, while the others continue. If the trainer's node is lost, the whole
 launch restarts (at most `restarts` times) and resumes the run. Every call to Ray has a deadline,
-since an actor whose node has died does not answer for a while. Processes end with their actor, and
-actors with this owner. All nodes see the launch's folder and the run's, as with other clusters.
+because an actor whose node has died does not answer for a while. Processes end with their actor,
+and actors with this owner. All nodes see the folders of the launch and the run, as on other
+clusters.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from agentevo.signals import asked_to_stop
 
 LOOK_S = 1.0
 CALL_S = 30.0
-"""Deadline of one call to an actor."""
+"""The deadline of a call to an actor, in seconds."""
 SILENT_S = 120.0
-"""An actor that has not answered for this time is lost, regardless of Ray's report."""
+"""An actor that has not answered for this time is lost, whatever Ray reports."""
 WRONG = 2
-"""Exit code of a wrong configuration, which a restart would not fix."""
+"""The exit code of a wrong configuration, which a restart would not fix."""
 LOST = -1
-"""Used instead of an exit code if the node's actor, and with it its process, is lost."""
+"""Replaces the exit code if the node's actor is lost, and its process with it."""
 
 
 class RayError(AgentEvoError):
@@ -48,15 +49,15 @@ class RayError(AgentEvoError):
 
 
 class Keeper:
-    """In an actor: keeps one process."""
+    """Runs in an actor, and keeps one process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, words: list[str], head: str | None, log: str) -> tuple[str, int]:
-        """Starts it, with its output added to that file. `head`: the address of node 0, None for
-        node 0 itself. Returns the address at which other nodes reach this one, and the process's
-        id."""
+        """Starts the process, and appends its output to that file. `head`: the address of node 0,
+        None for node 0 itself. Returns the address at which other nodes reach this node, and the
+        process's id."""
         ray: Any = load_extra("ray", "ray", "agentevo launch own")
         address = str(ray.util.get_node_ip_address())
         node = [*words, "--head", head or address, "--parent", str(os.getpid())]
@@ -72,12 +73,12 @@ class Keeper:
         return address, self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit code, 128 and the number for a signal; None while it runs."""
+        """The process's exit code (128 plus the number for a signal). None while it runs."""
         assert self._process is not None
         return to_exit_code(self._process.poll())
 
     def stop(self) -> None:
-        """Asks it to end."""
+        """Sends the process a stop signal."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGTERM)
@@ -90,8 +91,9 @@ def own(
     id: str = "",
     note: Callable[[str], None] = to_stderr,
 ) -> int:
-    """Runs the launch to its end; blocks. `address` of the cluster, by default RAY_ADDRESS or the
-    one on this machine. Returns the trainer's exit code. Raises RayError, ConfigError."""
+    """Runs the launch to its end, and blocks. `address`: the address of the cluster, by default
+    RAY_ADDRESS or the cluster on this machine. Returns the trainer's exit code. Raises RayError,
+    ConfigError."""
     ray: Any = load_extra("ray", "ray", "agentevo launch own")
     plan = read_plan(path)
     cluster = _read_cluster(path.parent / RayCluster.file)
@@ -127,7 +129,7 @@ def _read_cluster(path: Path) -> RayCluster:
 
 
 class _Owner:
-    """Owner of one launch; see the module docstring."""
+    """The owner of a launch."""
 
     def __init__(
         self,
@@ -147,15 +149,16 @@ class _Owner:
         self._group: Any = None
         self._keepers: dict[int, Any] = {}
         self._starting: dict[int, Any] = {}
-        """For nodes whose process has not started yet: the pending reply with its address."""
+        """For nodes whose process has not started yet: the pending reply with the node's
+        address."""
         self._heard: dict[int, float] = {}
-        """Time of each node's last reply, or of its start."""
+        """The time of each node's last reply, or of its start."""
         recipe = [str(path.parent / plan.recipe), *plan.overrides]
         run_dir = load_config(recipe[0], recipe[1:]).run_dir
         self._logs = run_dir.parent / f"{run_dir.name}.launch"
 
     def run(self, stop: Callable[[], bool]) -> int:
-        """Returns the trainer's exit code."""
+        """Runs the launch, restarts included. Returns the trainer's exit code."""
         self._place()
         try:
             for restarts_left in range(self._cluster.restarts, -1, -1):
@@ -177,7 +180,7 @@ class _Owner:
                 self._ray.util.remove_placement_group(self._group)
 
     def _place(self) -> None:
-        """Raises RayError if the cluster has no room in time."""
+        """Requests the placement group. Raises RayError if the cluster has no room in time."""
         bundle = {"CPU": float(self._cluster.cpus_per_node), **self._cluster.resources}
         if self._cluster.gpus:
             bundle["GPU"] = float(self._cluster.gpus)
@@ -197,7 +200,7 @@ class _Owner:
             )
 
     def _run_once(self, id: str, stop: Callable[[], bool]) -> int:
-        """One start of the launch: the trainer's exit code, or LOST."""
+        """Runs the launch once. Returns the trainer's exit code, or LOST."""
         self._start(0, None, id)
         head = self._wait_for_start(0, self._cluster.placed_s)
         for number in range(1, len(self._plan.nodes)):
@@ -234,8 +237,8 @@ class _Owner:
         return LOST
 
     def _start(self, number: int, head: str | None, id: str) -> None:
-        """Requests a node's process in its bundle, which Ray can have to place again. `head`: the
-        address of node 0, None for node 0 itself."""
+        """Requests a node's process in its bundle. Ray may have to place the bundle again. `head`:
+        the address of node 0, None for node 0 itself."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=number
         )
@@ -268,7 +271,7 @@ class _Owner:
         return str(address)
 
     def _poll(self, number: int) -> int | None:
-        """Its exit code, or LOST; None while it runs or starts."""
+        """The node's exit code, or LOST. None while it runs or starts."""
         try:
             if number in self._starting:
                 self._poll_start(number)
@@ -304,7 +307,8 @@ class _Owner:
             self._heard[number] = time.monotonic()
 
     def _wait_for_others(self) -> None:
-        """Waits for the nodes without the trainer, which end with its exit code within seconds."""
+        """Waits for the nodes without the trainer, which end within seconds and with its exit
+        code."""
         deadline = time.monotonic() + CALL_S
         other_nodes = [
             number for number in self._keepers if number and number not in self._starting

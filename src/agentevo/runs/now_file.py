@@ -3,10 +3,10 @@
     {"phase": "sampling", "detail": "step 12", "since": 1795473961.2, "done": 37, "total": 64,
      "unit": "attempts", "step": 11, "planned": 60, "heartbeat_at": 1795473970.0, ...}
 
-The fields are those of observability/moment.py. A thread writes it, whole each time: once in
-LEAST_S at most, when something has changed, and every HEARTBEAT_S otherwise. At the end it says how
-the run ended. The run waits for that thread at most END_S: with a disk that is full, read-only or
-hangs, the file is missing and a note appears at the end. The file is not synced to the disk.
+The fields are those of observability/moment.py. A thread rewrites the file: after a change, at most
+once in LEAST_S seconds, and otherwise every HEARTBEAT_S seconds. At the end, the file says how the
+run ended. The run waits for that thread at most END_S seconds. If the disk is full, read-only or
+hangs, the file is missing, and a note appears at the end. The file is not synced to the disk.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ END_S = 3.0
 
 
 class NowFile:
-    """Context manager around the run, used once its folder exists. The thread calls `look` for the
-    current activity."""
+    """A context manager around the run, used after the run's folder exists. The thread calls `look`
+    for the current activity."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class NowFile:
         least_s: float = LEAST_S,
         is_written: bool = True,
     ) -> None:
-        """`is_written`: whether this process is the one to write it."""
+        """`is_written`: whether this process writes the file."""
         self._path = folder / NOW
         self._look = look
         self._note = note
@@ -69,7 +69,7 @@ class NowFile:
             self._ended = ("stopped" if last.is_stopping and not is_complete else "finished", "")
         elif isinstance(error, Exception):
             self._ended = ("failed", failure(error))
-        else:  # Ctrl-C, SIGTERM, a cancellation
+        else:  # Ctrl-C, SIGTERM, or a cancellation
             self._ended = ("stopped", "")
 
         if not self._is_written:

@@ -14,8 +14,8 @@ from agentevo.runs.now_file import NOW
 
 
 def run_words(folder: Path) -> str:
-    """`finished, 40 of 40 steps, held-out success 12.5% before, 78.1% after (64 tasks), best at
-    step 30`. Never raises: the text says what can't be read."""
+    """For example `finished, 40 of 40 steps, held-out success 12.5% before, 78.1% after (64 tasks),
+    best at step 30`. Never raises an error: the text says what can't be read."""
     if not is_run_folder(folder):
         return "not begun"
 

@@ -1,10 +1,10 @@
-"""Exports the messages of a run's attempts as conversations for `agentevo sft`: those of a teacher
-behind an API, or of the policy itself, for example to train a smaller one.
+"""Exports the messages of a run's attempts as conversations for `agentevo sft`. They are those of a
+teacher behind an API, or of the policy itself, for example to train a smaller model.
 
-A row is one path from the beginning of a conversation to its last answer, in the form `messages`.
-Recorded answers are trained; answers that another author put into the history, and answers cut off
-by the token limit, are context (`weight: 0`). `agentevo sft` can read every row: rows that it would
-refuse are left out here, with the same reasons.
+A row is a path from the beginning of a conversation to its last answer, in the form `messages`.
+Recorded answers are trained. Answers that another author put into the history, and answers that the
+token limit cut off, are context (`weight: 0`). `agentevo sft` can read every row: rows that it
+would refuse are left out here, for the same reasons.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from agentevo.store.store import Store
 from agentevo.types import Message, RemoteTurn, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from agentevo.models.chat import ChatFormat  # which imports torch
+    from agentevo.models.chat import ChatFormat  # importing it loads torch
 
 POLICY = "policy"
 """The value of `model` that means the policy."""
 Read = Callable[[Turn, str], dict[str, Any]]
-"""An answer of the policy, and the tools as JSON -> the message."""
+"""Converts an answer of the policy, with the tools as JSON, to a message."""
 
 
 def answer_reader(chat: ChatFormat | None) -> Read:
-    """Takes thoughts and tool calls out of the policy's text, as its model's family writes them.
-    Without a chat format the text stays as it is."""
+    """Separates thoughts and tool calls from the policy's text, in the notation of its model's
+    family. Without a chat format, the text stays unchanged."""
 
     def read(turn: Turn, tools: str) -> dict[str, Any]:
         text = turn.messages[-1].text
@@ -81,7 +81,7 @@ def conversations_of(
     trajectory: Trajectory, read: Read, model: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """The rows of an attempt, each with `messages` and `tools`. `model`: POLICY or the name of a
-    remote model; None takes the remote models where any was asked, else the policy."""
+    remote model. None means all remote models if the attempt used any, else the policy."""
     turns: Sequence[Turn | RemoteTurn] = trajectory.turns
     if model != POLICY and (model is not None or trajectory.remote_turns):
         turns = trajectory.remote_turns
@@ -129,9 +129,9 @@ async def export_sft(
     per_task: int | None = None,
     model: str | None = None,
 ) -> RowReport:
-    """Writes the conversations of the attempts that succeeded, or have at least `min_reward`, at
-    most `per_task` attempts at a task, the best first, to `path` (.jsonl or .jsonl.gz), and returns
-    the account of all of them. Duplicates are left out. Raises ConfigError if there is nothing to
+    """Writes the conversations of the attempts that succeeded, or have at least `min_reward`, to
+    `path` (.jsonl or .jsonl.gz). Each task has at most `per_task` attempts, the best first. Returns
+    the account of all attempts. Duplicates are left out. Raises ConfigError if there is nothing to
     export."""
     summaries = await store.summaries(split=split)
     if not summaries:
@@ -166,8 +166,8 @@ def export_played(
     per_task: int | None = None,
     model: str | None = None,
 ) -> RowReport:
-    """`export_sft` of attempts that an evaluation has kept. Raises ConfigError if there is nothing
-    to export."""
+    """Like `export_sft`, for attempts that an evaluation has stored. Raises ConfigError if there is
+    nothing to export."""
     report = RowReport("export")
     good = _good(trajectories, report, min_reward)
     if per_task is not None:
@@ -199,7 +199,7 @@ class _ExportRows:
         self._known: set[str] = set()
 
     def add(self, trajectory: Trajectory, *, tokens_deleted: bool = False) -> None:
-        """All rows of an attempt, or why there are none."""
+        """Adds all rows of an attempt, or reports why there are none."""
         has_row = False
         for row in conversations_of(trajectory, self._read, self._model):
             has_row = True
@@ -229,8 +229,8 @@ def _good(
     report: RowReport,
     min_reward: float | None,
 ) -> dict[str, str]:
-    """The attempts that are good enough, each with its task; the best first, of equals the
-    shortest."""
+    """The attempts that are good enough, each with its task. The best come first, and among equals
+    the shortest."""
     good: dict[str, str] = {}
     for summary in sorted(summaries, key=lambda s: (-s.reward, _length(s), s.id)):
         error: RowError | None = None
@@ -251,7 +251,7 @@ def _good(
 
 
 def _taught(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]:
-    """Digests of the rows of an attempt that can be taught."""
+    """Digests of an attempt's rows that can be trained on."""
     digests = set()
     for row in conversations_of(trajectory, read, model):
         with suppress(RowError):
@@ -262,7 +262,7 @@ def _taught(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]
 def _best(
     good: Mapping[str, str], taught: Mapping[str, set[bytes]], per_task: int, report: RowReport
 ) -> dict[str, str]:
-    """The first attempts of each task, until `per_task` of them have new content; attempts without
+    """The first attempts of each task, until `per_task` of them have new content. Attempts without
     new content are skipped and do not count."""
     chosen: dict[str, str] = {}
     taken: Counter[str] = Counter()
@@ -283,7 +283,7 @@ def _best(
 
 
 def _length(attempt: TrajectorySummary | Trajectory) -> int:
-    """The length of the replies in tokens; for a remote model, whose tokens are unknown, in
+    """The length of the replies in tokens. For a remote model, whose tokens are unknown, in
     turns."""
     if isinstance(attempt, Trajectory):
         return attempt.num_completion_tokens() or len(attempt.remote_turns)
@@ -291,7 +291,7 @@ def _length(attempt: TrajectorySummary | Trajectory) -> int:
 
 
 def _content(row: Mapping[str, Any], name: str) -> str:
-    """A row as JSON. Raises RowError for one that can't be taught."""
+    """A row as JSON. Raises RowError for a row that can't be trained on."""
     check_text(row)
     conversation = conversation_of(name, row)
     answers = [m for m in conversation.messages if m["role"] == "assistant"]
@@ -301,7 +301,8 @@ def _content(row: Mapping[str, Any], name: str) -> str:
 
 
 def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str]) -> str:
-    """A row of the file. Raises RowError for one that can't be taught, or is there already."""
+    """A row of the file. Raises RowError for a row that can't be trained on, or is already in the
+    file."""
     content = _content(row, trajectory.id)
     if content in seen_contents:
         raise RowError("duplicate", "an earlier attempt has the same reply")
