@@ -29,11 +29,12 @@ async def rebuild(
     tasks: Sequence[Task] | None = None,
     policy: str = "",
 ) -> AsyncGenerator[dict[str, torch.Tensor], None]:
-    """Yields the trained parameters by name, for each of `versions` in order, in one pass from the
-    nearest complete checkpoint before them; with several policies, those of `policy`. They are the
-    trainer's own tensors, so valid until the next iteration.
+    """Yields the trained parameters by name, for each of `versions` in order. It takes one pass
+    from the nearest complete checkpoint before them. With several policies, the parameters are
+    those of `policy`. They are the trainer's own tensors, so they are valid until the next
+    iteration.
 
-    This repeats the updates in between, without sampling. Raises CheckpointError for a version that
+    The updates in between are repeated, without sampling. Raises CheckpointError for a version that
     was never committed.
     """
     if not versions:

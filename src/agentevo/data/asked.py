@@ -6,7 +6,7 @@ import hashlib
 
 
 def asked_key(text: str) -> bytes | None:
-    """A digest (16 bytes) of a question that ignores white space and case; None for a text without
+    """A digest (16 bytes) of a question that ignores white space and case. None for a text without
     a character."""
     plain = " ".join(text.split()).casefold()
     if not plain:

@@ -30,7 +30,7 @@ def verdict_of(summary: Mapping[str, Any]) -> str:
 
 
 def lines_of(summary: Mapping[str, Any]) -> list[str]:
-    """For the terminal."""
+    """The results as lines for the terminal."""
     held_out = summary["held_out"]
     budget = summary["budget"]
 
@@ -53,7 +53,7 @@ def lines_of(summary: Mapping[str, Any]) -> list[str]:
 
 
 def report_of(summary: Mapping[str, Any], pool: Sequence[Judged]) -> str:
-    """report.md."""
+    """The text of report.md."""
     ranked = sorted(pool, key=lambda judged: judged.rank)
     parts = ["# Texts\n", "```", *lines_of(summary), "```\n", "## What was judged\n"]
     parts += ["| text | reward in the search | from | how |", "|---|---|---|---|"]
@@ -82,7 +82,7 @@ def report_of(summary: Mapping[str, Any], pool: Sequence[Judged]) -> str:
 
 
 def _fence(content: str) -> str:
-    """Longer than any run of backticks in the content."""
+    """A fence that is longer than any run of backticks in the content."""
     fence = "```"
     while fence in content:
         fence += "`"

@@ -1,13 +1,13 @@
 """Exports stored calls as spans to a file, for a run that was not traced.
 
-Names, trace ids and span ids equal those of the run's own tracer (tracing/spans.py), so a
-second export, or a trace of the run, has the same spans. The trace ids of a run that was never
-traced are made from the name of its first process, which is unique.
+Names, trace ids and span ids equal those of the run's own tracer (tracing/spans.py). So a second
+export, or a trace of the run, has the same spans. If the run was never traced, the trace ids follow
+from the name of its first process, which is unique.
 
-With `contents` a call of the policy has the messages of its turn, so `agentevo data import` reads
-them. Facts that only a tracer sees are missing: the request at the gateway that caused a
-call, and the attempt of several agents that it belongs to. The messages of an attempt that lost
-answers on their way, or is not in the store, are left out.
+With `contents`, a call of the policy has the messages of its turn, so `agentevo data import` can
+read them. Facts that only a tracer sees are missing: the request at the gateway that caused a call,
+and the attempt of several agents that the call belongs to. The messages of an attempt are left out
+if the attempt lost answers, or is not in the store.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from agentevo.tracing.texts import SpanTexts
 from agentevo.types import Call, Message, Turn
 
 REMEMBERED = 512
-"""Attempts whose messages are cached while calls are read: as many as run at one time."""
+"""The number of attempts whose messages are cached while calls are read: as many as run at the same
+time."""
 
 
 class Exported(NamedTuple):
-    """The numbers of calls that became spans, and of those without an end: they run, or their
-    process was killed."""
+    """The numbers of calls that became spans, and of calls without an end, because they still run
+    or their process was killed."""
 
     spans: int
     unended: int
@@ -54,11 +55,11 @@ async def export_spans(
     contents: bool = False,
 ) -> Exported:
     """Writes the calls that have ended to `out` (.jsonl or .jsonl.gz), which appears whole or not
-    at all: a line is a request of up to BATCH spans, in OTLP's JSON, or one span.
+    at all. A line is a request of up to BATCH spans in OTLP's JSON, or a single span.
 
-    `run.id` is left out: `folder` has it, or the calls. `contents`: spans hold the messages of the
-    policy, and the inputs and outputs of tools, scorers and programs. Raises StoreError for
-    a path that can't be written.
+    `run.id` is not set: it comes from `folder`, or from the calls. `contents`: whether spans
+    contain the messages of the policy, and the inputs and outputs of tools, scorers and programs.
+    Raises StoreError for a path that can't be written.
     """
     spans: Spans | None = None
     conversations = _Conversations(store)
@@ -104,10 +105,12 @@ class _Conversations:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._turns: dict[str, list[TracedMessage]] = {}
-        """Attempt -> the messages of each of its turns; the oldest are forgotten."""
+        """Maps an attempt to the messages of each of its turns. The oldest entries are removed
+        first."""
 
     async def said_in(self, call: Call) -> TracedMessage | None:
-        """The messages of a call; None if it is not the policy's, or its turns are unknown."""
+        """The messages of a call. None if it is not a call of the policy, or if its turns are
+        unknown."""
         first = call.attributes.get("turn")
         count = call.attributes.get("completions")
         if call.kind != "policy" or not isinstance(first, int) or not isinstance(count, int):
@@ -130,7 +133,7 @@ class _Conversations:
     async def _read(self, trajectory_id: str) -> list[TracedMessage]:
         try:
             trajectory = await self._store.trajectory(trajectory_id)
-        except StoreError:  # dropped, or its group has not been written
+        except StoreError:  # dropped, or its group was not written
             return []
 
         if "num_undelivered" in trajectory.metrics:  # its turns were renumbered
@@ -158,7 +161,8 @@ def _said_in_turn(turn: Turn, context: Sequence[Message], tools: str) -> TracedM
 
 
 def _line(span: ReadableSpan) -> bytes:
-    """A span on its own, its ids in hexadecimal as everywhere, its attributes by name."""
+    """A span as a separate line. Its ids are in hexadecimal as everywhere, and its attributes are
+    by name."""
     assert span.context is not None
     line: dict[str, Any] = {
         "trace_id": format_trace_id(span.context.trace_id),

@@ -24,14 +24,15 @@ from agentevo.trackers.tracker import (
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 MOST_AT_ONCE = 500
-"""The most metrics of one request; MLflow accepts 1000."""
+"""The maximum number of metrics in a request. MLflow accepts 1000."""
 LONGEST_PARAMETER = 500
 MOST_PARAMETERS = 100
-"""Of one request."""
+"""The maximum number of parameters in a request."""
 
 
 class MLflowConfig(TrackerConfig):
-    """MLflow. It reads its own credentials: MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN."""
+    """MLflow. MLflow reads its own credentials: MLFLOW_TRACKING_USERNAME and _PASSWORD, or
+    _TOKEN."""
 
     tracking_uri: str | None = Field(default=None, min_length=1)
     """http://HOST:PORT, or sqlite:////PATH/mlruns.db. Write a password in it as

@@ -1,5 +1,5 @@
-"""All trackers of a run, for the run's own thread: it puts rows in, gets their problems, and ends
-them together within one deadline."""
+"""All trackers of a run, for the run's own thread. It puts rows in, receives the trackers'
+problems, and ends the trackers together within one deadline."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RECORD = "tracking.json"
 
 
 class Tracking:
-    """Starts immediately, in the trackers' threads. Not thread-safe: `note` and `warn` are called
-    by the thread that calls its methods."""
+    """The trackers of a run. Their threads start immediately. Not thread-safe: `note` and `warn`
+    are called on the thread that calls the methods."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Tracking:
         flush_s: float,
         keep_record: bool = True,
     ) -> None:
-        """`makers`: for each tracker its options, and its class. `keep_record`: the run has a
+        """`makers`: the options and the class of each tracker. `keep_record`: whether the run has a
         folder and may be resumed."""
         self._note = note
         self._warn = warn
@@ -81,7 +81,8 @@ class Tracking:
         figures: Mapping[str, Path] | None = None,
         artifacts: Mapping[str, Path] | None = None,
     ) -> None:
-        """Ends the trackers, and waits at most `flush_s` until they delivered the rest."""
+        """Ends the trackers, and waits at most `flush_s` seconds until they have delivered the
+        rest."""
         last = [
             *(
                 lambda tracker, name=name, path=path: tracker.figure(name, path)
@@ -104,7 +105,7 @@ class Tracking:
 
 
 def merge_rows(before: TrackedRow | None, row: TrackedRow) -> TrackedRow:
-    """Two rows of one step as one: for a name in both, the later value."""
+    """Two rows of the same step as one row. For a name in both, the later value counts."""
     if before is None:
         return row
     return TrackedRow(
