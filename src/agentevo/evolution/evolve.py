@@ -158,7 +158,8 @@ def read_evolution(
     target: str, overrides: Sequence[str], *, documents: Sequence[str] = (), **section_keys: Any
 ) -> Evolution:
     """Reads and checks a plan. `target`: a URL, a command, documents, or a YAML file with a section
-    `evolve`. `documents`: further documents. `section_keys`: keys that override those of the section. Raises
+    `evolve`. `documents`: further documents. `section_keys`: keys that override those of the
+    section. Raises
     ConfigError."""
     is_file = target.endswith((".yaml", ".yml"))
     path = sources.find_recipe(target) if is_file else None
