@@ -1,9 +1,9 @@
-"""An event loop on a thread of its own, for foreign code that may block it.
+"""An event loop on a separate thread, for foreign code that may block it.
 
-All attempts of a world share it, since the objects that they share (clients, locks) belong to one
-loop. Blocking code delays only these attempts. If the loop does not respond after an attempt was
-cancelled, it is abandoned with the attempts that hang on it, and later attempts get a new one; a
-process tolerates MAX_LEFT abandoned loops.
+All attempts of a world share the loop, because the objects that they share (clients, locks) belong
+to a single loop. Blocking code delays only these attempts. If the loop does not respond after an
+attempt was cancelled, the loop is abandoned with the attempts that wait for it. Later attempts get
+a new loop, and a process tolerates MAX_LEFT abandoned loops.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 MAX_LEFT = 20
 ANSWER_S = 2.0
-"""A loop that has not answered for this time is blocked."""
+"""A loop that has not answered for this time, in seconds, is blocked."""
 
 
 class OwnLoop:
-    """See the module. `name` is the name of its threads."""
+    """A loop for foreign code. `name` is the name of its threads."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -32,8 +32,9 @@ class OwnLoop:
         self._num_left = 0
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs the coroutine on that loop, and returns or raises its result. It is cancelled with
-        the caller. Raises EnvironmentFailure if too many loops are blocked."""
+        """Runs the coroutine on that loop, and returns its result or raises its exception. If the
+        caller is cancelled, the coroutine is cancelled too. Raises EnvironmentFailure if too many
+        loops are blocked."""
         loop = self._running()
         future = asyncio.run_coroutine_threadsafe(_guard(work), loop)
         try:
@@ -58,7 +59,8 @@ class OwnLoop:
 
 
 async def _guard(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """SystemExit and KeyboardInterrupt would end the loop of all others."""
+    """Raises OverreachError for SystemExit and KeyboardInterrupt, which would end the loop of all
+    attempts."""
     try:
         return await work()
     except (SystemExit, KeyboardInterrupt) as error:

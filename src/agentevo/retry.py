@@ -14,13 +14,13 @@ from agentevo.errors import DeadlineExceededError, StoreUnavailableError
 T = TypeVar("T")
 
 STORE_RETRY_S = 600.0
-"""How long a run's processes wait for an unavailable database before they fail."""
+"""The time in seconds that a run's processes wait for an unavailable database before they fail."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 SILENT_S = 5.0
-"""A call that has neither answered nor failed for this time is reported."""
+"""A call that has neither answered nor failed for this time, in seconds, is reported."""
 TELL_S = 15.0
-"""Time between two reports."""
+"""The time between two reports, in seconds."""
 
 
 async def with_retries(
@@ -30,12 +30,13 @@ async def with_retries(
     what: str,
     notify: Callable[[str], None] = to_stderr,
 ) -> T:
-    """`await call()`, again and again while the store can't be reached or is too slow, with pauses
-    that double from FIRST_PAUSE_S to LONGEST_PAUSE_S. Refusals are raised at once; what still fails
+    """Awaits `call()` repeatedly while the store can't be reached or is too slow, with pauses that
+    double from FIRST_PAUSE_S to LONGEST_PAUSE_S. Refusals are raised at once. An error that remains
     after `within_s` seconds is raised as StoreUnavailableError.
 
-    `notify` receives a line with the name of the call, the reason of the wait and its end: at the
-    first failure or after SILENT_S, then every TELL_S, and when the wait is over."""
+    `notify` receives a line with the name of the call, the reason of the wait and the time at which
+    it ends. The first line comes at the first failure or after SILENT_S seconds, the next ones
+    every TELL_S seconds, and the last one when the wait is over."""
     ends = time.monotonic() + within_s
     pause = FIRST_PAUSE_S
     reporter = _Reporter(what, within_s, notify)

@@ -188,7 +188,7 @@ def saying(logprobs: list[float]) -> Turn:
         ({"prompt_ids": [2**31]}, OverflowError, "prompt_ids of turn 0: 2147483648 is no 32-bit"),
         ({"prompt_ids": [1.5]}, TypeError, "prompt_ids of turn 0: 1.5 is no 32-bit integer"),
         ({"logprobs": [-1e300]}, OverflowError, "does not fit in a float32"),
-        ({"logprobs": [None]}, TypeError, "logprobs of turn 0: None is no number"),
+        ({"logprobs": [None]}, TypeError, "logprobs of turn 0: None is not a valid number"),
     ],
 )
 def test_a_turn_holds_only_what_its_arrays_can(

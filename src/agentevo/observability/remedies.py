@@ -1,5 +1,5 @@
-"""Advice of warnings and checks that fits the recipe: no key that the recipe refuses, and none that
-is set already."""
+"""Advice of warnings and checks that fits the recipe. It names no key that the recipe refuses, and
+none that is already set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Remedies:
-    """Parts of sentences; the defaults fit any recipe."""
+    """Parts of sentences. The defaults fit any recipe."""
 
     answer_shorter: str = "ask for shorter answers in the agent's prompt"
     show_format: str = "show the format with an example in the agent's prompt"
@@ -25,15 +25,16 @@ class Remedies:
     tie: str = "set algorithm.kl_coef (0.001 to 0.01)"
     """What keeps the policy near its start."""
     widen: str = "set algorithm.clip_high=0.28"
-    """What lets rare tokens grow; empty where it is so already."""
+    """What allows rare tokens to grow. Empty if the recipe already does."""
     keep_groups: str = ""
-    """What lets groups without spread have their entropy bonus; empty where they are kept."""
+    """What gives groups without spread their entropy bonus. Empty if the recipe keeps such
+    groups."""
     precise: str = "set model.dtype=float32"
-    """What rounds less; empty in float32."""
+    """What rounds less. Empty in float32."""
 
 
 def remedies_of(tree: Mapping[str, Any]) -> Remedies:
-    """The remedies of a resolved recipe (config.yaml, or `RunConfig.model_dump`); a missing or
+    """The remedies of a resolved recipe (config.yaml, or `RunConfig.model_dump`). A missing or
     damaged value counts as unknown."""
     if not isinstance(tree.get("agent"), Mapping):
         return Remedies()

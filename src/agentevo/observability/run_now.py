@@ -14,16 +14,16 @@ from agentevo.observability.signs import OF_A_STEP
 from agentevo.pages import words
 
 PACE_STEPS = 20
-"""The last steps that measure the pace of the run."""
+"""The number of last steps that measure the pace of the run."""
 SHOWN_STEPS = 40
-"""Steps of the timeline."""
+"""The number of steps in the timeline."""
 PHASES = (
     ("gen", "sampling"),
     ("adv", "rewards and advantages"),
     ("update_actor", "update"),
     ("update_weights", "publishing weights"),
 )
-"""(metric below timing_s/, words) in the order of a step."""
+"""(metric below timing_s/, name) in the order of a step."""
 NOW = (
     ("Reward", "critic/score/mean", words.number, ""),
     ("Success", "train/success", words.percent, ""),
@@ -39,7 +39,7 @@ NOW = (
     ("Groups under way", "sampler/groups_running", words.count, ""),
     ("Memory", "perf/cpu_memory_used_gb", words.number, "GiB"),
 )
-"""(label, metric, format, unit) of the facts, each shown where its metric was logged."""
+"""(label, metric, format, unit) of the facts. Each is shown if its metric was logged."""
 
 
 class RunUnderWay(Measured, Protocol):
@@ -56,7 +56,7 @@ class RunUnderWay(Measured, Protocol):
 
 
 def facts(view: Measured) -> list[tuple[str, str, str]]:
-    """(label, value, unit) of the newest step."""
+    """The (label, value, unit) of the newest step."""
     entries = []
     for label, metric, written, unit in NOW:
         value = view.table.latest(metric)
@@ -66,7 +66,7 @@ def facts(view: Measured) -> list[tuple[str, str, str]]:
 
 
 def seconds_left(view: RunUnderWay, now: float | None = None) -> float | None:
-    """The time left at the pace of the last steps, including the time between them; None for a run
+    """The time left at the pace of the last steps, including the time between them. None for a run
     that is not running, or has no end."""
     if view.state != "running" or not view.planned or view.step >= view.planned:
         return None
@@ -103,19 +103,19 @@ def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
 
 @dataclass(frozen=True)
 class RunSegment:
-    """A stretch of time of one step's phase."""
+    """A stretch of time of a step's phase."""
 
     step: int
     phase: str
     place: int
-    """The number of the phase, which gives its colour."""
+    """The number of the phase, which determines its colour."""
     start_s: float
     lasted_s: float
 
 
 def timeline(view: Measured) -> list[RunSegment]:
-    """The phases of the last SHOWN_STEPS steps, each where it happened; seconds count from the
-    first of them. Between steps lie evaluations and checkpoints."""
+    """The phases of the last SHOWN_STEPS steps, each at its time. Seconds count from the first of
+    them. Evaluations and checkpoints are between the steps."""
     rows, lasted = view.table.series(OF_A_STEP)
     shown = list(zip(rows, lasted, strict=False))[-SHOWN_STEPS:]
     segments: list[RunSegment] = []

@@ -42,7 +42,7 @@ class Signs:
         self.found: list[tuple[int | None, str]] = []
 
     def observe(self, table: MetricsTable, config: Mapping[str, Any]) -> None:
-        """Looks at the rows since the last call. `config`: the known part of the run's
+        """Checks the rows since the last call. `config`: the known part of the run's
         config.yaml."""
         self._monitor.remedies = remedies_of(config)
         steps = table.columns.get(OF_A_STEP)

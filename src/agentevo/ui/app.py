@@ -62,8 +62,8 @@ FOR_GOOD = "private, max-age=31536000, immutable"
 
 
 def make_app(sources: Sources, access: Access) -> tuple[AccessGuard, Dashboard]:
-    """The application behind its guard, and the resources to close at the end. Create it on its
-    event loop."""
+    """The application behind its guard, and the resources to close at the end. Call it on the
+    application's event loop."""
     app = FastAPI(
         title="AgentEvo dashboard", version=agentevo.__version__, docs_url=None, redoc_url=None
     )

@@ -1,5 +1,5 @@
-"""One attempt: `/runs/{run}/attempt?id=…` as messages or as tokens, its parts, two attempts side
-by side, and the history of one token up to its gradient step."""
+"""A single attempt: `/runs/{run}/attempt?id=…` as messages or as tokens, in parts. Also two
+attempts side by side, and the history of a token up to its gradient step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def _attempt_of(
 
 
 async def _annotations(view: RunView) -> Annotations:
-    """The annotations of the run's attempts; none if the run has no folder here."""
+    """The annotations of the run's attempts. None if the run has no folder here."""
     folder = view.source.folder
     if folder is None:
         return Annotations({}, {}, ())
@@ -72,7 +72,7 @@ async def _annotations(view: RunView) -> Annotations:
 
 
 async def _siblings(request: Request, view: RunView, row: IndexRow | None) -> list[IndexRow]:
-    """The attempts of its group, including itself; none if the index has none."""
+    """The attempts of its group, including itself. None if the index has none."""
     if row is None:
         return []
     reader, _ = await reader_of(request, view)
@@ -168,7 +168,7 @@ async def _tokens(
 
 
 def _shades(tokens: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(name, title, why it can't be chosen) of each way to shade tokens."""
+    """The (name, title, why it can't be chosen) of each way to shade tokens."""
     blocks = tokens["turn_tokens"].blocks
     greedy = "every turn was greedy: nothing was sampled"
     has_logprobs = any(block.numbers["lp"] is not None for block in blocks)
@@ -248,7 +248,8 @@ async def text(
     start: int = 0,
     remote: bool = False,
 ) -> HTMLResponse:
-    """More of a long message; `remote`: of a remote model's conversation."""
+    """A further part of a long message. `remote`: whether the message is from a remote model's
+    conversation."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
         stored, _ = await _attempt_of(request, view, id)
@@ -269,7 +270,7 @@ async def text(
 
 @router.get("/runs/{run}/attempt/token", response_class=HTMLResponse)
 async def token(request: Request, run: str, id: str, turn: int, position: int) -> HTMLResponse:
-    """One token from sampling to its gradient step, as in `agentevo audit --token`."""
+    """The history of a token from sampling to its gradient step, as in `agentevo audit --token`."""
     from agentevo.audit.token_history import follow
 
     view = await run_of(request, run)

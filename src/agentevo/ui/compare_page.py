@@ -1,4 +1,5 @@
-"""Any number of runs side by side: `/compare?run=...&run=...`, or all of a sweep, `?sweep=...`."""
+"""Any number of runs side by side: `/compare?run=...&run=...`, or all runs of a sweep,
+`?sweep=...`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ MOST_KEYS = 400
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that are one line: runs that differ only in their seed, or a single run."""
+    """Runs that form a line: runs that differ only in their seed, or a single run."""
 
     name: str
     views: tuple[RunView, ...]
@@ -38,7 +39,7 @@ class Setting:
     before: float | None
     after: float | None
     spread: float | None
-    """Standard deviation of `after` over the seeds."""
+    """The standard deviation of `after` over the seeds."""
     random: float | None
     optimal: float | None
     steps: int
@@ -152,19 +153,19 @@ def _setting(views: list[RunView], config: dict[str, Any], names: list[str]) -> 
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean; None if any value is missing, since means over different runs are not
+    """The mean. None if any value is missing, because means over different runs are not
     comparable."""
     present = [value for value in values if value is not None]
     return statistics.fmean(present) if present and len(present) == len(values) else None
 
 
 def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | None:
-    """One line for each setting, as `band_chart` draws it."""
+    """A line for each setting, as `band_chart` draws it."""
     return band_chart([(setting.name, setting.views) for setting in settings], metric, axis)
 
 
 def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]], int]:
-    """The keys in which configurations differ, with their values; and the number of equal keys."""
+    """The keys in which configurations differ, with their values, and the number of equal keys."""
     places = set(PLACE_KEYS) - {"run.seed"} if _are_single(settings) else set(PLACE_KEYS)
     keys = sorted({key for setting in settings for key in setting.config} - places)
     differences = []
@@ -182,5 +183,5 @@ def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]],
 
 
 def _are_single(settings: Sequence[Setting]) -> bool:
-    """Whether each line is one run, so that its seed is a value like the others."""
+    """Whether each line is a single run, so that its seed is a value like the others."""
     return all(len(setting.views) == 1 for setting in settings)

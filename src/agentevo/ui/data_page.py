@@ -1,5 +1,5 @@
-"""A run's tasks and their states in the ledger: `/runs/{run}/data`. Reads the index, and from the
-store only the failed and poison tasks."""
+"""A run's tasks and their states in the ledger: `/runs/{run}/data`. The page reads the index, and
+from the store only the failed and poison tasks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from agentevo.ui.task_tallies import ORDERS, PAGE, TalliedTasks
 router = APIRouter()
 
 MOST_ASIDE = 100
-"""Tasks on a page of the list of failed and poison tasks."""
+"""The number of tasks on a page of the list of failed and poison tasks."""
 MOST_EVENTS = 5
 WITHIN_S = 10.0
 MOST_TEXT = 200
@@ -45,12 +45,12 @@ class TaskSearch(NamedTuple):
 
     ledger: list[tuple[str, list[tuple[str, int]]]]
     reasons: list[tuple[str, int]]
-    """(why attempts were dropped, how many)."""
+    """(reason, number) pairs of dropped attempts."""
     errors: list[tuple[str, int]]
-    """(kind of error, attempts that failed with it)."""
+    """(kind of error, number) pairs of failed attempts."""
     tasks: TalliedTasks
     task_states: dict[str, int]
-    """State of the ledger -> number of tasks, as of `counted_at`."""
+    """Maps a state of the ledger to its number of tasks, as of `counted_at`."""
     counted_at: float
 
 
@@ -66,7 +66,7 @@ class Aside(NamedTuple):
     num_failures: int
     num_expiries: int
     events: Sequence[tuple[str, float, str, str]]
-    """(what, when, worker, error), the newest first."""
+    """(kind, time, worker, error), the newest first."""
 
 
 @router.get("/runs/{run}/data", response_class=HTMLResponse)
@@ -140,8 +140,8 @@ def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> 
 async def _aside(
     request: Request, view: RunView, state: AsideState, after: str
 ) -> tuple[list[Aside], bool, str]:
-    """A page of the poison and then the failed tasks, after the last one of the page before;
-    whether there are more; and why they can't be read, if so."""
+    """A page of the poison and then the failed tasks, after the last task of the page before. Also
+    whether there are more, and why they can't be read if that is the case."""
     tasks_aside: list[Aside] = []
     last: str | None = after or None
     try:

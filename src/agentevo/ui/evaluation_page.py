@@ -1,5 +1,5 @@
 """Held-out results of a run: `/runs/{run}/evaluation`, next to those of other runs (`with`), and
-what changed between two steps (`from`, `to`)."""
+the changes between two steps (`from`, `to`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EvaluationResult(NamedTuple):
 
 
 class EvaluationAttempts(NamedTuple):
-    """The content of the page, once the index exists."""
+    """The content of the page, after the index exists."""
 
     decodings: dict[str, int]
     decoding: str
@@ -56,7 +56,7 @@ class EvaluationAttempts(NamedTuple):
     last: int | None
     rows: list[EvaluationResult]
     parts: list[tuple[str, str, Account | None, Account]]
-    """(kind, difficulty, at the first step, at the last one)."""
+    """(kind, difficulty, account at the first step, account at the last step)."""
     changes: SettingChanges | None
     chart: Chart | None
 
@@ -127,7 +127,7 @@ async def series(
     agent: str = "",
     compared: list[str] = Query(default=[], alias="with"),  # noqa: B008 (FastAPI's way to say it)
 ) -> Response:
-    """The numbers of the page's chart, as charts.js takes them."""
+    """The numbers of the page's chart, in the form for charts.js."""
     view = await run_of(request, run)
     selection = EvaluationQuery(
         decoding, agent, None, None, tuple(dict.fromkeys(compared))[:MOST_BESIDE]
@@ -142,8 +142,8 @@ async def series(
 async def _find(
     request: Request, view: RunView, selection: EvaluationQuery
 ) -> tuple[EvaluationAttempts | None, list[str], tuple[Any, str]]:
-    """The content of the page, why some of the compared runs are missing, and the progress of the
-    index."""
+    """The content of the page, the reasons why some of the compared runs are missing, and the
+    progress of the index."""
     reader, state = await ready_index(request, view)
     compared_runs: list[tuple[RunView, IndexReader]] = []
     missing = []
@@ -240,7 +240,7 @@ def _compared_result(
 def _parts(
     attempts: HeldOut, first: int | None, last: int | None
 ) -> list[tuple[str, str, Account | None, Account]]:
-    """Results by kind and difficulty; empty unless the tasks have several."""
+    """Results by kind and difficulty. Empty unless the tasks have several."""
     if last is None:
         return []
 

@@ -1,4 +1,4 @@
-"""Every metric of a run, `/runs/{run}/metrics`, and the numbers of one as JSON,
+"""Every metric of a run, `/runs/{run}/metrics`, and the numbers of a metric as JSON,
 `/runs/{run}/series`."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from agentevo.ui.run_state import RunView
 router = APIRouter()
 
 MOST_SHOWN = 400
-"""Charts of one page."""
+"""The maximum number of charts on a page."""
 
 
 @dataclass(frozen=True)
 class ShownMetrics:
-    """One metric of the page."""
+    """A metric on the page."""
 
     name: str
     values: list[float]
@@ -67,8 +67,8 @@ async def metrics(
 async def new_metrics(
     request: Request, run: str, num_seen: Annotated[int, Query(alias="seen", ge=0, le=10**9)]
 ) -> HTMLResponse:
-    """How many metrics the run has beyond those of a page that is open, such as those of its first
-    evaluation."""
+    """The number of metrics that the run has in addition to those of an open page, such as those of
+    its first evaluation."""
     view = await run_of(request, run)
     num_new = max(len(view.table.columns) - num_seen, 0)
     return part("metrics_new.html", view=view, total=num_seen, num_new=num_new)
@@ -76,7 +76,7 @@ async def new_metrics(
 
 @router.get("/runs/{run}/series")
 async def series(request: Request, run: str, metric: str, x: Axis = "step") -> Response:
-    """The numbers of one metric, as charts.js takes them."""
+    """The numbers of a metric, in the form for charts.js."""
     view = await run_of(request, run)
     chart = await in_thread(chart_of, view, metric, "", x)
     if chart is None:

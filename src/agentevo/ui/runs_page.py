@@ -29,12 +29,12 @@ SORTS = {
 STATES = ("running", "finished", "interrupted", "failed", "damaged")
 MOST_LIVE = 500
 MOST_SWEEPS = 200
-"""Sweeps and evaluations that are listed."""
+"""The maximum number of sweeps and evaluations in the list."""
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run as the list shows it."""
+    """A run as the list shows it."""
 
     view: RunView
     before: float | None
@@ -89,7 +89,7 @@ async def runs(
 
 
 def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:
-    """(key, name, number of runs) of the sweeps that have some of these runs."""
+    """(key, name, number of runs) of the sweeps that contain some of these runs."""
     sweeps: dict[str, tuple[str, int]] = {}
     for view in views:
         key = view.source.sweep
@@ -100,7 +100,7 @@ def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:
 
 
 def row_of(view: RunView) -> RunRow:
-    """The row of a run in the list: from its summary, else from its newest numbers."""
+    """The row of a run in the list, from its summary, else from its newest numbers."""
     scores = view.summary.get("eval") or {}
     figures = {name: scores.get(name) for name in ("before", "after", "random", "optimal")}
     if not view.summary:
@@ -124,7 +124,7 @@ def row_of(view: RunView) -> RunRow:
 
 
 def newest_evaluation(view: RunView) -> dict[str, float | None]:
-    """Success before and now, and the success of the two players, for a run under way."""
+    """Success before and now, and the success of the two reference players, for a running run."""
     first: dict[str, float | None] = {}
     last: dict[str, float | None] = {}
     for name in list(view.table.columns):

@@ -22,7 +22,7 @@ from agentevo.ui.sources import Sources
 MAX_CONNECTIONS = 512
 IDLE_S = 60.0
 NICE = 10
-"""By how much the dashboard's priority is lowered by default."""
+"""How much the dashboard lowers its priority by default."""
 
 
 def serve_dashboard(
@@ -36,11 +36,11 @@ def serve_dashboard(
     notify: Callable[[str], None] = print,
     note: Callable[[str], None] = to_stderr,
 ) -> None:
-    """Shows runs and stores until it is stopped; blocks. `words`: folders and URLs of stores.
-    `tls`: whether it encrypts; None does so if other machines can reach it. `control`: whether a
-    second URL allows trying checkpoints and stopping runs. `nice`: by how much the process lowers
-    its priority. `notify` receives the URLs with their tokens, which appear nowhere else. Raises
-    ConfigError before it listens."""
+    """Shows runs and stores until it is stopped, and blocks. `words`: folders and URLs of stores.
+    `tls`: whether the server encrypts. None: it encrypts if other machines can reach it. `control`:
+    whether a second URL allows trying checkpoints and sending requests to runs. `nice`: how much
+    the process lowers its priority. `notify` receives the URLs with their tokens, which appear
+    nowhere else. Raises ConfigError before it listens."""
     sources = Sources(words)
     sources.check(later=True)
     for folder_to_come in sources.missing:
@@ -52,7 +52,7 @@ def serve_dashboard(
         client_door(Path(folder), host, port, tls) as door,
     ):
         if nice:
-            os.nice(nice)  # a thread that begins later inherits it, and so does a process
+            os.nice(nice)  # threads and processes that start later inherit the priority
 
         run_coroutine(_serve(sources, door, host, control, stop, notify, note))
 

@@ -1,6 +1,6 @@
-"""Try a run: `/runs/{run}/try` to chat with its checkpoints, `?mode=play` to let them play a task;
-below it the requests of the page's script: `/chat` and `/play`, whose answers are streams, and
-`/end`.
+"""Tries a run: `/runs/{run}/try` to chat with its checkpoints, `?mode=play` to let them play a
+task. The page's script sends requests to `/chat` and `/play` below it, whose answers are streams,
+and to `/end`.
 
     event: state   {"text": ..., "ready": true}   the player's activity
     event: text    {"text": ...}                  more of a reply
@@ -9,7 +9,7 @@ below it the requests of the page's script: `/chat` and `/play`, whose answers a
     event: failed  {"text": ...}
     event: done    {}
 
-The script sends the fields of a form (forms.py). The conversation exists only in the page: the
+The script sends the fields of a form (forms.py). The conversation exists only in the page, and the
 dashboard does not store it.
 """
 
@@ -76,7 +76,7 @@ async def try_it(request: Request, run: str, mode: str = "chat", task: str = "")
 
 @router.get("/runs/{run}/try/players", response_class=HTMLResponse)
 async def players(request: Request, run: str) -> HTMLResponse:
-    """The checkpoints that are loaded."""
+    """The loaded checkpoints."""
     view = await run_of(request, run)
     loaded = dashboard(request).players.of(view.key)
     return part("try_players.html", view=view, players=loaded, visitor=visitor(request))
@@ -108,7 +108,7 @@ async def chat(request: Request, run: str) -> Response:
         length = sum(len(message.text) for message in messages)
 
         for message in messages:
-            message.text.encode()  # half of a pair of surrogates is no text
+            message.text.encode()  # half of a pair of surrogates is not a text
     except (ValueError, TypeError, KeyError, RecursionError):
         return _refusal("these are not messages")
 
@@ -210,8 +210,7 @@ def _number(value: Any, otherwise: float) -> float:
 
 
 class TryEventStream(Response):
-    """The stream of one request. It ends, and cancels the request, as soon as the browser is
-    gone."""
+    """The stream of a request. It ends, and cancels the request, when the browser is gone."""
 
     def __init__(
         self, request: Request, view: RunView, key: PlayerKey, query: words.Chat | words.Play
@@ -231,7 +230,7 @@ class TryEventStream(Response):
             await refused(scope, receive, send)
             return
 
-        self._shared.players.streams += 1  # nothing is awaited between the question and this
+        self._shared.players.streams += 1  # no await between the check and this line
         sending = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -252,7 +251,7 @@ class TryEventStream(Response):
                         await _send_event(send, name, data)
         except PlayerError as error:
             await _send_event(send, "failed", {"text": str(error)})
-        except OSError:  # the browser no longer takes the answer; also TimeoutError
+        except OSError:  # the browser no longer accepts the answer; also TimeoutError
             raise
         except Exception as error:  # noqa: BLE001 (reported where the dashboard was started)
             to_stderr(f"ui: try {self._view.key}: {describe_error(error)}")
