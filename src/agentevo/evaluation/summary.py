@@ -16,7 +16,7 @@ from typing import Any
 from agentevo.evaluation.estimates import Estimate, ks_of, mean_of, paired_difference, pass_at_k
 from agentevo.evaluation.parts import Parts
 from agentevo.evaluation.results import AttemptLine
-from agentevo.rollout.failures import count_kinds, failure_words
+from agentevo.rollout.failures import count_kinds, summarize_failures
 
 Lines = Sequence[AttemptLine]
 OfTask = Callable[[Lines], float | None]
@@ -54,7 +54,7 @@ def account(label: str, lines: Lines, attempts: int) -> dict[str, Any]:
         "attempts": len(lines),
         "failed": len(failed),
         "failures": count_kinds(failed),
-        "failed_words": failure_words(failed, len(lines)) if failed else "",
+        "failed_words": summarize_failures(failed, len(lines)) if failed else "",
         **_estimates(lines, attempts),
         "tokens": _mean(lines, lambda line: line.tokens),
         "turns": _mean(lines, lambda line: line.turns),

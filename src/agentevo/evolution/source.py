@@ -28,7 +28,7 @@ from agentevo.remote_models.model import RemoteModel, key_of_model
 from agentevo.rollout.task_files import write_rows
 from agentevo.task_making.demonstrations import demonstration, show_lookups
 from agentevo.task_making.document_files import Documents, changed_files, read_documents
-from agentevo.task_making.documents import asked_from, check_made, tasks_from
+from agentevo.task_making.documents import check_made, tasks_from_gaps, tasks_from_model
 from agentevo.task_making.files import CORPUS, DOCUMENTS
 from agentevo.task_making.making import WantedTasks, check_wanted, make_tasks
 from agentevo.task_making.writer import reword_tasks
@@ -220,7 +220,7 @@ class DocumentsSource:
 
         with bar("making tasks", tasks.train + tasks.held_out, "tasks") as so_far:
             if self._writer is None:
-                tasks_made = tasks_from(
+                tasks_made = tasks_from_gaps(
                     passages,
                     train=tasks.train,
                     held_out=tasks.held_out,
@@ -231,7 +231,7 @@ class DocumentsSource:
             else:
                 with closing(RemoteModel("writer", self._writer)) as model:
                     tasks_made = run_coroutine(
-                        asked_from(
+                        tasks_from_model(
                             passages,
                             model,
                             language=tasks.languages[0],

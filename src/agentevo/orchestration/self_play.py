@@ -16,7 +16,7 @@ from functools import partial
 from agentevo.data.asked import asked_key
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.rollout_sources import RolloutRound, SynchronousRollouts
-from agentevo.rollout.self_play import pay, read_proposals
+from agentevo.rollout.self_play import read_proposals, reward_proposals
 from agentevo.types import Task
 
 
@@ -51,6 +51,6 @@ class SelfPlayRollouts(SynchronousRollouts):
         proposer_attempts = await sample(tasks, attempts=self._group_size, write=False)
         proposals = read_proposals(proposer_attempts, step, self._held_out)
         attempts = await sample(proposals.tasks, attempts=config.trainer.group_size)
-        paid = pay(proposals, attempts, self._section)
+        paid = reward_proposals(proposals, attempts, self._section)
         earned = await sampler.write(paid.trajectories, split="train", step=step)
         return RolloutRound([*attempts, *earned], dropped=paid.dropped, metrics=paid.metrics)

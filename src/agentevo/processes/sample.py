@@ -35,7 +35,7 @@ from agentevo.paths import short
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.given_tasks import check_same_tasks
 from agentevo.rollout.sampler import Sampler
-from agentevo.rollout.service import STOPPING_S, SamplerService
+from agentevo.rollout.service import STOP_TIMEOUT_S, SamplerService
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.store_opening import open_run_store
 from agentevo.signals import LOOK_S, asked_to_stop, finished_before_stop
@@ -53,7 +53,7 @@ DONE_S = 2.0
 """How often to look whether the run has committed its last step, in seconds."""
 GRACE_S = 2.0
 """How long the service may take to notice a request to stop, in seconds; then it is cancelled. A
-stopping service has STOPPING_S more, and then this time once more."""
+stopping service has STOP_TIMEOUT_S more, and then this time once more."""
 
 
 def sample(
@@ -259,7 +259,7 @@ async def _serve(
 
         await asyncio.wait([serving], timeout=GRACE_S)
         if service.stopping:
-            await asyncio.wait([serving], timeout=STOPPING_S + GRACE_S)
+            await asyncio.wait([serving], timeout=STOP_TIMEOUT_S + GRACE_S)
     finally:
         for task in (serving, *watching):
             task.cancel()

@@ -44,7 +44,7 @@ class OpensSandboxes(Protocol):
         ...
 
 
-def check_ran(ran: ProgramRun) -> None:
+def check_result(ran: ProgramRun) -> None:
     """Raises SandboxError if the sandbox's server was lost, because that is not the attempt's
     fault."""
     if ran.server_lost:
@@ -148,7 +148,7 @@ class _Testing:
                 stdin=stdin_text.encode("utf-8", "replace"),
                 deadline_s=remaining_s,
             )
-            check_ran(ran)
+            check_result(ran)
             is_written = not ran.files_lost
             is_right = ran.exit_code == 0 and await in_thread(is_right_output, ran.stdout, right)
             num_passed += is_right
@@ -176,7 +176,7 @@ class _Testing:
             stdin=json.dumps(spec).encode(),
             deadline_s=self._left_s(self._config.tests_timeout_s),
         )
-        check_ran(ran)
+        check_result(ran)
 
         results = await in_thread(_values, ran.stdout, mark)
         if tests.asserts:

@@ -2,8 +2,8 @@
 
     number   the last number of the reply is the answer, and no list of numbers ends there; the
              question's numbers are ignored, unless the answer is one of them
-    words    the reply has the answer as whole words, not in a list, with no more than MOST_WORDS
-             different words that neither the answer nor the question has
+    words    the reply has the answer as whole words, not in a list, and at most
+             MAX_EXTRA_WORDS different words that neither the answer nor the question has
 
 A policy is trained to get this reward, so a reply that names many candidates gets nothing.
 Candidates in words without any sign between them are only limited by the number of words.
@@ -18,7 +18,7 @@ from itertools import pairwise
 from agentevo.rewards.numerals import Numeral, numerals_from_the_end, plain
 from agentevo.rewards.texts import EAST_ASIAN, words_of
 
-MOST_WORDS = 40
+MAX_EXTRA_WORDS = 40
 TOLERANCE = 1e-6
 """The largest difference of equal numbers, as a share of the right number (of 1 if it is 0)."""
 _ALTERNATIVES = r"\bor\b|[/|\u3001\u6216]|\u8fd8\u662f"
@@ -116,7 +116,7 @@ def _ends_a_list(text: str, numerals: Sequence[Numeral | None]) -> bool:
 def _states_words(text: str, answer: str, query: str) -> bool:
     masked, num_found = _whole_words(answer).subn(_MASK, text.replace(_MASK, " "))
     expected_words = {*words_of(answer), *words_of(query)}
-    too_many = len(set(words_of(masked)) - expected_words) > MOST_WORDS
+    too_many = len(set(words_of(masked)) - expected_words) > MAX_EXTRA_WORDS
     return num_found > 0 and not too_many and not _is_listed(masked, len(words_of(answer)))
 
 

@@ -23,7 +23,7 @@ MAX_ECHO = 20_000
 """The number of characters of an unusable answer that the judge sees again."""
 
 
-BARS = {
+THRESHOLDS = {
     "min_rank_correlation": ("its rank correlation with the truth", True),
     "max_position_bias": ("its position bias", False),
     "max_injected": ("the share of injections that raise a score", False),

@@ -148,7 +148,8 @@ class JudgeConfig(JudgeOptions, AnswerConfig):
     def _asks_for_what_is_read(self) -> JudgeConfig:
         if self.form == "score" and "<score>" not in self.template:
             raise ValueError(
-                "judge_prompt_template: it does not ask for a score in <score>...</score>: add "
+                "judge_prompt_template: it does not ask for <score>...</score>, which contains "
+                "the score: add "
                 "it, or use the words correct and incorrect with verdict=words"
             )
         return self

@@ -89,14 +89,14 @@ _IN_AN_EXPRESSION = re.compile(
     rf"  | (?:\\pi|\u03c0)[ ]{{0,3}}(?:{_TIMES}|/)?[ ]{{0,3}} )\Z",
     re.VERBOSE,
 )
-_GOES_ON = re.compile(
+_CONTINUES = re.compile(
     rf"[ \t]{{0,3}}(?:\^|\*\*(?=[\w({{])|_(?=[\d{{])|(?:{_TIMES})?[ \t]{{0,3}}"
     r"(?:\\pi(?![a-z])|\u03c0|\\sqrt|\u221a|sqrt\(|\\[dtc]?frac|\\log|\\ln))"
 )
-NEAR = 80
+LOOKBACK_CHARS = 80
 """The number of characters before a number in which an expression is searched that contains the
 number."""
-LONGEST = 400
+MAX_DIGITS = 400
 """The maximum number of digits of a number. Longer numbers exceed the range of a float."""
 
 
@@ -105,7 +105,7 @@ def write_plainly(text: str) -> str:
     minus signs, one-character fractions and raised digits (`^{2}`) are rewritten, and groups of
     digits (`1\,000`, `1 000`, `9{,}500`) are joined."""
     text = _DASH.sub("-", text.translate(_SIGNS))
-    text = _FRACTION.sub(_spelt, text)
+    text = _FRACTION.sub(_spell_fraction, text)
     text = _RAISED.sub(lambda raised: f"^{{{unicodedata.normalize('NFKC', raised[0])}}}", text)
     text = text.replace("\u2212", "-")  # the `^` of a raised minus
     return _GROUPS.sub(lambda groups: _NO_DIGIT.sub("", groups[0]), text)
@@ -156,11 +156,11 @@ def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
     of an expression."""
     has_lines = "\n" in text.strip()
     for match in reversed(list(_NUMBER.finditer(text))):
-        near = text[max(0, match.start() - NEAR) : match.start()]
+        near = text[max(0, match.start() - LOOKBACK_CHARS) : match.start()]
         if _OF_AN_EXPONENT.search(near):
             continue
 
-        if _IN_AN_EXPRESSION.search(near) or _GOES_ON.match(text, match.end()):
+        if _IN_AN_EXPRESSION.search(near) or _CONTINUES.match(text, match.end()):
             yield None
             continue
 
@@ -176,7 +176,7 @@ def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
         yield Numeral(written, value, match["percent"] is not None, match.start(), match.end())
 
 
-def _spelt(fraction: re.Match[str]) -> str:
+def _spell_fraction(fraction: re.Match[str]) -> str:
     above, _, below = unicodedata.normalize("NFKC", fraction[2]).partition("\u2044")
     return f"{fraction[1].rstrip()} {above}/{below}" if fraction[1] else f"{above}/{below}"
 
@@ -201,7 +201,7 @@ def _value(match: re.Match[str]) -> float | None:
     below = match["below"] or "1"
     if digits is None:
         digits = match["european"].replace(".", "").replace(",", ".")
-    if max(len(digits), len(below)) > LONGEST:
+    if max(len(digits), len(below)) > MAX_DIGITS:
         return None
 
     value = Fraction(digits.replace(",", "").rstrip("."))

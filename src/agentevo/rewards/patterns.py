@@ -27,7 +27,9 @@ class Pattern:
         try:
             self._compiled = regex.compile(pattern, regex.DOTALL)
         except (regex.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"{pattern[:200]!r} is not a regular expression: {error}") from error
+            raise ValueError(
+                f"got {pattern[:200]!r}; it is not a regular expression: {error}"
+            ) from error
 
         self._pattern = pattern
 

@@ -34,13 +34,13 @@ from agentevo.types import Task, Trajectory, context_of
 Measure = Literal["mean", "geometric_mean", "product", "mean_logprob"]
 MAX_REFERENCES = 64
 """The maximum number of right answers of a task that are scored."""
-LEADS = ("", " ")
+ANSWER_PREFIXES = ("", " ")
 """The text between an opening and an answer. Word tokens include the blank before them. The policy
 would write only one of the two forms, and the other is unlikely even if the policy knows the
 answer."""
-SOLVED = 0.5
+SOLVED_PROBABILITY = 0.5
 """The lowest probability at which an answer counts as known."""
-AT_ONCE = 64
+CONCURRENCY = 64
 """The number of baselines that are computed concurrently and stored together."""
 MAX_STEPS_BACK = 32
 """The maximum number of tokens that a character can span."""
@@ -76,7 +76,7 @@ def measure_logprobs(logprobs: Sequence[float], measure: Measure) -> float:
     return math.exp(mean_logprob * (len(logprobs) if measure == "product" else 1))
 
 
-class Placed(NamedTuple):
+class PlacedAnswer(NamedTuple):
     """A right answer as tokens after a context."""
 
     context_ids: list[int]
@@ -85,7 +85,9 @@ class Placed(NamedTuple):
     """The number of leading `ids` that belong to the text before the answer."""
 
 
-def place_answer(policy: ScoredPolicy, context_ids: list[int], before: str, answer: str) -> Placed:
+def place_answer(
+    policy: ScoredPolicy, context_ids: list[int], before: str, answer: str
+) -> PlacedAnswer:
     """The answer after a context and after the text `before`, which is not yet encoded. Ids of
     `before` alone are not part of the answer."""
     ids = policy.encode(before + answer)
@@ -94,7 +96,7 @@ def place_answer(policy: ScoredPolicy, context_ids: list[int], before: str, answ
         if not before.startswith(policy.text(ids[: skipped + 1])):
             break
         skipped += 1
-    return Placed(context_ids, ids, skipped)
+    return PlacedAnswer(context_ids, ids, skipped)
 
 
 def split(policy: ScoredPolicy, ids: list[int], text: str, end: int) -> tuple[list[int], str]:
@@ -146,13 +148,13 @@ class Rlpr:
             (key, *entry) for key, entry in placed_answers.items() if key not in known_baselines
         ]
 
-        async def compute_baseline(task: Task, placed: Placed) -> Baseline | None:
+        async def compute_baseline(task: Task, placed: PlacedAnswer) -> Baseline | None:
             with suppress(RequestTooLongError):
                 return await self._baseline(policy, task, placed)
             return None
 
-        for first in range(0, len(waiting), AT_ONCE):
-            chunk = waiting[first : first + AT_ONCE]
+        for first in range(0, len(waiting), CONCURRENCY):
+            chunk = waiting[first : first + CONCURRENCY]
             baselines = await gather_all(
                 [compute_baseline(task, placed) for _, task, placed in chunk]
             )
@@ -176,7 +178,11 @@ class Rlpr:
             [self._value(trajectory, task, policy, context, before, answer) for answer in answers]
         )
         value, measured = max(values)
-        solved = measured >= (math.log(SOLVED) if self.config.measure == "mean_logprob" else SOLVED)
+        solved = measured >= (
+            math.log(SOLVED_PROBABILITY)
+            if self.config.measure == "mean_logprob"
+            else SOLVED_PROBABILITY
+        )
         return self._score(value, is_valid=True, solved=solved)
 
     def _score(self, value: float, *, is_valid: bool, solved: bool) -> Score:
@@ -240,7 +246,9 @@ class Rlpr:
         ]
         return min(max(measured - max(without), 0.0), 1.0), measured
 
-    async def _kept_baseline(self, policy: ScoredPolicy, task: Task, placed: Placed) -> Baseline:
+    async def _kept_baseline(
+        self, policy: ScoredPolicy, task: Task, placed: PlacedAnswer
+    ) -> Baseline:
         """The stored baseline. A new one if the prompt was not known before the attempt."""
         key = baseline_key(policy.agent, placed.context_ids, placed.ids)
         baseline = (await policy.baselines.known()).get(key)
@@ -250,7 +258,7 @@ class Rlpr:
             return (await policy.baselines.known())[key]
         return baseline
 
-    def _all_directly(self, policy: ScoredPolicy, task: Task) -> list[Placed]:
+    def _all_directly(self, policy: ScoredPolicy, task: Task) -> list[PlacedAnswer]:
         """Each right answer directly after the prompt. Empty if the prompt is not known before the
         attempt, or if a text can't be encoded."""
         with suppress(ValueError, ConfigError, ModelError):
@@ -266,12 +274,14 @@ class Rlpr:
 
     def _directly(
         self, policy: ScoredPolicy, task: Task, prompt_ids: list[int], answer: str
-    ) -> list[Placed]:
-        """The answer directly after the prompt, with each of LEADS before it."""
+    ) -> list[PlacedAnswer]:
+        """The answer directly after the prompt, with each of ANSWER_PREFIXES before it."""
         opening = opening_text(self._place(task))
-        return [place_answer(policy, prompt_ids, opening + lead, answer) for lead in LEADS]
+        return [
+            place_answer(policy, prompt_ids, opening + lead, answer) for lead in ANSWER_PREFIXES
+        ]
 
-    async def _baseline(self, policy: ScoredPolicy, task: Task, placed: Placed) -> Baseline:
+    async def _baseline(self, policy: ScoredPolicy, task: Task, placed: PlacedAnswer) -> Baseline:
         logprobs, version = await policy.score(placed.context_ids, placed.ids)
         return Baseline(task.id, version, logprobs[placed.skipped :])
 

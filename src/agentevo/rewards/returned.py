@@ -12,10 +12,10 @@ from typing import Any
 
 from agentevo.errors import shown
 
-LARGEST = 1e12
+MAX_REWARD = 1e12
 """Larger rewards are mistakes: the squares of such gradients, summed over a model, overflow in
 float32."""
-LARGEST_METRIC = 1e30
+MAX_METRIC = 1e30
 """The limit of numbers that are only averaged, such as times in nanoseconds."""
 MAX_NAMES = 200
 """The maximum number of names in an attempt's metrics or reward parts. Each is a column of the
@@ -24,7 +24,7 @@ MAX_NAME = 200
 """The maximum number of characters of such a name."""
 
 
-def plain_number(value: Any, what: str, largest: float = LARGEST) -> float:
+def plain_number(value: Any, what: str, largest: float = MAX_REWARD) -> float:
     """A finite number of at most `largest`."""
     try:
         if isinstance(value, str | bytes | bytearray):
@@ -51,7 +51,7 @@ def plain_bool(value: Any, what: str) -> bool:
     raise TypeError(f"{what} is {shown(value)}: give True or False")
 
 
-def plain_numbers(values: Any, what: str, largest: float = LARGEST) -> dict[str, float]:
+def plain_numbers(values: Any, what: str, largest: float = MAX_REWARD) -> dict[str, float]:
     """A mapping from names to numbers."""
     if not isinstance(values, Mapping):
         raise TypeError(f"{what} is {shown(values)}: give a mapping from names to numbers")

@@ -18,21 +18,21 @@ import msgspec
 from pydantic import Field, JsonValue
 
 from agentevo.rewards.code_cases import same_value
-from agentevo.rewards.code_tests import OpensSandboxes, check_ran
+from agentevo.rewards.code_tests import OpensSandboxes, check_result
 from agentevo.rewards.reward import RewardConfig, Score, reward
 from agentevo.types import Task, Trajectory
 
 RUNNER = Path(__file__).with_name("sqlite_runner.py")
 SANDBOX: dict[str, JsonValue] = {"output_kib": 4096, "max_sandboxes": 8}
 ENDINGS = (".db", ".sqlite", ".sqlite3")
-MOST_ROWS = 10_000
+MAX_ROWS = 10_000
 """The maximum number of rows of a query."""
-LEFT_OUT = "num_files_left_out"
+LEFT_OUT_METRIC = "num_files_left_out"
 """The metric for the number of an attempt's files that were left out."""
 WAL_MODE = 18, 2
 """The position and value in a database's header for the write-ahead mode. The newest rows can then
 be in a -wal file."""
-BESIDE = ("-wal", "-journal")
+SIDE_FILES = ("-wal", "-journal")
 """Files that SQLite writes next to a database that was not closed."""
 _FORM = (
     'give {"file": "shop.db", "tables": {"orders": [[1, "tea"]]}, "queries": [{"sql": "SELECT '
@@ -122,10 +122,10 @@ class SqliteState:
         spec = {
             "file": "world.db",
             "queries": [item.sql for item in expected],
-            "most_rows": MOST_ROWS,
+            "most_rows": MAX_ROWS,
         }
         async with sandboxes.open() as sandbox:
-            for ending in ("", *BESIDE):
+            for ending in ("", *SIDE_FILES):
                 if (content := files.get(file + ending)) is not None:
                     await sandbox.write_file(f"world.db{ending}", content)
 
@@ -136,9 +136,9 @@ class SqliteState:
                 deadline_s=self.config.queries_timeout_s,
             )
 
-        check_ran(ran)
+        check_result(ran)
         results = _read_results(ran.stdout, len(expected))
-        right = sum(_is_so(rows, item) for rows, item in zip(results, expected, strict=True))
+        right = sum(_rows_match(rows, item) for rows, item in zip(results, expected, strict=True))
         share = right / len(expected)
         return Score(share if self.config.partial else float(share == 1.0), success=share == 1.0)
 
@@ -146,7 +146,7 @@ class SqliteState:
 def _check_kept(trajectory: Trajectory, file: str | None) -> None:
     """Raises ValueError if the database or its newest rows may be among the files that were left
     out."""
-    num_left_out = int(trajectory.metrics.get(LEFT_OUT, 0))
+    num_left_out = int(trajectory.metrics.get(LEFT_OUT_METRIC, 0))
     content = trajectory.files.get(file or "")
     place, mode = WAL_MODE
     has_wal = content is not None and content[place : place + 1] == bytes([mode])
@@ -167,7 +167,7 @@ def _read_results(stdout: str, number: int) -> list[Any]:
     return results if isinstance(results, list) and len(results) == number else [None] * number
 
 
-def _is_so(rows: Any, expected: Expected) -> bool:
+def _rows_match(rows: Any, expected: Expected) -> bool:
     if not isinstance(rows, list):
         return False
     if expected.ordered:

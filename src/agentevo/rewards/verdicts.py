@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-THOUGHTS = {
+THOUGHT_TAGS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
     "<thought>": "</thought>",
@@ -90,7 +90,7 @@ def final_words(reply: Any) -> str:
         )
 
     text: str = reply.text.lstrip()
-    for begin, end in THOUGHTS.items():
+    for begin, end in THOUGHT_TAGS.items():
         if text.startswith(begin):
             _, mark, words = text.partition(end)
             if not mark:

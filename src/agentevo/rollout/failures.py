@@ -18,11 +18,11 @@ ShowFailure = Callable[[str, str, str], None]
 """Called for each failure as it happens, with (trajectory, error, traceback). The traceback may be
 empty."""
 
-LONGEST = 400
+MAX_LENGTH = 400
 """The maximum number of characters of a failure in a message."""
 MAX_KINDS = 20
 """The maximum number of kinds that are counted separately. All further kinds count as `other`."""
-TOO_LONG = "the episode took longer than"
+TIMEOUT_PREFIX = "the episode took longer than"
 NO_REWARD = (
     "the agent returned no reward, and no scorer decides: return a number, or set the recipe's "
     "rewards=[NAME] or the task's scorer"
@@ -34,7 +34,7 @@ _CLASS = re.compile(r"([A-Za-z_]\w{0,59})[:(]")
 def failure_kind(error: str | None) -> str:
     """The kind of a failed attempt, a word that can be part of a metric's name."""
     text = error or ""
-    if text.startswith(TOO_LONG) or text.startswith("no score within"):
+    if text.startswith(TIMEOUT_PREFIX) or text.startswith("no score within"):
         return "timeout"
     if text == NO_REWARD:
         return "no_reward"
@@ -53,7 +53,7 @@ def count_kinds(errors: Iterable[str | None]) -> dict[str, int]:
     return kinds | ({"other": kinds.get("other", 0) + num_rest} if num_rest else {})
 
 
-def failure_words(errors: list[str | None], num_attempts: int) -> str:
+def summarize_failures(errors: list[str | None], num_attempts: int) -> str:
     """A summary such as `58 of 256 failed: 50 took longer than agent.timeout_s=300 s, 8 ValueError:
     bad`."""
     first: dict[str, str] = {}
@@ -61,22 +61,22 @@ def failure_words(errors: list[str | None], num_attempts: int) -> str:
         first.setdefault(failure_kind(error), error or "no reason")
 
     kinds = [
-        f"{count} {_short(first.get(kind, kind))}" for kind, count in count_kinds(errors).items()
+        f"{count} {_shorten(first.get(kind, kind))}" for kind, count in count_kinds(errors).items()
     ]
     suffix = f", and {len(kinds) - 3} other kinds" if len(kinds) > 3 else ""
     return f"{len(errors)} of {num_attempts} failed: {', '.join(kinds[:3])}{suffix}"
 
 
-def _short(error: str) -> str:
+def _shorten(error: str) -> str:
     line = storable(error.removeprefix("the episode ").partition("\n")[0])
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
+    return line if len(line) <= MAX_LENGTH else f"{line[: MAX_LENGTH - 3]}..."
 
 
 class FirstFailures:
     """Reports the first failure of each kind."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
-        self._tell = notify
+        self._notify = notify
         self._traces: dict[str, str] = {}
         """Maps a kind to the traceback of its first failure."""
 
@@ -87,8 +87,8 @@ class FirstFailures:
             return
 
         self._traces[kind] = trace
-        self._tell(
-            f"the attempt {name} failed: {_short(error)}"
+        self._notify(
+            f"the attempt {name} failed: {_shorten(error)}"
             + (f"\n{trace}\n" if trace else "\n")
             + "(later failures of this kind are counted)"
         )

@@ -76,7 +76,7 @@ def read_tasks(
             check_source(source, key)
 
     reports = [RowReport(train_key), RowReport("tasks.eval")]
-    read = partial(_read, section.fields, {}, isinstance(agent, CodeAgentSection))
+    read = partial(_read_source, section.fields, {}, isinstance(agent, CodeAgentSection))
     by_source = [read(reports[0], source) for source in section.train]
     train = [task for tasks in by_source for task in tasks]
     held_by_source = [read(reports[1], source) for source in section.eval]
@@ -99,7 +99,7 @@ def read_tasks(
     return GivenTasks(train, held_out, reports, sizes, held_sizes)
 
 
-def _read(
+def _read_source(
     fields: TaskFields, taken: dict[str, str], has_files: bool, report: RowReport, source: str
 ) -> list[Task]:
     """`taken`: maps an id to the place where the task with that id was read. `has_files`: whether
@@ -156,10 +156,10 @@ def task_of(
 
     is_named = fields.query is not None or fields.answer is not None
     columns, query_keys, answer_keys = PlainRow(dict(row)) if is_named else plain_row(row, form)
-    query = _take(columns, fields.query, query_keys, "query", remedy, needed=True)
-    answer = _take(columns, fields.answer, answer_keys, "answer", remedy)
-    name = _take(columns, fields.id, ID_KEYS, "id", remedy)
-    scorer = _take(columns, fields.scorer, SCORER_KEYS, "scorer", remedy)
+    query = _pop_value(columns, fields.query, query_keys, "query", remedy, needed=True)
+    answer = _pop_value(columns, fields.answer, answer_keys, "answer", remedy)
+    name = _pop_value(columns, fields.id, ID_KEYS, "id", remedy)
+    scorer = _pop_value(columns, fields.scorer, SCORER_KEYS, "scorer", remedy)
 
     metadata = columns
     if isinstance(query, list):
@@ -176,9 +176,9 @@ def task_of(
     return Task(
         id=content_id(row) if name is None else str(name),
         query=query,
-        answer=_plain({"answer": answer})["answer"],
+        answer=_to_json_data({"answer": answer})["answer"],
         scorer=_scorer(scorer),
-        metadata=_plain(metadata),
+        metadata=_to_json_data(metadata),
     )
 
 
@@ -225,7 +225,7 @@ def content_id(row: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _take(
+def _pop_value(
     row: dict[str, Any],
     key: str | None,
     names: tuple[str, ...],
@@ -269,14 +269,14 @@ def _last_text(messages: list[Any]) -> str:
     return texts[-1]
 
 
-def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
+def _to_json_data(metadata: dict[str, Any]) -> dict[str, Any]:
     """The metadata as JSON can represent it, because the store keeps tasks as JSON (Parquet has
     dates, bytes and more)."""
     plain: dict[str, Any] = json.loads(json.dumps(metadata, default=str))
     return plain
 
 
-def begin_with(config: RunConfig, tasks: GivenTasks, note: Callable[[str], None]) -> None:
+def check_and_report(config: RunConfig, tasks: GivenTasks, note: Callable[[str], None]) -> None:
     """Checks at a trainer's start that the tasks are those that the run began with. Reports the
     rows that are left out, and lists all of them in RUN/bad_rows.jsonl."""
     check_same_tasks(config, tasks)

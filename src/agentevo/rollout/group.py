@@ -19,19 +19,19 @@ from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
 from agentevo.errors import AgentEvoError, OverreachError, describe_error
 from agentevo.event_loop import TaskScope
-from agentevo.rollout.failures import TOO_LONG, ShowFailure
+from agentevo.rollout.failures import TIMEOUT_PREFIX, ShowFailure
 from agentevo.signals import Interrupt
 from agentevo.store.call_log import AttemptCalls, RunningCall
 from agentevo.store.trace_context import TracedMessage
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
-LONGEST_ENDING = 4_000
+MAX_OBSERVATION_CHARS = 4_000
 """The maximum number of characters that are stored of the last observation."""
-LETTING_GO_S = 5.0
+CANCEL_TIMEOUT_S = 5.0
 """The time that a cancelled agent has to end, in seconds. After that the attempt ends without the
 agent, and the policy refuses the agent's further requests."""
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 """The shortest interval between two checks of an attempt's time limit, in seconds. The clock of the
 limit stops while the engine sleeps, so one wait is not enough."""
 
@@ -48,7 +48,7 @@ class InfrastructureFailure(AgentEvoError):
     again."""
 
 
-def _heard(task: asyncio.Task[Outcome]) -> None:
+def _retrieve_exception(task: asyncio.Task[Outcome]) -> None:
     """Retrieves the task's exception, so that asyncio does not log it as never retrieved. Another
     cause may have ended the attempt first."""
     if not task.cancelled():
@@ -75,21 +75,21 @@ class GroupAttempt:
         self._show = show
         self.unrewarded: set[str] = set()
         """Ids of the trajectories that need a reward from a scorer."""
-        self._endings: dict[str, str] = {}
+        self._last_observations: dict[str, str] = {}
         self._agent = agent
         self._task = task
         self._limit_s = limit_s
         self._scope = TaskScope()
-        self._playing: asyncio.Task[Outcome] | None = None
-        self._cut: str | None = None
+        self._agent_task: asyncio.Task[Outcome] | None = None
+        self._cut_reason: str | None = None
 
     def cut(self, reason: str) -> None:
         """Cancels the attempt, which keeps the turns that it already has. Has no effect on an
         attempt that has ended."""
-        if self._cut is None and (self._playing is None or not self._playing.done()):
-            self._cut = reason
-            if self._playing is not None:
-                self._playing.cancel()
+        if self._cut_reason is None and (self._agent_task is None or not self._agent_task.done()):
+            self._cut_reason = reason
+            if self._agent_task is not None:
+                self._agent_task.cancel()
 
     @property
     def calls(self) -> dict[str, AttemptCalls]:
@@ -112,12 +112,12 @@ class GroupAttempt:
             trajectories = await self._run(task_id, group_id, number)
             for call, trajectory in zip(calls, trajectories, strict=True):
                 call.outcome(trajectory.status, trajectory.error)
-                call.keep(ending=self._endings.get(trajectory.id, ""))
-                self._tell(call, trajectory)
+                call.keep(ending=self._last_observations.get(trajectory.id, ""))
+                self._note_result(call, trajectory)
 
             return trajectories
 
-    def _tell(self, call: RunningCall, trajectory: Trajectory) -> None:
+    def _note_result(self, call: RunningCall, trajectory: Trajectory) -> None:
         """Notes in the attempt's span, if it has one: the reward if no scorer sets it, the first
         prompt and the last reply."""
         if call.tracing is None:
@@ -137,19 +137,19 @@ class GroupAttempt:
         caught."""
         started = time.time()
         clock = time.perf_counter()
-        self._playing = self._scope.start(self._play())
-        self._playing.add_done_callback(_heard)
+        self._agent_task = self._scope.start(self._play())
+        self._agent_task.add_done_callback(_retrieve_exception)
 
-        if self._cut is not None:
-            self._playing.cancel()
+        if self._cut_reason is not None:
+            self._agent_task.cancel()
 
         try:
-            await self._until_over(self._playing)
-            late = not self._playing.done() and self._cut is None
+            await self._wait_until_over(self._agent_task)
+            late = not self._agent_task.done() and self._cut_reason is None
         finally:
-            await self._let_go(self._playing)
+            await self._end_agent(self._agent_task)
 
-        result, status, error, raised = self._outcome_of(self._playing, late)
+        result, status, error, raised = self._outcome_of(self._agent_task, late)
         conversations = self.policy.conversations
         broken = next(
             (conversation.broken for conversation in conversations.values() if conversation.broken),
@@ -170,7 +170,7 @@ class GroupAttempt:
             if outcome.reward is None:
                 self.unrewarded.add(conversation.name)
 
-            self._endings[conversation.name] = outcome.ending[:LONGEST_ENDING]
+            self._last_observations[conversation.name] = outcome.ending[:MAX_OBSERVATION_CHARS]
             is_main = conversation is self.policy.conversation
             own_remote = remote if is_main else None
             trajectories.append(
@@ -215,24 +215,26 @@ class GroupAttempt:
             if os.getpid() != process:
                 os._exit(os.EX_SOFTWARE)
 
-    async def _until_over(self, playing: asyncio.Task[Outcome]) -> None:
+    async def _wait_until_over(self, playing: asyncio.Task[Outcome]) -> None:
         """Waits until the agent has ended, or has run for `limit_s` seconds. Time in which the
         engine sleeps and time in which the agent waits for its turn do not count."""
-        ends = time.monotonic() + self._limit_s - self._idle_s()
-        while not playing.done() and (remaining_s := ends + self._idle_s() - time.monotonic()) > 0:
-            await asyncio.wait([playing], timeout=max(remaining_s, LOOK_S))
+        ends = time.monotonic() + self._limit_s - self._paused_s()
+        while (
+            not playing.done() and (remaining_s := ends + self._paused_s() - time.monotonic()) > 0
+        ):
+            await asyncio.wait([playing], timeout=max(remaining_s, POLL_INTERVAL_S))
 
-    def _idle_s(self) -> float:
+    def _paused_s(self) -> float:
         return self.policy.conversation.slept_s + self.policy.waited_s
 
-    async def _let_go(self, playing: asyncio.Task[Outcome]) -> None:
+    async def _end_agent(self, playing: asyncio.Task[Outcome]) -> None:
         """Ends the agent if it still runs, and frees the engine's memory of the attempt."""
         try:
             self._scope.cancel()
             if not playing.done():
                 # a scope on a user program's event loop does not know its tasks
                 playing.cancel()
-                await asyncio.wait([playing], timeout=LETTING_GO_S)
+                await asyncio.wait([playing], timeout=CANCEL_TIMEOUT_S)
         finally:
             await self.policy.close()
 
@@ -241,13 +243,13 @@ class GroupAttempt:
     ) -> tuple[Outcome, Status, str | None, BaseException | None]:
         """The outcome of the attempt, its status, the reason, and the exception."""
         nothing = Outcome(reward=0.0, success=False)
-        if self._cut is not None and (
+        if self._cut_reason is not None and (
             not playing.done() or playing.cancelled() or playing.exception() is not None
         ):
-            return nothing, "cancelled", self._cut, None
+            return nothing, "cancelled", self._cut_reason, None
 
         if late:
-            reason = f"{TOO_LONG} agent.timeout_s={self._limit_s:g} s"
+            reason = f"{TIMEOUT_PREFIX} agent.timeout_s={self._limit_s:g} s"
             return nothing, "failed", reason, None
 
         if playing.cancelled():
@@ -305,9 +307,9 @@ class RolloutGroup:
         self.group_id = group_id
         self.members = list(members)
         self.baseline = baseline
-        self._wanted = num_wanted
+        self._num_wanted = num_wanted
         self._score = score
-        self._ended = on_ended
+        self._on_ended = on_ended
 
     @property
     def attempts(self) -> list[GroupAttempt]:
@@ -338,12 +340,12 @@ class RolloutGroup:
                 for failed in done:
                     failed.result()
 
-                self._ended(len(runs) - len(pending))
-                if len(self.members) > self._wanted and pending & members:
+                self._on_ended(len(runs) - len(pending))
+                if len(self.members) > self._num_wanted and pending & members:
                     completed = sum(
                         run.done() and run.result()[0].status == "completed" for run in members
                     )
-                    if completed >= self._wanted:
+                    if completed >= self._num_wanted:
                         self.cut(f"cut: {completed} attempts of its group had completed")
 
             return await self._score_attempts([run.result() for run in runs])

@@ -38,9 +38,9 @@ class NextTasks:
         self._task: Task | None = None
         self._group = ""
         """The group that is being filled."""
-        self._left = 0
+        self._num_unopened = 0
         """The number of the group's attempts that no client has opened."""
-        self._ahead: list[Task] = []
+        self._upcoming_tasks: list[Task] = []
         self._step = 0
 
     async def open(self) -> OutsideSession:
@@ -55,10 +55,10 @@ class NextTasks:
 
         async with self._lock:
             lease = None
-            if not self._left or not self._sessions.is_under_way(self._group):
+            if not self._num_unopened or not self._sessions.is_under_way(self._group):
                 lease = await self._lease(self._tasks)
                 self._task = lease.task
-                self._left = self._config.trainer.group_size
+                self._num_unopened = self._config.trainer.group_size
                 self._group = f"next-{secrets.token_hex(4)}"
 
             assert self._task is not None
@@ -68,12 +68,12 @@ class NextTasks:
                     self._task, self._group, None, shown, lease=lease
                 )
             except BaseException:
-                self._left = 0
+                self._num_unopened = 0
                 if lease is not None and not self._sessions.is_under_way(self._group):
                     await self._store.return_task(lease)
                 raise
 
-            self._left -= 1
+            self._num_unopened -= 1
             return session
 
     async def _lease(self, tasks: TaskSource) -> Lease:
@@ -120,7 +120,7 @@ class NextTasks:
 
     async def _next(self, tasks: TaskSource) -> Task:
         """The next task in the run's order. Raises Refusal while that task is not known."""
-        if not self._ahead:
+        if not self._upcoming_tasks:
             await tasks.learn(self._store)
             if not tasks.is_known(self._step + 1):
                 raise Refusal(
@@ -131,6 +131,6 @@ class NextTasks:
                 )
 
             self._step += 1
-            self._ahead = tasks.tasks_to_queue(self._step)
+            self._upcoming_tasks = tasks.tasks_to_queue(self._step)
 
-        return self._ahead.pop(0)
+        return self._upcoming_tasks.pop(0)

@@ -45,7 +45,7 @@ from agentevo.inference.engine import Engine
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import RolloutGroup
 from agentevo.rollout.sampler import BASELINE, Sampler
-from agentevo.rollout.unstorable import written
+from agentevo.rollout.unstorable import write_storable
 from agentevo.store.records import Lease, Split
 from agentevo.store.store import Store
 from agentevo.trace_header import trace_headers
@@ -56,13 +56,21 @@ MAX_OPEN = 4096
 MAX_ENDED = 1000
 """The number of sessions that are remembered after their group was written. The oldest are
 forgotten first."""
-CLAIM_S = 30.0
+CLAIM_TIMEOUT_S = 30.0
 """The time limit for an attempt to be ready for its agent, in seconds."""
-STOPPING_S = 10.0
+STOP_TIMEOUT_S = 10.0
 _GROUP = re.compile(r"\w[\w.:-]{0,99}")
 _LABEL = re.compile(r"/([^/@]+)@[^/@]*$")
 """Finds the label in a group's id (see sampler.group_name)."""
-_TAKEN = {BASELINE, "train", "greedy", "sampled", "untaught-greedy", "untaught-sampled", "doctor"}
+_RESERVED_LABELS = {
+    BASELINE,
+    "train",
+    "greedy",
+    "sampled",
+    "untaught-greedy",
+    "untaught-sampled",
+    "doctor",
+}
 """The labels of groups that a run makes itself."""
 
 
@@ -162,16 +170,16 @@ class OutsideAgent:
     def __init__(self, within_s: float) -> None:
         """`within_s`: how long an attempt waits for a client after the last event of its group, in
         seconds."""
-        self._within_s = within_s
+        self._claim_timeout_s = within_s
         self._waiting: dict[str, asyncio.Queue[OutsideSession]] = {}
-        self._touched: dict[str, float] = {}
+        self._last_event_at: dict[str, float] = {}
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run. Raises OutsideFailure."""
         session = OutsideSession(task, policy)
         try:
             with policy.waiting():
-                await self._until_claimed(session)
+                await self._wait_until_claimed(session)
 
             door = policy.session
             assert isinstance(door, GatewaySession)
@@ -191,12 +199,12 @@ class OutsideAgent:
 
     async def claim(self, group_id: str) -> OutsideSession:
         """The next attempt of a running group, with a gateway session for its agent."""
-        async with asyncio.timeout(CLAIM_S):
+        async with asyncio.timeout(CLAIM_TIMEOUT_S):
             while True:
                 session = await self._queue(group_id).get()
                 if session.over.is_set():
                     continue
-                self._touched[group_id] = time.monotonic()
+                self._last_event_at[group_id] = time.monotonic()
                 session.claimed.set()
                 await session.opened.wait()
                 return session
@@ -204,26 +212,27 @@ class OutsideAgent:
     def forget(self, group_id: str) -> None:
         """Removes the queue of a group that has ended."""
         self._waiting.pop(group_id, None)
-        self._touched.pop(group_id, None)
+        self._last_event_at.pop(group_id, None)
 
     def _queue(self, group_id: str) -> asyncio.Queue[OutsideSession]:
         return self._waiting.setdefault(group_id, asyncio.Queue())
 
-    async def _until_claimed(self, session: OutsideSession) -> None:
+    async def _wait_until_claimed(self, session: OutsideSession) -> None:
         group = session.group_id
         self._queue(group).put_nowait(session)
 
-        touched = self._touched.setdefault(group, time.monotonic())
-        while (remaining_s := touched + self._within_s - time.monotonic()) > 0:
+        touched = self._last_event_at.setdefault(group, time.monotonic())
+        while (remaining_s := touched + self._claim_timeout_s - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(remaining_s):
                     await session.claimed.wait()
                 return
             except TimeoutError:
-                touched = self._touched.get(group, touched)
+                touched = self._last_event_at.get(group, touched)
 
         raise OutsideFailure(
-            f"no client opened this attempt within agent.timeout_s={self._within_s:g} s of the "
+            f"no client opened this attempt within agent.timeout_s={self._claim_timeout_s:g} s of "
+            "the "
             "last one of its group"
         )
 
@@ -316,7 +325,7 @@ class OutsideSessions:
         async with self._opening:
             opened = self._groups.get(group) if group is not None else None
             if opened is None:
-                opened = await self._begin(task, group, size, shown, lease)
+                opened = await self._start_group(task, group, size, shown, lease)
             self._check_same(opened, task, size)
             session = await self._agent.claim(opened.id)
             opened.num_claimed += 1
@@ -371,14 +380,14 @@ class OutsideSessions:
             opened_group.playing for opened_group in opened if opened_group.playing is not None
         ]
         if playing:
-            await asyncio.wait(playing, timeout=STOPPING_S)
+            await asyncio.wait(playing, timeout=STOP_TIMEOUT_S)
 
         for task in playing:
             task.cancel()
 
         await asyncio.gather(*playing, return_exceptions=True)
 
-    async def _begin(
+    async def _start_group(
         self,
         task: Task | None,
         name: str | None,
@@ -450,10 +459,10 @@ class OutsideSessions:
             ) from error
 
     async def _check_group(self, name: str) -> None:
-        if not _GROUP.fullmatch(name) or name in _TAKEN:
+        if not _GROUP.fullmatch(name) or name in _RESERVED_LABELS:
             raise Refusal(
                 f"group {name[:60]!r}: use 1 to 100 letters, digits and `_ . : -`, and none of "
-                f"{', '.join(sorted(_TAKEN))}",
+                f"{', '.join(sorted(_RESERVED_LABELS))}",
                 param="group",
             )
 
@@ -494,10 +503,10 @@ class OutsideSessions:
     async def _play(self, opened: _OpenedGroup) -> None:
         """Plays the group from its first attempt until it is written or fails."""
         lease = opened.lease
-        beats = asyncio.create_task(self._keep(lease, opened)) if lease is not None else None
+        beats = asyncio.create_task(self._keep_lease(lease, opened)) if lease is not None else None
         try:
             trajectories = await opened.group.run()
-            trajectories = await written(
+            trajectories = await write_storable(
                 trajectories,
                 lambda storable: self._retry(
                     lambda: self._store.write_trajectories(
@@ -512,7 +521,7 @@ class OutsideSessions:
         except Exception as error:  # noqa: BLE001 (its sessions get any error)
             self._counts["groups_failed"] += 1
             self._note(f"the group {opened.id} is lost: {describe_error(error)}")
-            trajectories = [_lost(session, error) for session in opened.sessions]
+            trajectories = [_lost_trajectory(session, error) for session in opened.sessions]
             if lease is not None:
                 with suppress(StoreError):  # if the lease is lost, another process plays the task
                     await self._store.retry_task(lease, describe_error(error))
@@ -522,9 +531,9 @@ class OutsideSessions:
             del self._groups[opened.name]
             self._agent.forget(opened.id)
 
-        self._remember(opened, trajectories)
+        self._record_end(opened, trajectories)
 
-    async def _keep(self, lease: Lease, opened: _OpenedGroup) -> None:
+    async def _keep_lease(self, lease: Lease, opened: _OpenedGroup) -> None:
         """Renews the lease. Cancels the group after another process got the lease."""
         while True:
             await asyncio.sleep(self._config.rollout.lease_s / 3)
@@ -536,7 +545,7 @@ class OutsideSessions:
                 opened.group.cut("the lease on its task is lost")
                 return
 
-    def _remember(self, opened: _OpenedGroup, trajectories: Sequence[Trajectory]) -> None:
+    def _record_end(self, opened: _OpenedGroup, trajectories: Sequence[Trajectory]) -> None:
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         for session in opened.sessions:
             session.trajectory = by_id.get(session.policy.name)
@@ -549,7 +558,7 @@ class OutsideSessions:
         return await with_retries(call, within_s=STORE_RETRY_S, what="writing a session's group")
 
 
-def _lost(session: OutsideSession, error: Exception) -> Trajectory:
+def _lost_trajectory(session: OutsideSession, error: Exception) -> Trajectory:
     """The record of an attempt that an infrastructure failure ended. It is in no store."""
     return msgspec.structs.replace(
         session.export(), status="cancelled", error=f"nothing was written: {error}"

@@ -26,7 +26,7 @@ SCORER = "em"
 """The reward of the rows: SQuAD's exact match, with which Search-R1 trains."""
 QUESTION_SETS = {"nq": "Natural Questions", "hotpotqa": "HotpotQA"}
 """Maps a name for `agentevo data prepare` to the full name."""
-KEPT = ("type", "level")
+METADATA_COLUMNS = ("type", "level")
 """Columns that become metadata."""
 _CONTEXTS = ("positive_ctxs", "negative_ctxs", "hard_negative_ctxs")
 
@@ -83,7 +83,7 @@ def _task_of(name: str, number: int, row: Mapping[str, Any], agent: str | None) 
         raise RowError("unknown_form", f"a row of {QUESTION_SETS[name]} has question, a text")
 
     metadata: dict[str, Any] = {"data_source": name}
-    metadata |= {key: row[key] for key in KEPT if isinstance(row.get(key), str)}
+    metadata |= {key: row[key] for key in METADATA_COLUMNS if isinstance(row.get(key), str)}
     if titles := _supporting_titles(row.get("supporting_facts")):
         metadata["supporting_titles"] = titles
     if agent is not None:

@@ -33,9 +33,9 @@ from agentevo.types import QUERY_MESSAGES, Outcome, Task
 
 QUESTION = "question.json"
 """The file with the parsed question, among the files of the proposer's trajectory."""
-LONGEST_REASON = 500
+MAX_REASON_CHARS = 500
 """The maximum number of stored characters of the reason why a reply has no question."""
-LARGEST = 1 << 20
+MAX_QUESTION_BYTES = 1 << 20
 """The maximum size of a question, in bytes."""
 
 
@@ -115,7 +115,7 @@ class SelfPlayAgent(FunctionAgent):
         try:
             question = self._family.read(text, prompt)
         except ValueError as error:
-            reason = storable(str(error), LONGEST_REASON)
+            reason = storable(str(error), MAX_REASON_CHARS)
             return msgspec.json.encode({"invalid": reason or "no question"})
         return encode_question(question)
 
@@ -126,9 +126,9 @@ class SelfPlayAgent(FunctionAgent):
 
 def encode_question(question: Question) -> bytes:
     """A question as it is stored. Raises TypeError if a family returns something else than a
-    Question, values that JSON can't represent, or more than LARGEST bytes. Raises RowError for half
-    of a surrogate pair and for the cases of `task_of_question`, and UnknownNameError for an unknown
-    scorer."""
+    Question, values that JSON can't represent, or more than MAX_QUESTION_BYTES bytes. Raises
+    RowError for half of a surrogate pair and for the cases of `task_of_question`, and
+    UnknownNameError for an unknown scorer."""
     if not isinstance(question, Question):
         raise TypeError(
             f"the family's read returned {shown(question)}: return an agentevo.Question, or "
@@ -148,8 +148,8 @@ def encode_question(question: Question) -> bytes:
     except ValueError as error:
         raise TypeError(f"a question has a value that JSON can't represent: {error}") from error
 
-    if len(text) > LARGEST:
-        raise TypeError(f"a question of {len(text)} bytes: the limit is {LARGEST}")
+    if len(text) > MAX_QUESTION_BYTES:
+        raise TypeError(f"a question of {len(text)} bytes: the limit is {MAX_QUESTION_BYTES}")
 
     row = json.loads(text)
     check_text(row)

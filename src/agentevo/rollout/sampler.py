@@ -41,7 +41,7 @@ from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutG
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.self_play import role_of
-from agentevo.rollout.unstorable import written
+from agentevo.rollout.unstorable import write_storable
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, CallLog
 from agentevo.store.records import RETRIES, Split
@@ -136,7 +136,7 @@ class Sampler:
         self.remote_models = RemoteModels(config.remote_models, config.run_dir / REMOTE_MODELS)
         self._scoring = Scoring(config.rewards, show=self.failures.show, models=self.remote_models)
         self._baselines = BaselineScorers(config.run_dir / BASELINES)
-        self._given = get_tasks
+        self._get_tasks = get_tasks
         self._preparing: asyncio.Task[None] | None = None
         self._keep_text = TextKeeper(config.run_dir)
         self.declared: dict[str, Declared] = {}
@@ -181,7 +181,9 @@ class Sampler:
         await _with_retries(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
         names = [name for task in tasks for name in self._group_names(task, labels, step)]
-        stored_groups = await _with_retries(lambda: self._known(names, split, step), "known groups")
+        stored_groups = await _with_retries(
+            lambda: self._find_stored(names, split, step), "known groups"
+        )
         extra = self._config.rollout.extra_attempts if split == "train" else 0
         size = attempts + extra + baseline
         num_ended = dict[str, int]()
@@ -218,7 +220,7 @@ class Sampler:
     ) -> list[Trajectory]:
         """Writes all trajectories to the store, or none. An attempt that the store can't hold is
         written as a failed one."""
-        return await written(
+        return await write_storable(
             trajectories,
             lambda storable: _with_retries(
                 lambda: self._store.write_trajectories(storable, split=split, step=step),
@@ -321,7 +323,7 @@ class Sampler:
         can't be scored before, so no step changes that policy. After a failure, the next call
         starts the preparation again."""
         if self._preparing is None:
-            self._preparing = asyncio.create_task(self._scoring.prepare(self._given(), policy))
+            self._preparing = asyncio.create_task(self._scoring.prepare(self._get_tasks(), policy))
 
         preparing = self._preparing
         try:
@@ -390,10 +392,10 @@ class Sampler:
             except InfrastructureFailure as error:
                 failures += 1
                 if failures == RETRIES.max_failures:
-                    raise _given_up(failures, error) from error
+                    raise _final_error(failures, error) from error
             await asyncio.sleep(RETRIES.delay_s(failures))
 
-    async def _known(
+    async def _find_stored(
         self, groups: Sequence[str], split: Split, step: int
     ) -> dict[str, list[Trajectory]]:
         """Those of the groups that are in the store with their tokens, as a map from id to members
@@ -410,7 +412,7 @@ class Sampler:
         return stored_groups
 
 
-def _given_up(tries: int, error: InfrastructureFailure) -> EngineError:
+def _final_error(tries: int, error: InfrastructureFailure) -> EngineError:
     kind = (
         EngineUnavailableError
         if isinstance(error.__cause__, EngineUnavailableError)

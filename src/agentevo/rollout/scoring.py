@@ -65,7 +65,7 @@ EVALUATIONS = ("greedy", "sampled", "eval")
 _GROUP = re.compile(r"/(?P<label>[^/@]+)@(?P<step>\d{1,9})(?::[^/@]*)?\Z")
 REWARD = "a reward"
 """The name of an exception's origin in error messages."""
-LETTING_GO_S = 5.0
+CANCEL_TIMEOUT_S = 5.0
 """The time that a late scorer has to end after it is cancelled, in seconds."""
 
 
@@ -175,10 +175,12 @@ class NamedReward:
         """A score or a failure for each trajectory, in order. Raises InfrastructureFailure if the
         policy can't be reached."""
         if self.judges_groups:
-            return await self._together(trajectories, task, calls)
+            return await self._score_group(trajectories, task, calls)
         if policy is None and self.asks_policy:
             return [ScorerFailure(NO_POLICY.format(self.config.title))] * len(trajectories)
-        singles = [self._single(trajectory, task, calls, policy) for trajectory in trajectories]
+        singles = [
+            self._score_single(trajectory, task, calls, policy) for trajectory in trajectories
+        ]
         return list(await asyncio.gather(*singles))
 
     @contextmanager
@@ -210,7 +212,7 @@ class NamedReward:
 
             yield note
 
-    async def _single(
+    async def _score_single(
         self, trajectory: Trajectory, task: Task, calls: Calls, policy: ScoredPolicy | None
     ) -> Score | ScorerFailure:
         trajectory_copy = copy_of_trajectory(trajectory)
@@ -242,7 +244,7 @@ class NamedReward:
 
         return await self._within_limit(work, self.config.timeout_s)
 
-    async def _together(
+    async def _score_group(
         self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
     ) -> list[Score | ScorerFailure]:
         copies = [copy_of_trajectory(t) for t in trajectories]
@@ -301,7 +303,7 @@ class NamedReward:
         finally:
             scope.cancel()
             if not working.done():
-                await asyncio.wait([working], timeout=LETTING_GO_S)
+                await asyncio.wait([working], timeout=CANCEL_TIMEOUT_S)
 
         error: BaseException | None = None
         if late:
@@ -369,22 +371,22 @@ class Scoring:
 
             if task.scorer is not None:
                 try:
-                    for reward in self._all_for(task):
+                    for reward in self._rewards_of(task):
                         reward.check()
                 except ConfigError as error:
                     raise ConfigError(f"tasks: {task.id!r}: scorer: {error}") from error
 
     def compares(self, task: Task) -> bool:
         """Whether the task's rewards depend on the other attempts of its group."""
-        return any(reward.judges_groups for reward in self._all_for(task))
+        return any(reward.judges_groups for reward in self._rewards_of(task))
 
     def asks_models(self, task: Task) -> bool:
         """Whether the task's rewards depend on replies of remote models."""
-        return any(reward.asks_models for reward in self._all_for(task))
+        return any(reward.asks_models for reward in self._rewards_of(task))
 
     def asks_policy(self, task: Task) -> bool:
         """Whether the task's rewards depend on the policy's weights."""
-        return any(reward.asks_policy for reward in self._all_for(task))
+        return any(reward.asks_policy for reward in self._rewards_of(task))
 
     @property
     def prepares(self) -> bool:
@@ -396,27 +398,29 @@ class Scoring:
         InfrastructureFailure."""
         for reward in self._configured:
             judged = [
-                task for task in tasks if task.scorer is None or reward in self._all_for(task)
+                task for task in tasks if task.scorer is None or reward in self._rewards_of(task)
             ]
             await reward.prepare(judged, policy)
 
     def configs(self, tasks: Sequence[Task]) -> list[RewardConfig]:
         """The recipe's rewards, and the tasks' own rewards."""
-        task_rewards = [reward for task in tasks if task.scorer for reward in self._all_for(task)]
+        task_rewards = [
+            reward for task in tasks if task.scorer for reward in self._rewards_of(task)
+        ]
         return list(
             {id(reward): reward.config for reward in (*self._configured, *task_rewards)}.values()
         )
 
-    def _all_for(self, task: Task) -> list[NamedReward]:
+    def _rewards_of(self, task: Task) -> list[NamedReward]:
         """The task's rewards of all stages."""
         if task.scorer is None:
             return self._configured
         return [self._reward(name) for name in scorers_of(task)]
 
-    def _list_for(self, task: Task, step: int | None) -> list[NamedReward]:
+    def _rewards_at(self, task: Task, step: int | None) -> list[NamedReward]:
         """The rewards that count at a training step, or in an evaluation. The task's own rewards
         always count."""
-        rewards = self._all_for(task)
+        rewards = self._rewards_of(task)
         return rewards if task.scorer else [r for r in rewards if r.config.counts_at(step)]
 
     def _reward(self, name: str) -> NamedReward:
@@ -450,7 +454,7 @@ class Scoring:
         reached. Raises InfrastructureFailure if that fails."""
         judged = [t for t in trajectories if t.status == "completed"]
         step = step_of(trajectories[0].group_id) if trajectories else None
-        rewards = self._list_for(task, step)
+        rewards = self._rewards_at(task, step)
         if not rewards:
             return [
                 self._failed_trajectory(t, NO_REWARD) if missing and t.status == "completed" else t
@@ -469,7 +473,10 @@ class Scoring:
 
         return [
             self._with_scores(
-                _with_own(t) if keeps_own and not missing else t, rewards, weights, rows[t.id]
+                _with_own_reward(t) if keeps_own and not missing else t,
+                rewards,
+                weights,
+                rows[t.id],
             )
             if t.id in rows
             else t
@@ -502,7 +509,7 @@ class Scoring:
         )
 
 
-def _with_own(trajectory: Trajectory) -> Trajectory:
+def _with_own_reward(trajectory: Trajectory) -> Trajectory:
     """The trajectory with its own reward (the agent's or the environment's) as a metric, because
     another reward replaces it."""
     return replace(trajectory, metrics={**trajectory.metrics, OWN_REWARD: trajectory.reward})
@@ -518,7 +525,7 @@ def _with_scores(
     not a valid reward."""
     parts: dict[str, float] = {}
     success = False
-    is_met = _met(rewards, scores)
+    is_met = _find_met(rewards, scores)
     for index, (reward, weight, score) in enumerate(zip(rewards, weights, scores, strict=True)):
         assert isinstance(score, Score)
         if not all(is_met.get(name, True) for name in reward.config.requires):
@@ -535,7 +542,7 @@ def _with_scores(
     return replace(trajectory, reward=total, reward_parts=parts, success=success)
 
 
-def _met(
+def _find_met(
     rewards: Sequence[NamedReward], scores: Sequence[Score | ScorerFailure]
 ) -> dict[str, bool]:
     """Whether each reward is met, by its name. A reward is met if it succeeded and all rewards that

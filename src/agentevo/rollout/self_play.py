@@ -186,7 +186,7 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Paid:
+class RewardedProposals:
     """The rewards of a step's proposals."""
 
     trajectories: list[Trajectory]
@@ -196,7 +196,9 @@ class Paid:
     metrics: dict[str, float]
 
 
-def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay) -> Paid:
+def reward_proposals(
+    proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay
+) -> RewardedProposals:
     """Rewards each proposal by the solver's `attempts` at its question."""
     solved: dict[str, list[bool]] = defaultdict(list)
     for attempt in attempts:
@@ -221,13 +223,15 @@ def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay)
             continue
 
         if proposal.row is None:
-            paid.append(_with(trajectory, {"invalid": section.invalid}, {}))
+            paid.append(_with_reward(trajectory, {"invalid": section.invalid}, {}))
             continue
 
         tries = solved.get(task or "", [])
         if not tries:
             dropped[trajectory.id] = HELD_OUT if proposal.is_held_out else UNTRIED
-            paid.append(_with(trajectory, {}, {dropped[trajectory.id].replace("-", "_"): True}))
+            paid.append(
+                _with_reward(trajectory, {}, {dropped[trajectory.id].replace("-", "_"): True})
+            )
             continue
 
         p = fmean(tries)
@@ -236,12 +240,12 @@ def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay)
         taken = min(worth, section.repetition * same / size[trajectory.group_id])
         facts = {"task": task, "attempts": len(tries), "solved": sum(tries), "repeats": same}
         parts = {"learnability": worth, "repetition": -taken}
-        paid.append(_with(trajectory, parts, facts, success=0.0 < p < 1.0))
+        paid.append(_with_reward(trajectory, parts, facts, success=0.0 < p < 1.0))
 
-    return Paid(paid, dropped, _metrics(proposals, solved, repeats))
+    return RewardedProposals(paid, dropped, _metrics(proposals, solved, repeats))
 
 
-def _with(
+def _with_reward(
     trajectory: Trajectory,
     parts: Mapping[str, float],
     facts: Mapping[str, Any],

@@ -44,17 +44,17 @@ from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import InfrastructureFailure, RolloutGroup
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
-from agentevo.rollout.unstorable import written
+from agentevo.rollout.unstorable import write_storable
 from agentevo.store.records import Lease
 from agentevo.store.store import Store
 from agentevo.types import QUEUED_FOR_STEP, Task, Trajectory, group_of_agent
 
 T = TypeVar("T")
 
-STOPPING_S = 10.0
+STOP_TIMEOUT_S = 10.0
 """The time for a clean stop, in seconds: complete groups are written, and other tasks are returned.
 Tasks that take longer are queued again when their leases expire."""
-MAX_UNREACHED = 20
+MAX_UNREACHED_RETRIES = 20
 """How often a group may start again, without counting as a failure, because no engine could be
 reached. Beyond that, the task itself may be the cause."""
 COUNTERS = (
@@ -74,7 +74,7 @@ COUNTERS = (
 )
 """The counters of `SamplerService.stats`. `unreached` counts groups that started again because no
 engine could be reached."""
-FED_AT_ONCE = 64
+QUEUE_BATCH = 64
 """The number of tasks that are queued before the loop does its other work."""
 
 
@@ -116,7 +116,7 @@ class SamplerService:
         self._store = store
         self._tasks = tasks
         self._worker = worker
-        self._patience_s = retry_s
+        self._retry_s = retry_s
         self._note = note
         self._rollout = config.rollout
         self._waits = self._rollout.policy == "wait"
@@ -128,12 +128,12 @@ class SamplerService:
         self._capacity = max(1, self._rollout.max_attempts // attempts)
         self._next_step = 0
         """The step whose tasks are queued next."""
-        self._to_feed: deque[Task] = deque()
+        self._tasks_to_queue: deque[Task] = deque()
         self._works: set[_SampledWork] = set()
         self._failures: list[BaseException] = []
         self._group_ended = asyncio.Event()
         self._counts = Counter[str]()
-        self._noted = set[str]()
+        self._reported_poison = set[str]()
         """Poisoned tasks that were reported. A task that is queued again may become poison
         again."""
         self.stopping = False
@@ -195,7 +195,7 @@ class SamplerService:
             return
 
         rounds = self._rollout.staleness + max(1, self._config.algorithm.dynamic_sampling)
-        for _ in range(FED_AT_ONCE):
+        for _ in range(QUEUE_BATCH):
             if (
                 await self._with_retries(lambda: self._store.outstanding("train"), "outstanding")
                 >= rounds * self._groups_per_step
@@ -205,10 +205,10 @@ class SamplerService:
                 continue
 
     def _next_task(self) -> Task:
-        if not self._to_feed:
-            self._to_feed.extend(self._tasks.tasks_to_queue(self._next_step))
+        if not self._tasks_to_queue:
+            self._tasks_to_queue.extend(self._tasks.tasks_to_queue(self._next_step))
             self._next_step += 1
-        return self._to_feed.popleft()
+        return self._tasks_to_queue.popleft()
 
     async def _add(self, tasks: list[Task]) -> int:
         new = await self._with_retries(lambda: self._store.add_tasks(tasks), "add_tasks")
@@ -267,10 +267,10 @@ class SamplerService:
 
     async def _work(self, work: _SampledWork) -> None:
         """Handles the task from its lease to its end, in success or failure."""
-        beats = asyncio.create_task(self._beat(work))
+        beats = asyncio.create_task(self._keep_lease(work))
         try:
-            if await self._is_known(work):
-                await self._let_go(
+            if await self._is_stored(work):
+                await self._end_lease(
                     work, lambda: self._store.complete_task(work.lease), "groups_known"
                 )
                 return
@@ -280,11 +280,11 @@ class SamplerService:
             await self._write(work, trajectories)
         except asyncio.CancelledError:
             if not work.is_lost:
-                await self._let_go(
+                await self._end_lease(
                     work,
                     lambda: self._store.return_task(work.lease),
                     "tasks_returned",
-                    within_s=STOPPING_S / 2,
+                    within_s=STOP_TIMEOUT_S / 2,
                 )
 
             raise
@@ -295,7 +295,7 @@ class SamplerService:
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
 
-    async def _beat(self, work: _SampledWork) -> None:
+    async def _keep_lease(self, work: _SampledWork) -> None:
         """Renews the lease. Cancels the work if the lease is lost. While the database is
         unavailable, no other service can get the task."""
         while not work.is_lost:
@@ -314,7 +314,7 @@ class SamplerService:
                     work.running.cancel()
                 return
 
-    async def _is_known(self, work: _SampledWork) -> bool:
+    async def _is_stored(self, work: _SampledWork) -> bool:
         """Whether the group is already in the store. Then an earlier service wrote it, and the task
         was queued again later."""
         name = self._group_names(work)[0]
@@ -334,7 +334,7 @@ class SamplerService:
         InfrastructureFailure."""
         unreached = 0
         while True:
-            await self._until_admitted(work)
+            await self._wait_until_admitted(work)
             work.group = self._sampler.group(
                 work.lease.task,
                 attempts=self._config.trainer.group_size,
@@ -353,7 +353,7 @@ class SamplerService:
                 self._counts["unreached"] += isinstance(error.__cause__, EngineUnavailableError)
                 if (
                     not isinstance(error.__cause__, EngineUnavailableError)
-                    or unreached > MAX_UNREACHED
+                    or unreached > MAX_UNREACHED_RETRIES
                 ):
                     raise
 
@@ -380,7 +380,7 @@ class SamplerService:
             and (served_version := version_of(self._config, agent, version)) is not None
         }
 
-    async def _until_admitted(self, work: _SampledWork) -> None:
+    async def _wait_until_admitted(self, work: _SampledWork) -> None:
         """Waits for an engine. Under `wait`, also waits for weights that the group may be sampled
         from."""
         while self._engine.version < 0 or (
@@ -410,11 +410,11 @@ class SamplerService:
             for trajectory in trajectories
             if trajectory.group_id in self._group_names(work)
         ):
-            trajectories = [_useless(trajectory) for trajectory in trajectories]
+            trajectories = [_cancel_baseline(trajectory) for trajectory in trajectories]
 
         lease = work.lease
         try:
-            trajectories = await written(
+            trajectories = await write_storable(
                 trajectories,
                 lambda storable: self._with_retries(
                     lambda: self._store.write_trajectories(
@@ -428,7 +428,7 @@ class SamplerService:
         except StoreError as error:
             reason = str(error)
             if lease is work.lease:
-                await self._let_go(
+                await self._end_lease(
                     work, lambda: self._store.fail_task(lease, reason), "tasks_failed"
                 )
             else:
@@ -449,17 +449,17 @@ class SamplerService:
                 self._counts["tasks_poisoned"] += 1
                 self._note_poison(work.lease.task.id, error)
 
-        await self._let_go(work, retry, "tasks_retried")
+        await self._end_lease(work, retry, "tasks_retried")
 
     def _note_poison(self, task_id: str, error: str) -> None:
-        if task_id not in self._noted:
-            self._noted.add(task_id)
+        if task_id not in self._reported_poison:
+            self._reported_poison.add(task_id)
             self._note(
                 f"{self._worker}: task {task_id} is set aside as poison, so no attempt at it is "
                 f"trained on: {error}"
             )
 
-    async def _let_go(
+    async def _end_lease(
         self,
         work: _SampledWork,
         call: Callable[[], Awaitable[None]],
@@ -470,7 +470,7 @@ class SamplerService:
         """Ends the lease with `call`, unless the lease is already lost. If the database stays
         unavailable, the lease expires."""
         try:
-            await with_retries(call, within_s=within_s or self._patience_s, what=counter)
+            await with_retries(call, within_s=within_s or self._retry_s, what=counter)
         except StoreUnavailableError:
             if within_s is None:
                 raise
@@ -489,16 +489,16 @@ class SamplerService:
                 work.running.cancel()
 
         if running:
-            _, late = await asyncio.wait(running, timeout=STOPPING_S)
+            _, late = await asyncio.wait(running, timeout=STOP_TIMEOUT_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _with_retries(self, call: Callable[[], Awaitable[T]], what: str) -> T:
-        return await with_retries(call, within_s=self._patience_s, what=what)
+        return await with_retries(call, within_s=self._retry_s, what=what)
 
 
-def _useless(trajectory: Trajectory) -> Trajectory:
+def _cancel_baseline(trajectory: Trajectory) -> Trajectory:
     """A completed greedy attempt as a cancelled one, because no attempt of its group was completed
     and there is nothing to compare it with."""
     if trajectory.status != "completed":

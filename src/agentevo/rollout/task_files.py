@@ -18,7 +18,7 @@ from agentevo.files import write_atomic
 from agentevo.registry import nearest
 from agentevo.rewards.numerals import last_numeral
 from agentevo.rollout.given_tasks import task_of
-from agentevo.store.export import whole_file
+from agentevo.store.export import atomic_file
 from agentevo.types import Task
 
 TRAIN = "train.jsonl"
@@ -151,7 +151,7 @@ def write_rows(rows: Sequence[dict[str, Any]], out: Path) -> None:
     if not out.name.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(f"{out}: give a file named .jsonl, .jsonl.gz or .parquet")
 
-    with whole_file(out) as file:
+    with atomic_file(out) as file:
         for line in _lines(rows):
             file.write(line)
 

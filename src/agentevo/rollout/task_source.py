@@ -66,7 +66,7 @@ class TaskSource:
         self.stages = TaskStages(staged, lag=config.rollout.staleness)
         self._files = {} if self.read is None else files_of(config.tasks, self.read)
         names = source_names(config.tasks.train) if config.tasks.weights else []
-        self._names = dict(zip(config.tasks.train, names, strict=False))
+        self._source_names = dict(zip(config.tasks.train, names, strict=False))
         self._pools = None if train is None else self._pools_of(train)
         self.curriculum = self._curriculum_of(train)
         self._by_id = {task.id: task for task in (*(train or ()), *self._held_out)}
@@ -196,7 +196,7 @@ class TaskSource:
         """The tasks of the step as samplers queue them. Their metadata names the step. A given task
         that a later round repeats becomes a task with the id ID~ROUND. With a curriculum, every
         step is a round."""
-        round_ = 0 if self._pools is None else self._round(self._pools, step)
+        round_ = 0 if self._pools is None else self._rounds_before(self._pools, step)
         round_ = round_ if self.curriculum is None else step
         return [
             replace(
@@ -207,7 +207,7 @@ class TaskSource:
             for task in self.train(step)
         ]
 
-    def _round(self, pools: Sequence[TaskPool], step: int) -> int:
+    def _rounds_before(self, pools: Sequence[TaskPool], step: int) -> int:
         """The number of rounds of all stages before the step's own round."""
         *earlier, begin = self.stages.begins(step)
         ends = [*earlier[1:], begin]
@@ -220,7 +220,7 @@ class TaskSource:
     def source_of(self, task_id: str) -> str | None:
         """The name of the source of a task, queued or not, if the recipe mixes sources."""
         file = self._files.get(task_id) or self._files.get(task_id.rpartition("~")[0])
-        return None if file is None else self._names.get(file)
+        return None if file is None else self._source_names.get(file)
 
     def as_given(self, task: Task) -> Task:
         """A queued task in the form that the agent receives."""

@@ -18,8 +18,8 @@ from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.store.store import Store
 from agentevo.types import Task
 
-SUCCESS = "train/success"
-SHOWN = 8
+SUCCESS_METRIC = "train/success"
+MAX_SHOWN = 8
 """The maximum number of values in a message."""
 
 
@@ -33,9 +33,9 @@ class TaskStages:
         self._by_success = any(stage.until_success is not None for stage in stages)
         self._success: dict[int, float | None] = {}
         """The success of each committed step; None if no attempt was completed."""
-        self._begins = [1]
+        self._first_steps = [1]
         """The first steps of the stages whose start is known."""
-        self._looked = 0
+        self._num_checked = 0
         """The number of steps that were checked for the end of the last of these stages."""
 
     async def learn(self, store: Store) -> None:
@@ -51,7 +51,7 @@ class TaskStages:
         for record in records:
             # a sampler in the trainer's process calls learn() too
             if record.step not in self._success:
-                self.note_step(record.step, record.record["metrics"].get(SUCCESS))
+                self.note_step(record.step, record.record["metrics"].get(SUCCESS_METRIC))
 
     def note_step(self, step: int, success: float | None) -> None:
         """Records the results of a committed step. Steps must come in order."""
@@ -69,14 +69,14 @@ class TaskStages:
         if not self.is_known(step):
             raise ValueError(f"the stage of step {step} is not decided yet: learn() comes first")
 
-        while len(self._begins) < len(self.stages) and self._begins[-1] <= step:
-            last = self._last_step(self.stages[len(self._begins) - 1], self._begins[-1])
+        while len(self._first_steps) < len(self.stages) and self._first_steps[-1] <= step:
+            last = self._last_step(self.stages[len(self._first_steps) - 1], self._first_steps[-1])
             if last is None or last >= step:
                 break
-            self._begins.append(last + 1)
-            self._looked = last
+            self._first_steps.append(last + 1)
+            self._num_checked = last
 
-        return [first for first in self._begins if first <= step]
+        return [first for first in self._first_steps if first <= step]
 
     def name_at(self, step: int) -> str:
         """The name of the step's stage. Empty if there are no stages."""
@@ -86,7 +86,7 @@ class TaskStages:
         """The last step of a stage that began at that step. None while it is not known."""
         if stage.until_success is not None:
             enough = begin + stage.success_window - 1
-            for step in range(max(enough, self._looked + 1), len(self._success) + 1):
+            for step in range(max(enough, self._num_checked + 1), len(self._success) + 1):
                 if stage.until_step is not None and step + self._lag >= stage.until_step:
                     break
 
@@ -97,7 +97,7 @@ class TaskStages:
                 if len(rates) == len(window) and fmean(rates) >= stage.until_success:
                     return step + self._lag
 
-                self._looked = step
+                self._num_checked = step
 
         return stage.until_step
 
@@ -164,7 +164,7 @@ def _values_in_words(key: str, tasks: Sequence[Task]) -> str:
     values = Counter(repr(value) for task in tasks if (value := value_of(task, key)) is not None)
     if not values:
         keys = sorted({key for task in tasks for key in task.metadata})
-        return f"no task has the key {key!r}, they have {', '.join(keys[:SHOWN]) or 'none'}"
-    most = [value[:60] for value, _ in values.most_common(SHOWN)]
-    suffix = f" and {len(values) - SHOWN} others" if len(values) > SHOWN else ""
+        return f"no task has the key {key!r}, they have {', '.join(keys[:MAX_SHOWN]) or 'none'}"
+    most = [value[:60] for value, _ in values.most_common(MAX_SHOWN)]
+    suffix = f" and {len(values) - MAX_SHOWN} others" if len(values) > MAX_SHOWN else ""
     return f"{key!r} is {', '.join(sorted(most))}{suffix}"

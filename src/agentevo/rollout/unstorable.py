@@ -12,7 +12,7 @@ from agentevo.store.codec import encode_trajectories
 from agentevo.types import Trajectory
 
 
-async def written(
+async def write_storable(
     trajectories: Sequence[Trajectory], write: Callable[[list[Trajectory]], Awaitable[object]]
 ) -> list[Trajectory]:
     """Writes the attempts with `write`, and returns them as they were written. An attempt that the

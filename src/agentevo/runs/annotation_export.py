@@ -24,7 +24,7 @@ import msgspec
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.runs.annotations import RIGHT, Annotation, Annotations
 from agentevo.runs.sft_export import Read, conversations_of
-from agentevo.store.export import whole_file
+from agentevo.store.export import atomic_file
 from agentevo.store.store import Store
 from agentevo.types import RemoteTurn, Trajectory, Turn
 
@@ -81,7 +81,7 @@ async def export_annotations(
 
     count = 0
     left_out = Counter[str]()
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         for row in _rows(annotations, attempts, evaluated, form, read):
             if isinstance(row, LeftOutError):
                 left_out[str(row)] += 1

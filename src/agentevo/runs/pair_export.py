@@ -15,7 +15,7 @@ from agentevo.data import RowError, RowReport
 from agentevo.errors import ConfigError
 from agentevo.runs.annotation_export import LeftOutError, conversation, pair_of
 from agentevo.runs.sft_export import Read
-from agentevo.store.export import whole_file
+from agentevo.store.export import atomic_file
 from agentevo.store.records import TrajectorySummary
 from agentevo.store.store import Store
 
@@ -32,7 +32,7 @@ async def export_pairs(
         if summary.status == "completed":
             groups.setdefault(summary.group_id, []).append(summary)
 
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         for name, members in groups.items():
             members.sort(key=lambda member: (-member.reward, member.id))
             for place in range(min(per_group, len(members) // 2)):

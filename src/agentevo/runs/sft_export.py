@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 from agentevo.data import RowError, RowReport
 from agentevo.data.conversation import check_text, conversation_of
 from agentevo.errors import ConfigError
-from agentevo.store.export import whole_file
+from agentevo.store.export import atomic_file
 from agentevo.store.records import Split, TrajectorySummary
 from agentevo.store.store import Store
 from agentevo.types import Message, RemoteTurn, Trajectory, Turn
@@ -147,7 +147,7 @@ async def export_sft(
         }
         good = _best(good, taught, per_task, report)
 
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         rows = _ExportRows(file, report, read, model)
         async for stored in store.trajectories(split=split, status="completed"):
             if stored.trajectory.id in good:
@@ -178,7 +178,7 @@ def export_played(
         }
         good = _best(good, taught, per_task, report)
 
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         rows = _ExportRows(file, report, read, model)
         for trajectory in trajectories:
             if trajectory.id in good:

@@ -63,10 +63,10 @@ _MESSAGES = msgspec.json.Decoder(list[Message])
 _REMOTE = msgspec.json.Decoder(list[RemoteTurn])
 _FILES = msgspec.msgpack.Decoder(dict[str, bytes])
 _TEXTS = msgspec.msgpack.Decoder(dict[str, str])
-LARGEST = 2**28
+MAX_PART_BYTES = 2**28
 """The maximum number of unpacked bytes of a part other than experts: 16 million tokens."""
-LARGEST_ROUTED = 2**30
-_BROKEN = (zlib.error, ValueError, TypeError, msgspec.MsgspecError)
+MAX_ROUTED_BYTES = 2**30
+_DECODE_ERRORS = (zlib.error, ValueError, TypeError, msgspec.MsgspecError)
 
 
 def to_bytes(column: Sequence[float]) -> bytes:
@@ -139,14 +139,14 @@ def unpack_turns(blob: bytes) -> list[Turn]:
     try:
         packed, noise, *extra_parts = _parts(blob)
         heads, prompt_ids, completion_ids, logprobs, versions = _DECODER.decode(
-            _unpack(packed, LARGEST)
+            _unpack(packed, MAX_PART_BYTES)
         )
         routed = (
             _unpack_routed(extra_parts[3], len(heads))
             if len(extra_parts) > 3
             else [None] * len(heads)
         )
-    except _BROKEN as error:
+    except _DECODE_ERRORS as error:
         raise _unreadable(error) from error
 
     columns = (prompt_ids, completion_ids, noise + logprobs, versions)
@@ -200,11 +200,11 @@ def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
     try:
         _, _, *extra_parts = _parts(blob)
         return (
-            _REMOTE.decode(_unpack(extra_parts[0], LARGEST))
+            _REMOTE.decode(_unpack(extra_parts[0], MAX_PART_BYTES))
             if extra_parts and extra_parts[0]
             else []
         )
-    except _BROKEN as error:
+    except _DECODE_ERRORS as error:
         raise _unreadable(error) from error
 
 
@@ -213,11 +213,11 @@ def unpack_files(blob: bytes) -> dict[str, bytes]:
     try:
         _, _, *extra_parts = _parts(blob)
         return (
-            _FILES.decode(_unpack(extra_parts[1], LARGEST))
+            _FILES.decode(_unpack(extra_parts[1], MAX_PART_BYTES))
             if len(extra_parts) > 1 and extra_parts[1]
             else {}
         )
-    except _BROKEN as error:
+    except _DECODE_ERRORS as error:
         raise _unreadable(error) from error
 
 
@@ -226,11 +226,11 @@ def unpack_texts(blob: bytes) -> dict[str, str]:
     try:
         _, _, *extra_parts = _parts(blob)
         return (
-            _TEXTS.decode(_unpack(extra_parts[2], LARGEST))
+            _TEXTS.decode(_unpack(extra_parts[2], MAX_PART_BYTES))
             if len(extra_parts) > 2 and extra_parts[2]
             else {}
         )
-    except _BROKEN as error:
+    except _DECODE_ERRORS as error:
         raise _unreadable(error) from error
 
 
@@ -259,8 +259,8 @@ def _by_layer(routed: RoutedExperts) -> bytes:
 
 
 def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
-    """Raises the errors in _BROKEN."""
-    shapes, data = _DECODER.decode(_unpack(part, LARGEST_ROUTED))
+    """Raises the errors in _DECODE_ERRORS."""
+    shapes, data = _DECODER.decode(_unpack(part, MAX_ROUTED_BYTES))
     routed: list[RoutedExperts | None] = []
     start = 0
     for shape in shapes:

@@ -54,12 +54,12 @@ BATCH = 500
 """The number of calls in a transaction."""
 MAX_TEXT = 300
 MAX_ATTRIBUTES = 16
-MAX_KEPT = 2**16
+MAX_KEPT_CHARS = 2**16
 """The maximum number of characters that are stored of a text from `keep`."""
 WRITE_TIMEOUT_S = 10.0
-CLOSE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """The time that the end of a run waits for unwritten calls, in seconds."""
-LONGEST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 
 Attribute = str | int | float | bool
 
@@ -85,7 +85,7 @@ class CallLog:
         self.dropped = 0
         """The number of calls that were not recorded."""
         self._open_store = open_store
-        self._tell = notify
+        self._notify = notify
         self._problem = ""
         """The reason why the first of them were not recorded."""
         self._lock = threading.Lock()
@@ -129,8 +129,8 @@ class CallLog:
         await in_thread(self.close)
 
     def close(self) -> None:
-        """Writes the remaining calls within CLOSE_S seconds. Calls that remain after that count as
-        dropped."""
+        """Writes the remaining calls within CLOSE_TIMEOUT_S seconds. Calls that remain after that
+        count as dropped."""
         with self._lock:
             self._closed = True
             wake = self._wake
@@ -140,7 +140,7 @@ class CallLog:
                 wake()
 
         if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
 
         with self._lock:
             self.dropped += len(self._new.keys() | dict(self._writing).keys())
@@ -149,7 +149,7 @@ class CallLog:
 
         if self.dropped:
             why = self._problem or "the run ended before they were written to the store"
-            self._tell(f"{self.dropped} calls of attempts were not recorded: {why}")
+            self._notify(f"{self.dropped} calls of attempts were not recorded: {why}")
 
     def _work(self) -> None:
         asyncio.run(self._write_until_closed())
@@ -183,7 +183,7 @@ class CallLog:
                     pause = FLUSH_S
                 except Exception as error:  # noqa: BLE001 (whatever it is, the attempts continue)
                     self._problem = f"{type(error).__name__}: {error}"
-                    pause = min(2 * pause, LONGEST_PAUSE_S)
+                    pause = min(2 * pause, MAX_PAUSE_S)
 
                 if closing.is_set():
                     return
@@ -205,7 +205,7 @@ class CallLog:
             while done < len(waiting):
                 batch = waiting[done : done + BATCH]
                 await store.write_calls([call.record(self.recorder) for _, call in batch])
-                self._let_go(batch)
+                self._forget_written(batch)
                 done += len(batch)
         except (StoreUnavailableError, DeadlineExceededError):
             with self._lock:
@@ -215,10 +215,10 @@ class CallLog:
         except Exception:  # the store refused the batch, and would refuse it again
             with self._lock:
                 self.dropped += len(waiting) - done
-            self._let_go(waiting[done:])
+            self._forget_written(waiting[done:])
             raise
 
-    def _let_go(self, batch: list[tuple[int, RunningCall]]) -> None:
+    def _forget_written(self, batch: list[tuple[int, RunningCall]]) -> None:
         """Removes the calls of the batch that have ended and need no further write."""
         with self._lock:
             self._writing = self._writing[len(batch) :]
@@ -390,7 +390,8 @@ class RunningCall:
         self._record = None
 
     def keep(self, **texts: str) -> None:
-        """Adds the output of a process or the text of a scorer, up to MAX_KEPT characters each."""
+        """Adds the output of a process or the text of a scorer, up to MAX_KEPT_CHARS characters
+        each."""
         self._kept |= {name: text for name, text in texts.items() if text}
         self._record = None
 
@@ -426,10 +427,10 @@ class RunningCall:
             status=None if ended_at is None else self._status,
             error=None if ended_at is None or self._error is None else _storable(self._error),
             attributes={
-                _storable(name): _small(value)
+                _storable(name): _shorten_attribute(value)
                 for name, value in list(attributes.items())[:MAX_ATTRIBUTES]
             }
-            | {name: _storable(text, MAX_KEPT) for name, text in self._kept.items()},
+            | {name: _storable(text, MAX_KEPT_CHARS) for name, text in self._kept.items()},
         )
         if ended_at is not None:
             self._record = record
@@ -481,7 +482,7 @@ def _storable(text: str, longest: int = MAX_TEXT) -> str:
     return text[:longest].encode("utf-8", "replace").decode("utf-8")
 
 
-def _small(value: object) -> Attribute:
+def _shorten_attribute(value: object) -> Attribute:
     if isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return value
     if isinstance(value, float) and math.isfinite(value):

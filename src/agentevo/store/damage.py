@@ -32,7 +32,7 @@ TYPES: Mapping[str, tuple[type, ...]] = {
     "trained_step": (int, type(None)),
 }
 """Maps a column to its allowed types, because SQLite stores any type in any column."""
-ABSENT: Mapping[str, tuple[str, ...]] = {"call": ("status", "duration_s")}
+NULLABLE: Mapping[str, tuple[str, ...]] = {"call": ("status", "duration_s")}
 """Maps a kind of row to the columns that may also be NULL: a running call has no end."""
 
 
@@ -61,7 +61,7 @@ def readable(kind: str) -> Callable[[D], D]:
 
 def _check_types(kind: str, row: Mapping[Any, Any]) -> None:
     for column, value in row.items():
-        if value is None and column in ABSENT.get(kind, ()):
+        if value is None and column in NULLABLE.get(kind, ()):
             continue
         if column in TYPES and not isinstance(value, TYPES[column]):
             raise TypeError(f"{column} is {str(value)[:40]!r}")

@@ -58,9 +58,9 @@ async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[Traject
     Raises StoreError for another extension and for a path that can't be written.
     """
     count = 0
-    with whole_file(Path(path)) as file, bar("trajectories") as written:
+    with atomic_file(Path(path)) as file, bar("trajectories") as written:
         async for stored in store.trajectories(**filters):
-            file.write(_JSON.encode(_flat(stored)) + b"\n")
+            file.write(_JSON.encode(_flatten(stored)) + b"\n")
             count += 1
             written.advance()
     return count
@@ -76,7 +76,7 @@ async def export_store(store: Store, path: Path | str) -> int:
     before = await _progress(store)
     total = sum(before[0].get(kind, 0) for kind in ("tasks", "trajectories", "steps"))
     total += await store.num_calls()
-    with whole_file(Path(path)) as file, bar("store export", total) as written:
+    with atomic_file(Path(path)) as file, bar("store export", total) as written:
 
         def write(kind: str, fields: dict[str, Any]) -> None:
             nonlocal count
@@ -87,7 +87,7 @@ async def export_store(store: Store, path: Path | str) -> int:
         async for task in store.tasks():
             write("task", msgspec.structs.asdict(task))
         async for trajectory in store.trajectories():
-            write("trajectory", _flat(trajectory))
+            write("trajectory", _flatten(trajectory))
 
         for step in await store.steps():
             write("step", msgspec.structs.asdict(step))
@@ -144,7 +144,7 @@ async def _put(store: Store, page: list[Any]) -> int:
             return await store.put(calls=[line.call for line in page])
 
 
-def _flat(stored: StoredTrajectory) -> dict[str, Any]:
+def _flatten(stored: StoredTrajectory) -> dict[str, Any]:
     ledger = msgspec.structs.asdict(stored)
     trajectory = msgspec.structs.asdict(ledger.pop("trajectory"))
     return trajectory | ledger
@@ -189,7 +189,7 @@ class _Kind(msgspec.Struct):
 
 
 @contextmanager
-def whole_file(target: Path) -> Iterator[IO[bytes]]:
+def atomic_file(target: Path) -> Iterator[IO[bytes]]:
     """Opens a temporary file. The file gets the target's name when the block ends without an error.
     After an error, the file and the folders that were created for it are deleted."""
     if not target.name.endswith((".jsonl", ".jsonl.gz")):

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from agentevo.files import atomic_folder
 
-LARGEST = 8 * 2**20
+MAX_FILES_BYTES = 8 * 2**20
 """The maximum number of bytes of all files of a trajectory. MongoDB limits a document to 16 MB."""
-LONGEST_PATH = 1024
-MOST_FILES = 1000
+MAX_PATH_CHARS = 1024
+MAX_FILES = 1000
 
 
 def is_inner_path(path: str) -> bool:
     """Whether a path stays inside the folder that it is relative to."""
     parts = path.split("/")
     return (
-        0 < len(path) <= LONGEST_PATH
+        0 < len(path) <= MAX_PATH_CHARS
         and not set(path) & set("\0\\:")
         and not any(part in ("", ".", "..") for part in parts)
     )
@@ -35,10 +35,10 @@ def check_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
         path.encode()  # raises ValueError for half of a surrogate pair
 
     size = sum(map(len, files.values()))
-    if size > LARGEST or len(files) > MOST_FILES:
+    if size > MAX_FILES_BYTES or len(files) > MAX_FILES:
         raise ValueError(
-            f"{len(files)} files of {size:,} bytes: at most {MOST_FILES} files of "
-            f"{LARGEST:,} bytes in all are kept"
+            f"{len(files)} files of {size:,} bytes: at most {MAX_FILES} files of "
+            f"{MAX_FILES_BYTES:,} bytes in all are kept"
         )
 
     return dict(sorted(files.items()))

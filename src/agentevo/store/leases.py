@@ -22,7 +22,7 @@ from agentevo.store.codec import decode_history, decode_lease, encode_history
 from agentevo.store.records import Lease, RetryPolicy, TaskEvent, TaskState
 from agentevo.store.tables import BIG, tasks
 
-_LET_GO: dict[str, Any] = {
+_NO_LEASE: dict[str, Any] = {
     "worker": None,
     "lease_started_at": None,
     "lease_expires_at": None,
@@ -56,7 +56,7 @@ _PLACE = (
     select(tasks.c.state, tasks.c.fencing_id).where(tasks.c.id == bindparam("at")).with_for_update()
 )
 _COMPLETE = (
-    update(tasks).where(tasks.c.id == bindparam("at")).values(_LET_GO | {"state": "completed"})
+    update(tasks).where(tasks.c.id == bindparam("at")).values(_NO_LEASE | {"state": "completed"})
 )
 
 
@@ -78,7 +78,7 @@ async def lease_tasks(
             taken += [(row, {}) for row in rows]
 
     if not taken:
-        await _begin_again(connection, now=now, retries=retries)
+        await _restart_future_leases(connection, now=now, retries=retries)
 
     leases = [decode_lease(row, worker, now=now.steady, lease_s=lease_s) for row, _ in taken]
     changes = {
@@ -145,14 +145,16 @@ async def _take_expired(
                 taken.append((row, changes))
             else:
                 error = f"its leases ran out {row['num_expiries'] + 1} times: {event.error}"
-                poisoned.append((row, _LET_GO | changes | {"state": "poison", "error": error}))
+                poisoned.append((row, _NO_LEASE | changes | {"state": "poison", "error": error}))
 
         await _update(connection, poisoned)
 
     return taken
 
 
-async def _begin_again(connection: AsyncConnection, *, now: Now, retries: RetryPolicy) -> None:
+async def _restart_future_leases(
+    connection: AsyncConnection, *, now: Now, retries: RetryPolicy
+) -> None:
     """Shortens leases and delays that are too long because the clock was set back, or started again
     at a reboot: see clock.py."""
     length = tasks.c.lease_expires_at - tasks.c.lease_started_at
@@ -171,7 +173,7 @@ async def _begin_again(connection: AsyncConnection, *, now: Now, retries: RetryP
 async def renew(connection: AsyncConnection, lease: Lease, *, now: Now, lease_s: float) -> float:
     """Renews the lease and returns its new expiry time."""
     row = await _place(connection, lease)
-    rules.holds(row, lease, ())
+    rules.must_change(row, lease, ())
     expires_at = now.steady + lease_s
     values = {"lease_started_at": now.steady, "lease_expires_at": expires_at}
     await connection.execute(update(tasks).where(tasks.c.id == lease.task.id).values(values))
@@ -181,7 +183,7 @@ async def renew(connection: AsyncConnection, lease: Lease, *, now: Now, lease_s:
 async def finish(connection: AsyncConnection, lease: Lease, *, error: str | None, now: Now) -> None:
     """leased -> completed, or failed with `error`."""
     state = "completed" if error is None else "failed"
-    if rules.holds(await _place(connection, lease), lease, state):
+    if rules.must_change(await _place(connection, lease), lease, state):
         if error is None:
             await connection.execute(_COMPLETE, {"at": lease.task.id})
             return
@@ -199,7 +201,7 @@ async def finish(connection: AsyncConnection, lease: Lease, *, error: str | None
             "history": _append_event(await _history(connection, lease), event),
         }
         await connection.execute(
-            update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes)
+            update(tasks).where(tasks.c.id == lease.task.id).values(_NO_LEASE | changes)
         )
 
 
@@ -207,7 +209,7 @@ async def retry(
     connection: AsyncConnection, lease: Lease, error: str, *, now: Now, retries: RetryPolicy
 ) -> TaskState:
     row = await _place(connection, lease)
-    if not rules.holds(row, lease, ("queued", "poison")):
+    if not rules.must_change(row, lease, ("queued", "poison")):
         return "poison" if row is not None and row.state == "poison" else "queued"
 
     query = select(tasks.c.num_failures, tasks.c.history).where(tasks.c.id == lease.task.id)
@@ -225,7 +227,7 @@ async def retry(
         "not_before": now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0,
     }
     await connection.execute(
-        update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes)
+        update(tasks).where(tasks.c.id == lease.task.id).values(_NO_LEASE | changes)
     )
 
     return state
@@ -233,9 +235,9 @@ async def retry(
 
 async def give_back(connection: AsyncConnection, lease: Lease) -> None:
     """leased -> queued, at once and without counting a failure."""
-    if rules.holds(await _place(connection, lease), lease, "queued"):
+    if rules.must_change(await _place(connection, lease), lease, "queued"):
         await connection.execute(
-            update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | {"state": "queued"})
+            update(tasks).where(tasks.c.id == lease.task.id).values(_NO_LEASE | {"state": "queued"})
         )
 
 
@@ -245,14 +247,14 @@ async def requeue_old(connection: AsyncConnection, before: float) -> int:
     old = update(tasks).where(tasks.c.state == "leased", tasks.c.lease_expires_at <= before)
     return (
         await connection.execute(
-            old.values(_LET_GO | {"state": "queued", "fencing_id": tasks.c.fencing_id + 1})
+            old.values(_NO_LEASE | {"state": "queued", "fencing_id": tasks.c.fencing_id + 1})
         )
     ).rowcount
 
 
 async def queue_again(connection: AsyncConnection) -> int:
     """poison, failed -> queued."""
-    fresh = _LET_GO | {
+    fresh = _NO_LEASE | {
         "state": "queued",
         "fencing_id": tasks.c.fencing_id + 1,
         "num_failures": 0,

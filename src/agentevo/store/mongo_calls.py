@@ -73,7 +73,7 @@ class MongoCalls(Transactions, Streaming):
             result = await self._database["calls"].bulk_write(updates, ordered=True)
             return int(result.upserted_count)
 
-        return await self._again(what, work)
+        return await self._retry(what, work)
 
     async def renew_calls(self, recorder: str) -> None:
         check_recorder(recorder)
@@ -83,14 +83,14 @@ class MongoCalls(Transactions, Streaming):
         async def work() -> None:
             await self._database["calls"].update_many(own_calls, {"$set": {"seen_at": now.steady}})
 
-        await self._again("renew_calls", work)
+        await self._retry("renew_calls", work)
 
     async def _newest_call_seq(self) -> int:
         async def work() -> int:
             newest = await self._database["calls"].find_one({}, ["seq"], sort=[("seq", -1)])
             return int(newest["seq"]) if newest else 0
 
-        return await self._again("calls", work)
+        return await self._retry("calls", work)
 
     async def _call_page(
         self,
@@ -113,14 +113,14 @@ class MongoCalls(Transactions, Streaming):
             documents: list[Document] = await cursor.limit(limit).to_list()
             return documents
 
-        documents = await self._again("calls", work)
+        documents = await self._retry("calls", work)
         return [(d["seq"], decode_call({**d, "id": d["_id"]}, now.steady)) for d in documents]
 
     async def num_calls(self) -> int:
         async def work() -> int:
             return int(await self._database["calls"].count_documents({}))
 
-        return await self._again("num_calls", work)
+        return await self._retry("num_calls", work)
 
     async def _delete_calls(self, *, grace_s: float, dropped: bool) -> int:
         """The part of `Store.gc` for calls. It reads the calls page by page in the order of seq.
@@ -150,7 +150,7 @@ class MongoCalls(Transactions, Streaming):
                 result = await self._database["calls"].delete_many({"_id": {"$in": ids}})
                 return int(result.deleted_count)
 
-            deleted += await self._again("gc", work) if ids else 0
+            deleted += await self._retry("gc", work) if ids else 0
             if len(page) < CHUNK:
                 return deleted
 
@@ -164,7 +164,7 @@ class MongoCalls(Transactions, Streaming):
             documents: list[Document] = await cursor.limit(CHUNK).to_list()
             return documents
 
-        return await self._again("gc", work)
+        return await self._retry("gc", work)
 
     async def _find_doomed(self, names: Iterable[str], *, dropped: bool) -> dict[str, str]:
         """Maps a trajectory's id to `absent`, or to `dropped` if its turns are deleted too."""
@@ -187,4 +187,4 @@ class MongoCalls(Transactions, Streaming):
             }
             return absent | emptied
 
-        return await self._again("gc", work)
+        return await self._retry("gc", work)

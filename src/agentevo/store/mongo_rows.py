@@ -26,7 +26,7 @@ from agentevo.store.mongo_queries import Document, Queries
 from agentevo.store.records import Lease, RetryPolicy, TaskEvent, TaskState
 from agentevo.store.streams import CHUNK, chunks
 
-LET_GO: Document = {
+NO_LEASE: Document = {
     "worker": None,
     "lease_started_at": None,
     "lease_expires_at": None,
@@ -46,7 +46,7 @@ class MongoRows(Queries):
         place = (
             None if document is None else rules.TaskPlace(document["state"], document["fencing_id"])
         )
-        return document if rules.holds(place, lease, target) else None
+        return document if rules.must_change(place, lease, target) else None
 
     async def _set_task(self, name: str, changes: Document) -> None:
         await self.tasks.update_one({"_id": name}, {"$set": changes}, session=self.session)
@@ -63,7 +63,7 @@ class MongoRows(Queries):
         state = "completed" if error is None else "failed"
         document = await self._leased_task(lease, state)
         if document is not None:
-            changes = LET_GO | {"state": state}
+            changes = NO_LEASE | {"state": state}
             if error is not None:
                 changes |= {
                     "error": error,
@@ -83,13 +83,13 @@ class MongoRows(Queries):
         changes["not_before"] = (
             now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0
         )
-        await self._set_task(lease.task.id, LET_GO | changes)
+        await self._set_task(lease.task.id, NO_LEASE | changes)
 
         return state
 
     async def give_back(self, lease: Lease) -> None:
         if await self._leased_task(lease, "queued") is not None:
-            await self._set_task(lease.task.id, LET_GO | {"state": "queued"})
+            await self._set_task(lease.task.id, NO_LEASE | {"state": "queued"})
 
     async def _places(self, ids: Iterable[str]) -> dict[str, rules.TrajectoryPlace]:
         documents = await self.by_id(
@@ -204,7 +204,7 @@ class MongoRows(Queries):
             {"trained_step": {"$gt": step}}, {"$set": _READY}, session=self.session
         )
         await self.steps.delete_many({"_id": {"$gt": step}}, session=self.session)
-        fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
+        fresh = NO_LEASE | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
         requeue = {"$set": fresh, "$inc": {"fencing_id": 1}}
         await self.tasks.update_many({"state": "leased"}, requeue, session=self.session)
 
@@ -223,7 +223,7 @@ class MongoRows(Queries):
         return len(later)
 
     async def queue_again(self) -> int:
-        fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
+        fresh = NO_LEASE | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
         where = {"state": {"$in": ["poison", "failed"]}}
         return int(
             (
@@ -235,7 +235,7 @@ class MongoRows(Queries):
 
     async def requeue_old(self, before: float) -> int:
         where = {"state": "leased", "lease_expires_at": {"$lte": before}}
-        requeue = {"$set": LET_GO | {"state": "queued"}, "$inc": {"fencing_id": 1}}
+        requeue = {"$set": NO_LEASE | {"state": "queued"}, "$inc": {"fencing_id": 1}}
         return int(
             (await self.tasks.update_many(where, requeue, session=self.session)).modified_count
         )

@@ -98,7 +98,7 @@ class Transactions:
             f"repeat the call"
         )
 
-    async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """Retries `work` while its error is transient, until the deadline and for at most AWAY_S
         seconds."""
         if self._read_only and what not in READS:
@@ -144,9 +144,9 @@ class Transactions:
                     await rows.take_turn()
                 return await work(rows)
 
-        return await self._again(what, transaction)
+        return await self._retry(what, transaction)
 
-    async def _in_pieces(
+    async def _delete_in_pieces(
         self, piece: Callable[[MongoRows, Any], Awaitable[tuple[int, Any]]], *, turn: bool
     ) -> int:
         """Deletes in several transactions, because a transaction has a limited lifetime. `piece`
@@ -166,7 +166,7 @@ class Transactions:
             await asyncio.sleep(_PAUSE_S)  # lets a trainer have its turn between two pieces
 
     async def _now(self) -> Now:
-        return await self._again("clock", self._read_clock)
+        return await self._retry("clock", self._read_clock)
 
     async def _read_clock(self) -> Now:
         if self._clock is not None:
@@ -186,4 +186,4 @@ class Transactions:
             )
             return int(document["seq"]) + 1 if document else 1
 
-        return await self._again("numbers", work)
+        return await self._retry("numbers", work)

@@ -33,7 +33,7 @@ from agentevo.store.codec import (
 )
 from agentevo.store.mongo_calls import MongoCalls
 from agentevo.store.mongo_queries import Document, row_of
-from agentevo.store.mongo_rows import LET_GO, MongoRows
+from agentevo.store.mongo_rows import NO_LEASE, MongoRows
 from agentevo.store.mongo_schema import check_or_make
 from agentevo.store.records import (
     RETRIES,
@@ -145,10 +145,10 @@ class MongoDBStore(MongoCalls):
             while len(leases) < limit and (lease := await self._take(worker, now, lease_s)):
                 leases.append(lease)
             if not leases:
-                await self._begin_again(now)
+                await self._restart_future_leases(now)
             return leases
 
-        return await self._again("lease_tasks", work)
+        return await self._retry("lease_tasks", work)
 
     async def _take(self, worker: str, now: Now, lease_s: float) -> Lease | None:
         """Leases a task: one whose lease expired, one whose retry is due, or the oldest."""
@@ -170,7 +170,7 @@ class MongoDBStore(MongoCalls):
             if rules.after_expiry(count, self._retries) == "poison":
                 error = f"its leases ran out {count} times: {event.error}"
                 await tasks.update_one(
-                    same, {"$set": LET_GO | expiry_values | {"state": "poison", "error": error}}
+                    same, {"$set": NO_LEASE | expiry_values | {"state": "poison", "error": error}}
                 )
             elif (
                 await tasks.update_one(same, {"$set": taken | expiry_values, **increments})
@@ -192,7 +192,7 @@ class MongoDBStore(MongoCalls):
 
         return None
 
-    async def _begin_again(self, now: Now) -> None:
+    async def _restart_future_leases(self, now: Now) -> None:
         """Shortens leases and delays that are too long because the clock was set back: see
         clock.py."""
         tasks = self._database["tasks"]
@@ -345,7 +345,7 @@ class MongoDBStore(MongoCalls):
         return await self._run("counts", lambda rows: rows.count())
 
     async def size_bytes(self) -> int:
-        statistics = await self._again("size_bytes", lambda: self._database.command("dbStats"))
+        statistics = await self._retry("size_bytes", lambda: self._database.command("dbStats"))
         return int(statistics["storageSize"]) + int(statistics.get("indexSize", 0))
 
     async def put(
@@ -379,8 +379,8 @@ class MongoDBStore(MongoCalls):
                 "leases": await self._run(
                     "gc", lambda rows: rows.requeue_old(now.steady - lease_grace_s), turn=True
                 ),
-                "orphans": await self._in_pieces(MongoRows.delete_orphans, turn=False),
-                "tokens": await self._in_pieces(MongoRows.delete_dropped_tokens, turn=True)
+                "orphans": await self._delete_in_pieces(MongoRows.delete_orphans, turn=False),
+                "tokens": await self._delete_in_pieces(MongoRows.delete_dropped_tokens, turn=True)
                 if dropped
                 else 0,
                 "calls": await self._delete_calls(grace_s=lease_grace_s, dropped=dropped),
@@ -401,7 +401,7 @@ class MongoDBStore(MongoCalls):
                 deleted += (await self._database[name].delete_many({})).deleted_count
             return deleted
 
-        return await self._again("clear", work)
+        return await self._retry("clear", work)
 
 
 stores.register("mongodb")(MongoDBStore.open)

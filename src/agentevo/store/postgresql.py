@@ -48,12 +48,12 @@ POOL_SIZE = 8
 
 _PAUSE_S = 0.05
 """The time between two tries, in seconds."""
-_PASSING = ("08", "40001", "40P01", "23505", "53300", "57P0")
+_TRANSIENT_STATES = ("08", "40001", "40P01", "23505", "53300", "57P0")
 """The beginnings of SQLSTATEs for transient errors: lost connections, serialization, deadlock, a
 clash of inserts, too many clients, a server that stops."""
-_GONE = ("08", "53300", "57P0")
+_UNREACHABLE_STATES = ("08", "53300", "57P0")
 """The beginnings that mean that the server can't be reached."""
-_LATE = ("57014", "25P03", "55P03")
+_TIMEOUT_STATES = ("57014", "25P03", "55P03")
 _KEEPALIVES = {
     "tcp_keepalives_idle": "15",
     "tcp_keepalives_interval": "5",
@@ -170,7 +170,7 @@ class PostgreSQLStore(SQLStore):
                 except (DBAPIError, OSError) as error:
                     now = time.monotonic()
                     first = now if first is None else first
-                    if not self._is_passing(error) or now - first > self._away_s:
+                    if not self._is_transient(error) or now - first > self._away_s:
                         raise
                     retried_errors[:] = [error]
 
@@ -203,25 +203,25 @@ class PostgreSQLStore(SQLStore):
         return Now(seconds, seconds)
 
     def _is_late(self, error: BaseException) -> bool:
-        return _sqlstate(error).startswith(_LATE)
+        return _sqlstate(error).startswith(_TIMEOUT_STATES)
 
     def _is_unreachable(self, error: BaseException) -> bool:
         if not isinstance(error, DBAPIError):  # no connection was possible
             return True
         return (
-            _sqlstate(error).startswith(_GONE)
+            _sqlstate(error).startswith(_UNREACHABLE_STATES)
             or error.connection_invalidated
             or isinstance(error, InterfaceError)
             or _is_client_broken(error)
         )
 
-    def _is_passing(self, error: BaseException) -> bool:
+    def _is_transient(self, error: BaseException) -> bool:
         """Whether the same call may succeed soon."""
         if not isinstance(error, DBAPIError):  # no connection was possible
             return self._is_open
         is_lost = error.connection_invalidated or isinstance(error, InterfaceError)
         is_lost = is_lost or _is_client_broken(error)
-        return _sqlstate(error).startswith(_PASSING) or (is_lost and self._is_open)
+        return _sqlstate(error).startswith(_TRANSIENT_STATES) or (is_lost and self._is_open)
 
     async def size_bytes(self) -> int:
         names = ", ".join(f"pg_total_relation_size('{name}')::bigint" for name in _TABLES)

@@ -55,12 +55,12 @@ Encoded = TypeVar("Encoded", EncodedTask, EncodedTrajectory)
 _INSERT_TASKS = insert(tasks)
 _INSERT_TRAJECTORIES = insert(trajectories)
 _INSERT_TOKENS = insert(tokens)
-_ALL = 2**31 - 1
+_NO_LIMIT = 2**31 - 1
 """The number of rows that means no limit."""
 _TOKENS = select(tokens).where(tokens.c.trajectory_seq.in_(bindparam("seqs", expanding=True)))
 
 
-_NARROW = frozenset({"group_id", "task_id", "step", "trained_step"})
+_SELECTIVE_COLUMNS = frozenset({"group_id", "task_id", "step", "trained_step"})
 """Columns in which few rows of a large store share a value."""
 
 
@@ -92,7 +92,7 @@ def _matching(
     query = select(*(trajectories.c[name] for name in columns)).where(
         *(trajectories.c[name].is_(None) for name in empty)
     )
-    narrow = _NARROW.intersection(filled)
+    narrow = _SELECTIVE_COLUMNS.intersection(filled)
     for name in filled:
         column = trajectories.c[name]
         query = query.where(
@@ -121,7 +121,7 @@ async def rows_by_id(
     return rows
 
 
-async def _not_there_yet(
+async def _missing_items(
     connection: AsyncConnection, table: Table, items: Sequence[Encoded]
 ) -> list[Encoded]:
     """The items that must be inserted, each id once. Refuses an id with two contents."""
@@ -146,7 +146,7 @@ async def insert_tasks(
     connection: AsyncConnection, items: Sequence[EncodedTask], *, queue: bool = True
 ) -> int:
     """Inserts the new tasks. `Store.add_tasks` describes a call without `queue`."""
-    new = await _not_there_yet(connection, tasks, items)
+    new = await _missing_items(connection, tasks, items)
     if new:
         await connection.execute(
             _INSERT_TASKS,
@@ -165,7 +165,7 @@ async def insert_trajectories(
     connection: AsyncConnection, items: Sequence[EncodedTrajectory], now: float
 ) -> int:
     """`now` is Unix time, for rows that don't say when they were written."""
-    new = await _not_there_yet(connection, trajectories, items)
+    new = await _missing_items(connection, trajectories, items)
     if not new:
         return 0
 
@@ -247,7 +247,7 @@ async def _read(
         columns, tuple(filled), empty, bounded=seqs is not None, newest_first=newest_first
     )
     bounds = {} if seqs is None else {"first": seqs.start, "end": seqs.stop}
-    values = {**filled, **bounds, "limit": _ALL if limit is None else limit}
+    values = {**filled, **bounds, "limit": _NO_LIMIT if limit is None else limit}
     rows: Sequence[Row[Any]] = (await connection.execute(query, values)).all()
     return rows
 

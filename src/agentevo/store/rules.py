@@ -30,7 +30,7 @@ class TrajectoryPlace(NamedTuple):
     drop_reason: str | None
 
 
-def holds(row: TaskPlace | None, lease: Lease, target: str | tuple[str, ...]) -> bool:
+def must_change(row: TaskPlace | None, lease: Lease, target: str | tuple[str, ...]) -> bool:
     """Whether the lease's task must still change to `target`. False if it already has that state.
     Refuses a lease that is lost."""
     name = lease.task.id

@@ -80,13 +80,13 @@ _SHARES = {
 }
 """Maps an index to the number of rows, of a million, that share its first column, its first two
 columns, and so on."""
-_STEPS_BETWEEN_LOOKS = 100_000
+_STEPS_BETWEEN_CHECKS = 100_000
 """The number of instructions of SQLite's virtual machine between two checks of the clock (some
 milliseconds)."""
-_NO_ROOM_FOR_READERS = ("SQLITE_READONLY", "SQLITE_CANTOPEN")
+_SHARED_MEMORY_ERRORS = ("SQLITE_READONLY", "SQLITE_CANTOPEN")
 """SQLite's error codes if it can't create the files that readers of a write-ahead log share."""
 _PAUSE_S = 0.02
-_PATIENCE = 0.9
+_DEADLINE_SHARE = 0.9
 """The share of a deadline after which SQLite stops by itself."""
 _URL_PREFIX = "sqlite:///"
 
@@ -148,7 +148,7 @@ class SQLiteStore(SQLStore):
         self.path = path
         self._read_only = read_only
         self._engine = engine
-        self._is_still = False
+        self._is_immutable = False
         """Whether the file is opened as a file that no process writes to."""
         self._copy: TemporaryDirectory[str] | None = None
         """The folder with the copy that is read, if the file itself is not read."""
@@ -188,7 +188,7 @@ class SQLiteStore(SQLStore):
         )
         try:
             if read_only:
-                await store._look()
+                await store._check_for_reading()
             else:
                 await store._run(
                     "open",
@@ -207,21 +207,21 @@ class SQLiteStore(SQLStore):
 
         return store
 
-    async def _look(self) -> None:
+    async def _check_for_reading(self) -> None:
         """Checks the schema of a file that is only read."""
         check = partial(_check_schema, path=self.path)
         try:
             await self._run("open", check)
         except StoreError as error:
-            if not _sqlite_name(error).startswith(_NO_ROOM_FOR_READERS):
+            if not _sqlite_name(error).startswith(_SHARED_MEMORY_ERRORS):
                 raise
             if self._log_bytes():  # the log of a writer that was killed: only SQLite can read it
-                await in_thread(self._copy_elsewhere)
+                await in_thread(self._copy_to_temporary)
             else:
-                self._read_as(still=True)
+                self._reopen(still=True)
             await self._run("open", check)
 
-    def _copy_elsewhere(self) -> None:
+    def _copy_to_temporary(self) -> None:
         """From now on, reads a copy in a temporary folder."""
         self._copy = TemporaryDirectory(prefix="agentevo-store-")
         for suffix in ("", "-wal"):
@@ -238,9 +238,9 @@ class SQLiteStore(SQLStore):
         except OSError:
             return 0
 
-    def _read_as(self, *, still: bool) -> None:
+    def _reopen(self, *, still: bool) -> None:
         before = self._engine
-        self._is_still = still
+        self._is_immutable = still
         self._engine = _engine(self.path, self._timeout_s, "still" if still else "ro")
         before.dispose()
 
@@ -258,10 +258,10 @@ class SQLiteStore(SQLStore):
         statement stops (see `_engine`), and the transaction is not committed."""
         if write and self._read_only:
             raise only_read(str(self.path), what)
-        if self._is_still and self._log_bytes():
-            self._read_as(still=False)  # a process writes to the file after all
+        if self._is_immutable and self._log_bytes():
+            self._reopen(still=False)  # a process writes to the file after all
 
-        limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
+        limit = _Limit(time.monotonic() + _DEADLINE_SHARE * self._timeout_s)
         engine = self._engine.execution_options(write=write, limit=limit)
 
         def transaction() -> T:
@@ -410,7 +410,7 @@ def _connect(path: Path, mode: Mode) -> sqlite3.Connection:
 
 def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
     """SQLite's thread stops by itself, a little before the caller stops waiting for it."""
-    busy_ms = int(_PATIENCE * min(timeout_s, AWAY_S) * 1000)
+    busy_ms = int(_DEADLINE_SHARE * min(timeout_s, AWAY_S) * 1000)
     # There is no rollback when a connection returns to the pool, because `begin()` has always ended
     # its transaction by then.
     engine = create_engine(
@@ -429,7 +429,7 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
         connection.isolation_level = None  # the listener below sends BEGIN
         record.info["limit"] = _Limit(math.inf)
 
-        connection.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS)
+        connection.set_progress_handler(is_late, _STEPS_BETWEEN_CHECKS)
         for setting in (f"busy_timeout={busy_ms}", *settings):
             connection.execute(f"PRAGMA {setting}")
 
@@ -437,7 +437,7 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
     def begin(connection: Connection) -> None:
         options = connection.get_execution_options()
         connection.info["limit"] = options.get("limit") or _Limit(
-            time.monotonic() + _PATIENCE * timeout_s
+            time.monotonic() + _DEADLINE_SHARE * timeout_s
         )
         if not options.get("autocommit"):
             connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("write") else "BEGIN")
@@ -460,7 +460,7 @@ async def _schema_of(connection: AsyncConnection, path: Path) -> tuple[int, int]
     return application, version
 
 
-def _foreign(path: Path) -> UnusableStoreError:
+def _foreign_file_error(path: Path) -> UnusableStoreError:
     return UnusableStoreError(
         f"{path} is a SQLite database but not an AgentEvo store: give another path; the file "
         "was left as it is"
@@ -470,7 +470,7 @@ def _foreign(path: Path) -> UnusableStoreError:
 async def _check_schema(connection: AsyncConnection, path: Path) -> None:
     application, version = await _schema_of(connection, path)
     if application != APPLICATION_ID:
-        raise _foreign(path)
+        raise _foreign_file_error(path)
     if version < SCHEMA_VERSION:
         raise older_schema(str(path), version)
 
@@ -485,20 +485,20 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
             with bar("store: new schema"):
                 await migrate(connection)
         if version < SCHEMA_VERSION:
-            await _tell_the_planner(connection)
+            await _set_index_statistics(connection)
             await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
         return
 
     if application or version or not empty or not create:
-        raise _foreign(path)
+        raise _foreign_file_error(path)
 
     await connection.run_sync(metadata.create_all)
-    await _tell_the_planner(connection)
+    await _set_index_statistics(connection)
     await connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
     await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
 
 
-async def _tell_the_planner(connection: AsyncConnection) -> None:
+async def _set_index_statistics(connection: AsyncConnection) -> None:
     """Gives SQLite an estimate of how many rows share a value in a large store. Without it, SQLite
     considers every index equally good, and searches for a group among all ready rows. See "manual
     control of query plans" in SQLite's documentation of `sqlite_stat1`."""

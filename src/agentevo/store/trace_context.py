@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LOW_64 = 2**64 - 1
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-LONGEST = 512
+MAX_HEADER_CHARS = 512
 """The maximum number of characters of a header that is read."""
 
 
@@ -69,7 +69,7 @@ def _id(text: str, size: int) -> int:
 def read_traceparent(text: str) -> TracePlace | None:
     """The place that a header names. None for a header of another form: the standard treats an
     invalid header like a missing one."""
-    match = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= LONGEST else None
+    match = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= MAX_HEADER_CHARS else None
     if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
         return None
     trace_id, span_id, flags = (int(match[number], 16) for number in (2, 3, 4))

@@ -15,8 +15,8 @@ from agentevo.tools.state_checks import StateCheck
 from agentevo.tools.toolbox import UNANSWERED, AttemptTools, Toolbox
 from agentevo.types import Task
 
-REFUSED = ("num_wrong_arguments",)
-_SAYS_ERROR = re.compile(r"\s*(?:[a-z]+ )?error\b\s*:", re.IGNORECASE)
+REFUSAL_FACTS = ("num_wrong_arguments",)
+_ERROR_PREFIX = re.compile(r"\s*(?:[a-z]+ )?error\b\s*:", re.IGNORECASE)
 """The start of a result with which some servers report an error."""
 
 
@@ -62,7 +62,7 @@ async def call_tool(tools: AttemptTools, tool: str, arguments: Mapping[str, Any]
         tool=tool,
         arguments=dict(arguments),
         text=result.text,
-        is_error=result.is_error or bool(_SAYS_ERROR.match(result.text)),
-        is_refused=bool(rose.intersection(REFUSED)),
+        is_error=result.is_error or bool(_ERROR_PREFIX.match(result.text)),
+        is_refused=bool(rose.intersection(REFUSAL_FACTS)),
         is_lost=bool(rose.intersection(UNANSWERED)),
     )

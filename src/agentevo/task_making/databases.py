@@ -37,13 +37,13 @@ MAX_COLUMNS = 30
 """The maximum number of columns of a table."""
 MAX_VALUES = 30
 """The maximum number of values of a column. Conditions use these values."""
-LONGEST_VALUE = 40
+MAX_VALUE_CHARS = 40
 MAX_CONDITIONS = 2
-LINKED = 0.3
+LINK_PROBABILITY = 0.3
 """The probability that a condition applies to the row that a foreign key refers to, if there is a
 foreign key."""
 _NAMES = re.compile(r"sql|query|statement", re.IGNORECASE)
-_MARKED = re.compile(r"made:((?:[0-9A-Fa-f]{2})*):made")
+_MARKED_VALUE = re.compile(r"made:((?:[0-9A-Fa-f]{2})*):made")
 _MAKES_A_TABLE = {
     sqlite3.SQLITE_CREATE_TABLE,
     sqlite3.SQLITE_CREATE_INDEX,
@@ -140,7 +140,7 @@ def _with_conditions(
         if any(condition.column in primary and condition.link is None for condition in conditions):
             break  # a single row is identified
 
-        link = draw.choice(links) if links and draw.random() < LINKED else None
+        link = draw.choice(links) if links and draw.random() < LINK_PROBABILITY else None
         # A condition on a key is only an equality, because a range of keys has no meaning.
         takes_key = question.what == "value" and not question.most and not conditions
         fit = [
@@ -214,7 +214,7 @@ async def _with_values(
     drawn = []
     for column in columns:
         name = quote_identifier(column.name)
-        is_value = f"{name} IS NOT NULL AND {name} <> '' AND length({name}) <= {LONGEST_VALUE}"
+        is_value = f"{name} IS NOT NULL AND {name} <> '' AND length({name}) <= {MAX_VALUE_CHARS}"
         values = f"SELECT DISTINCT {name} AS one FROM {quote_identifier(table)} WHERE {is_value}"
         values += f" ORDER BY 1 LIMIT {MAX_VALUES}"
         drawn.append(f"json((SELECT json_group_array(one) FROM ({values})))")
@@ -253,7 +253,7 @@ async def _value(tools: AttemptTools, tool: str, parameter: str, sql: str) -> st
     """The value of an expression, or of a statement with a single value. Empty for NULL, None if
     the result contains no value."""
     got = await call_tool(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
-    match = _MARKED.search(got.text)
+    match = _MARKED_VALUE.search(got.text)
     return bytes.fromhex(match[1]).decode("utf-8", "replace") if match else None
 
 
@@ -277,7 +277,7 @@ def _table(sql: Any) -> DatabaseTable | None:
         return None
 
     with closing(sqlite3.connect(":memory:")) as connection:
-        connection.set_authorizer(_only_a_table)
+        connection.set_authorizer(_allow_only_tables)
         try:
             connection.execute(sql)
             connection.set_authorizer(None)
@@ -312,5 +312,5 @@ def _table(sql: Any) -> DatabaseTable | None:
     )
 
 
-def _only_a_table(action: int, *_: Any) -> int:
+def _allow_only_tables(action: int, *_: Any) -> int:
     return sqlite3.SQLITE_OK if action in _MAKES_A_TABLE else sqlite3.SQLITE_DENY

@@ -17,7 +17,7 @@ import msgspec
 
 from agentevo.config.tools import ToolSection
 from agentevo.task_making.calls import ToolWorld, call_tool
-from agentevo.task_making.documents import what_to_look_for
+from agentevo.task_making.documents import search_query
 from agentevo.task_making.scenario import ScenarioStep, steps_of
 from agentevo.tools.corpus import Passage
 from agentevo.tools.state_checks import SOLVED_BY_CALLS
@@ -69,7 +69,7 @@ async def show_lookups(
         async with world.open(0) as tools:
             specs = list(tools.schemas)
             for row in rows:
-                query = what_to_look_for(str(row["query"]))
+                query = search_query(str(row["query"]))
                 answered = await call_tool(tools, SEARCH, {"query": query})
                 if texts[row["passage"]] in " ".join(answered.text.split()):
                     step = ScenarioStep(

@@ -25,14 +25,14 @@ from agentevo.tools.corpus import Passage, read_corpus
 CORPUS_ENDING = ".jsonl"
 ENDINGS = (".txt", ".text", ".md", ".markdown", ".rst", ".org", ".adoc", CORPUS_ENDING)
 """The endings of the files that are read from a folder."""
-LONGEST_PASSAGE = 1_200
+MAX_PASSAGE_CHARS = 1_200
 """The maximum number of characters of a passage of a plain text."""
 MAX_BYTES = 32_000_000
 """The maximum size of one plain text."""
-MOST_BYTES = 512_000_000
+MAX_TOTAL_BYTES = 512_000_000
 """The maximum size of all files together."""
-MOST_FILES = 20_000
-SHOWN = 5
+MAX_FILES = 20_000
+MAX_SHOWN = 5
 """The number of problems, or endings, that a message names."""
 SENTENCE = re.compile(
     r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])|\n\s*\n"
@@ -55,8 +55,8 @@ class Documents:
         """A description of the files that were left out. Empty if all were read."""
         if not self.left_out:
             return ""
-        why = ", ".join(f"{many} {what}" for what, many in list(self.left_out.items())[:SHOWN])
-        num_hidden = len(self.left_out) - SHOWN
+        why = ", ".join(f"{many} {what}" for what, many in list(self.left_out.items())[:MAX_SHOWN])
+        num_hidden = len(self.left_out) - MAX_SHOWN
         return f"left out: {why}{f' and {num_hidden} further kinds' if num_hidden > 0 else ''}"
 
 
@@ -85,7 +85,7 @@ def read_documents(sources: Sequence[Path]) -> Documents:
             problems.append(f"{str(path)!a}: its name is not UTF-8: rename it")
 
     if not files:
-        problems.append(_nothing_in(sources, left_out))
+        problems.append(_no_text_message(sources, left_out))
 
     _check_sizes(files, problems)
     for path, name in files.items() if not problems else ():
@@ -104,16 +104,16 @@ def read_documents(sources: Sequence[Path]) -> Documents:
         passages += found_passages
 
     if not (passages or problems):
-        problems.append(_nothing_in(sources, left_out))
+        problems.append(_no_text_message(sources, left_out))
 
     twice = [name for name, many in Counter(passage.id for passage in passages).items() if many > 1]
     if twice and not problems:
         problems.append(f"two passages have the id {twice[0]!r}: give each a different id")
 
     if problems:
-        num_hidden = len(problems) - SHOWN
+        num_hidden = len(problems) - MAX_SHOWN
         rest = [f"and {num_hidden} more that can't be read"] if num_hidden > 0 else []
-        raise ConfigError("\n".join([*problems[:SHOWN], *rest]))
+        raise ConfigError("\n".join([*problems[:MAX_SHOWN], *rest]))
 
     return Documents(passages, digests, dict(left_out.most_common()))
 
@@ -168,10 +168,10 @@ def changed_files(digests: dict[str, str]) -> list[str]:
     return changed
 
 
-def _nothing_in(sources: Sequence[Path], left_out: Counter[str]) -> str:
+def _no_text_message(sources: Sequence[Path], left_out: Counter[str]) -> str:
     where = ", ".join(map(str, sources)) or "documents"
     other_kinds = (
-        f" (it has {', '.join(f'{many} {what}' for what, many in left_out.most_common(SHOWN))})"
+        f" (it has {', '.join(f'{many} {what}' for what, many in left_out.most_common(MAX_SHOWN))})"
     )
     return (
         f"{where}: there is no text in it{other_kinds if left_out else ''}: give files that end in "
@@ -182,7 +182,7 @@ def _nothing_in(sources: Sequence[Path], left_out: Counter[str]) -> str:
 
 def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
     """The texts of a folder with their relative names, in order. Raises ConfigError if the folder
-    can't be read or has more than MOST_FILES texts."""
+    can't be read or has more than MAX_FILES texts."""
 
     def unreadable(error: OSError) -> None:
         raise ConfigError(f"{error.filename}: can't be read: {error.strerror}") from error
@@ -197,9 +197,9 @@ def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
                 continue
 
             texts[path] = path.relative_to(folder).as_posix()
-            if len(texts) > MOST_FILES:
+            if len(texts) > MAX_FILES:
                 raise ConfigError(
-                    f"{folder}: has more than {MOST_FILES:,} texts: give a part of them, or one "
+                    f"{folder}: has more than {MAX_FILES:,} texts: give a part of them, or one "
                     f"corpus ({CORPUS_ENDING}) with a line for each passage"
                 )
 
@@ -223,9 +223,10 @@ def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
                 f"it, or make a corpus ({CORPUS_ENDING}) of it, with a line for each passage"
             )
 
-    if num_bytes > MOST_BYTES and not problems:
+    if num_bytes > MAX_TOTAL_BYTES and not problems:
         problems.append(
-            f"the documents have {num_bytes:,} bytes together, and the limit is {MOST_BYTES:,}: "
+            f"the documents have {num_bytes:,} bytes together, and the limit is "
+            f"{MAX_TOTAL_BYTES:,}: "
             "give a part of them"
         )
 
@@ -258,7 +259,7 @@ def parts_of(text: str) -> Iterator[str]:
         for paragraph in paragraphs
         for piece in (
             [paragraph]
-            if len(paragraph) <= LONGEST_PASSAGE
+            if len(paragraph) <= MAX_PASSAGE_CHARS
             else _pack_neighbours(_sentences(paragraph), " ")
         )
     )
@@ -267,15 +268,15 @@ def parts_of(text: str) -> Iterator[str]:
 
 def _sentences(paragraph: str) -> Iterator[str]:
     for sentence in SENTENCE.split(paragraph):
-        for first in range(0, len(sentence), LONGEST_PASSAGE):
-            yield sentence[first : first + LONGEST_PASSAGE]
+        for first in range(0, len(sentence), MAX_PASSAGE_CHARS):
+            yield sentence[first : first + MAX_PASSAGE_CHARS]
 
 
 def _pack_neighbours(pieces: Iterable[str], joint: str) -> Iterator[str]:
     """Joins neighbouring pieces up to the limit."""
     packed = ""
     for piece in pieces:
-        if packed and len(packed) + len(joint) + len(piece) > LONGEST_PASSAGE:
+        if packed and len(packed) + len(joint) + len(piece) > MAX_PASSAGE_CHARS:
             yield packed
             packed = ""
         packed = f"{packed}{joint}{piece}" if packed else piece

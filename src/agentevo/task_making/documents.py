@@ -34,11 +34,11 @@ from agentevo.task_making.scenario import CONTENT, is_held_out
 from agentevo.tools.corpus import Passage
 from agentevo.tools.unspaced import WORD_LETTER, num_words, stands_in
 
-LONGEST_ANSWER = 120
-LONGEST_QUESTION = 1_000
-WORDS = (6, 50)
+MAX_ANSWER_CHARS = 120
+MAX_QUESTION_CHARS = 1_000
+GAP_SENTENCE_WORDS = (6, 50)
 """The fewest and most words of a sentence with a gap."""
-AT_ONCE = 8
+CONCURRENCY = 8
 GAP = "____"
 PASSAGE = "passage"
 """The key in a task's metadata with the passage that contains the answer."""
@@ -50,12 +50,12 @@ _TITLE = re.compile("(?<=《)[^《》]{2,30}(?=》)|(?<=『)[^『』]{2,30}(?=�
 """A name between marks in East Asian texts."""
 _MARKS = "?\uff1f\u061f"
 _TOO_FEW = "too few sentences with a number, a name of several words or a title between 《》"
-_BEGINS = {
+_QUESTION_WORDS = {
     "en": "(What|Who|When|Where|Which|How many|How long|How) ",
     "de": "(Was|Wer|Wann|Wo|Welche|Wie viele|Wie) ",
 }
 """The words that the questions of a local model must start with."""
-_GAPPED = (
+_GAP_QUESTION = (
     "A sentence of the documents has a gap: “{sentence}” What stands there in place of {gap}? Say "
     "it, and nothing else."
 )
@@ -80,7 +80,7 @@ class ReadDocuments(msgspec.Struct, kw_only=True):
     """All questions that exist now."""
 
 
-def tasks_from(
+def tasks_from_gaps(
     passages: Sequence[Passage],
     *,
     train: int,
@@ -100,7 +100,7 @@ def tasks_from(
 
         draw = random.Random(f"gaps-{seed}-{passage.id}")
         gaps = [
-            (_GAPPED.format(sentence=gapped, gap=GAP), answer)
+            (_GAP_QUESTION.format(sentence=gapped, gap=GAP), answer)
             for sentence, gapped, answer in _gaps(passage.text)
             if asked_key(sentence) not in on_both
         ]
@@ -113,7 +113,7 @@ def tasks_from(
     return tasks
 
 
-async def asked_from(
+async def tasks_from_model(
     passages: Sequence[Passage],
     model: RemoteModel,
     *,
@@ -157,13 +157,13 @@ async def asked_from(
 
         return [pair for pair in listed[:per_passage] if isinstance(pair, dict)]
 
-    for first in range(0, len(order), AT_ONCE):
+    for first in range(0, len(order), CONCURRENCY):
         if len(documents.train) >= train and len(documents.held_out) >= held_out:
             break
 
         batch = [
             passage
-            for passage in order[first : first + AT_ONCE]
+            for passage in order[first : first + CONCURRENCY]
             if _is_wanted(documents, passage, train, held_out)
         ]
         answers = await asyncio.gather(
@@ -213,7 +213,7 @@ def _problem(question: str, answer: str, passage: Passage, on_both: Container[by
     """The reason why a question is rejected. Empty if it is accepted."""
     if not question or not answer:
         return "a question or an answer is missing"
-    if len(question) > LONGEST_QUESTION or len(answer) > LONGEST_ANSWER:
+    if len(question) > MAX_QUESTION_CHARS or len(answer) > MAX_ANSWER_CHARS:
         return "a question or an answer is too long"
     if not stands_in(answer, passage.contents):
         return "an answer does not stand in the passage"
@@ -302,7 +302,10 @@ def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
     """The gaps of a text, as (sentence, the sentence with a gap, the text of the gap)."""
     for raw in SENTENCE.split(text):
         sentence = " ".join(raw.split())
-        if not WORDS[0] <= num_words(sentence) <= WORDS[1] or GAP in sentence:
+        if (
+            not GAP_SENTENCE_WORDS[0] <= num_words(sentence) <= GAP_SENTENCE_WORDS[1]
+            or GAP in sentence
+        ):
             continue
 
         matches = (pattern.finditer(sentence) for pattern in (_NUMBER, _NAME, _TITLE))
@@ -314,7 +317,7 @@ def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
                 yield sentence, f"{before}{GAP}{after}", answer
 
 
-def what_to_look_for(question: str) -> str:
+def search_query(question: str) -> str:
     """The search query for a question. For a sentence with a gap, its longer part."""
     if GAP not in question:
         return question
@@ -327,9 +330,9 @@ def _form(passage: Passage, count: int, language: str) -> AnswerForm:
     own. It requires the JSON. If the passage has numbers or names, each answer is one of them, and
     the question has a fixed start and end."""
     spans = sorted({answer for *_, answer in _gaps(passage.text)})
-    text = {"type": "string", "minLength": 1, "maxLength": LONGEST_ANSWER}
+    text = {"type": "string", "minLength": 1, "maxLength": MAX_ANSWER_CHARS}
     answer = {"enum": spans} if spans else text
-    begins = _BEGINS.get(language, "")
+    begins = _QUESTION_WORDS.get(language, "")
     question = {"type": "string", "pattern": f"^{begins}[^{_MARKS}]{{8,160}}[{_MARKS}]$"}
     pair = _object({"answer": answer, "question": question})
     listed = {"type": "array", "items": pair, "minItems": 1, "maxItems": count}
@@ -347,7 +350,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 def _messages(passage: Passage, count: int, language: str) -> list[dict[str, str]]:
     mark = hashlib.sha256(passage.contents.encode("utf-8", "replace")).hexdigest()[:12]
-    rules = _RULES.format(count=count, language=language, longest=LONGEST_ANSWER, mark=mark)
+    rules = _RULES.format(count=count, language=language, longest=MAX_ANSWER_CHARS, mark=mark)
     return [
         {"role": "system", "content": rules},
         {"role": "user", "content": f"<<<{mark}\n{passage.contents}\n{mark}>>>"},

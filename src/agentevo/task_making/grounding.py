@@ -27,10 +27,10 @@ from agentevo.tools.toolbox import AttemptTools
 
 MAX_QUESTIONS = 16
 MAX_CHECKS = 8
-MOST_COMBINED = 256
-GUESSES = 4
+MAX_COMBINATIONS = 256
+MAX_GUESSES = 4
 """The number of questions of a tool whose arguments are not from the walk."""
-LONGEST_ANSWER = 120
+MAX_ANSWER_CHARS = 120
 
 
 class UngroundedError(Exception):
@@ -54,18 +54,18 @@ async def ground_scenario(
     has_state = any(step.changes for step in steps)
     questions = _questions(survey, steps, draw) if has_state else []
     async with world.open(number) as tools:
-        before = await _all(tools, questions)
-        grounded = await _carried_out(tools, survey, steps)
-        after = await _all(tools, questions)
+        before = await _ask_all(tools, questions)
+        grounded = await _run_steps(tools, survey, steps)
+        after = await _ask_all(tools, questions)
         value = None if has_state else await _value(tools, survey, grounded[-1])
 
     async with world.open(number, seed=1) as tools:  # the state in another attempt's session
-        repeated = await _carried_out(tools, survey, steps)
+        repeated = await _run_steps(tools, survey, steps)
         if [repeated_step.result for repeated_step in repeated] != [
             grounded_step.result for grounded_step in grounded
         ]:
             raise UngroundedError("its calls give something else the second time", varies=True)
-        if [reply.text for reply in await _all(tools, questions)] != [
+        if [reply.text for reply in await _ask_all(tools, questions)] != [
             reply.text for reply in after
         ]:
             raise UngroundedError("it leaves another state the second time", varies=True)
@@ -93,7 +93,7 @@ async def ground_scenario(
     return Scenario(steps=grounded, world=number, checks=checks)
 
 
-async def _carried_out(
+async def _run_steps(
     tools: AttemptTools, survey: Survey, steps: Sequence[ScenarioStep]
 ) -> list[ScenarioStep]:
     """The calls with their new results. The results must have the values that the agent has to
@@ -132,7 +132,7 @@ async def _value(tools: AttemptTools, survey: Survey, step: ScenarioStep) -> str
         return None
 
     value = await answer_of(tools, step.tool, survey.databases[step.tool].parameter, step.question)
-    if value is None or len(value) > LONGEST_ANSWER or value not in step.result:
+    if value is None or len(value) > MAX_ANSWER_CHARS or value not in step.result:
         raise UngroundedError("its question has not one answer")
     if value in map(str, step.question.told_values.values()):
         raise UngroundedError("its words would say what is to be found")
@@ -152,7 +152,9 @@ def _questions(
     questions = [(step.tool, step.arguments) for step in steps if not step.changes]
     for tool in survey.asking:
         if (database := survey.databases.get(tool)) is not None:
-            counts = [DatabaseQuestion(table=table.name).sql for table in database.tables[:GUESSES]]
+            counts = [
+                DatabaseQuestion(table=table.name).sql for table in database.tables[:MAX_GUESSES]
+            ]
             questions += [(tool, {database.parameter: sql}) for sql in counts]
             continue
 
@@ -162,27 +164,27 @@ def _questions(
             if name in (schema.get("required") or ()):
                 values = (
                     by_name.get(name.lower())
-                    or survey.values.known_values(name, parameter_schema)[-GUESSES:]
+                    or survey.values.known_values(name, parameter_schema)[-MAX_GUESSES:]
                 )
                 values = values or [survey.values.draw(name, parameter_schema, draw)]
-                choices.append([(name, _frozen(value)) for value in values])
+                choices.append([(name, _freeze(value)) for value in values])
 
         every = itertools.product(*map(dict.fromkeys, choices))
-        combined = list(itertools.islice(every, MOST_COMBINED))
+        combined = list(itertools.islice(every, MAX_COMBINATIONS))
         draw.shuffle(combined)
 
-        for pairs in combined[:GUESSES]:
+        for pairs in combined[:MAX_GUESSES]:
             question = (tool, {name: json.loads(value) for name, value in pairs})
             questions += [question] if question not in questions else []
 
     return questions[:MAX_QUESTIONS]
 
 
-def _frozen(value: Any) -> str:
+def _freeze(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-async def _all(
+async def _ask_all(
     tools: AttemptTools, questions: Sequence[tuple[str, dict[str, Any]]]
 ) -> list[CallResult]:
     return [await call_tool(tools, tool, arguments) for tool, arguments in questions]
@@ -204,7 +206,7 @@ def _answer(text: str, draw: random.Random) -> tuple[str, str]:
             for key, value in tree.items()
             if isinstance(value, (str, int, float)) and not isinstance(value, bool)
         ]
-        candidates = [entry for entry in plain if 0 < len(entry[1]) <= LONGEST_ANSWER]
+        candidates = [entry for entry in plain if 0 < len(entry[1]) <= MAX_ANSWER_CHARS]
         if candidates:
             key, value = draw.choice(candidates)
             return value, key
@@ -212,7 +214,7 @@ def _answer(text: str, draw: random.Random) -> tuple[str, str]:
         raise UngroundedError("its result has nothing short to ask for")
 
     line = text.strip().split("\n")[0].strip()
-    if not 0 < len(line) <= LONGEST_ANSWER or not any(character.isalnum() for character in line):
+    if not 0 < len(line) <= MAX_ANSWER_CHARS or not any(character.isalnum() for character in line):
         raise UngroundedError("its result has nothing short to ask for")
 
     return line, ""

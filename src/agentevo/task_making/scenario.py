@@ -15,9 +15,9 @@ import msgspec
 from agentevo.task_making.questions import DatabaseQuestion
 from agentevo.tools.state_checks import SOLVED_BY_CALLS, STATE_CHECKS, StateCheck
 
-HELD_OUT = 0.2
+HELD_OUT_SHARE = 0.2
 """The share of all contents that is held out."""
-HARDEST = 5
+MAX_DIFFICULTY = 5
 """The key in a task's metadata with the calls that solve it."""
 CONTENT = "content"
 """The key in a task's metadata with the name of its content."""
@@ -101,10 +101,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def difficulty(self) -> int:
-        """From 1 to HARDEST: a point for each call, for each value to find and for each further
-        clause of a question, minus 1."""
+        """From 1 to MAX_DIFFICULTY: a point for each call, for each value to find and for each
+        further clause of a question, minus 1."""
         clauses = sum(step.question.clauses for step in self.steps if step.question is not None)
-        return min(HARDEST, len(self.steps) + sum(len(step.found) for step in self.steps) + clauses)
+        return min(
+            MAX_DIFFICULTY, len(self.steps) + sum(len(step.found) for step in self.steps) + clauses
+        )
 
     @property
     def tools(self) -> list[str]:
@@ -146,7 +148,7 @@ def pairs_of(tools: Sequence[str]) -> set[tuple[str, str]]:
     return set(pairwise(tools))
 
 
-def is_held_out(content: str, share: float = HELD_OUT) -> bool:
+def is_held_out(content: str, share: float = HELD_OUT_SHARE) -> bool:
     """Whether this content is only for evaluation."""
     return hashlib.sha256(f"held out {content}".encode()).digest()[0] < 256 * share
 

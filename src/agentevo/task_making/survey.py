@@ -24,9 +24,9 @@ from agentevo.task_making.databases import SurveyedDatabase, find_database
 from agentevo.task_making.values import Values, properties
 from agentevo.tools.toolbox import AttemptTools
 
-TRIES = 10
+MAX_TRIES = 10
 """The maximum number of calls of a tool until it returns a result."""
-OPTIONAL = 0.3
+OPTIONAL_PROBABILITY = 0.3
 """The probability of an optional argument, if values for it are known."""
 MAX_TOOLS = 64
 
@@ -93,7 +93,7 @@ class Survey(msgspec.Struct, kw_only=True):
         for parameter, parameter_schema in properties(schema).items():
             is_known = bool(self.values.known_values(parameter, parameter_schema))
             if parameter not in arguments and (
-                parameter in needed or (is_known and draw.random() < OPTIONAL)
+                parameter in needed or (is_known and draw.random() < OPTIONAL_PROBABILITY)
             ):
                 arguments[parameter] = self.values.draw(parameter, parameter_schema, draw)
 
@@ -125,7 +125,7 @@ async def survey(
             if database_and_call := await find_database(tools, name, schema):
                 surveyed.databases[name], surveyed.answered[name] = database_and_call
 
-        for _ in range(TRIES):
+        for _ in range(MAX_TRIES):
             for name in surveyed.schemas:
                 if name not in surveyed.answered:
                     await _try_tool(tools, surveyed, name, draw)
@@ -150,7 +150,9 @@ async def _try_tool(tools: AttemptTools, surveyed: Survey, name: str, draw: rand
     surveyed.learn(got)
 
     if got.is_error:
-        surveyed.silent[name] = f"{_told(arguments)} -> {' '.join(got.text.split())[:200]}"
+        surveyed.silent[name] = (
+            f"{_format_arguments(arguments)} -> {' '.join(got.text.split())[:200]}"
+        )
         return
 
     surveyed.answered[name] = got
@@ -179,5 +181,5 @@ async def _changes(world: ToolWorld, surveyed: Survey, name: str) -> bool:
     ]
 
 
-def _told(arguments: Mapping[str, Any]) -> str:
+def _format_arguments(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())[:200]

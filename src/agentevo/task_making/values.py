@@ -58,12 +58,12 @@ _PERSON = re.compile(
 )
 MAX_VALUES = 200
 """The maximum number of values of a parameter."""
-LONGEST = 80
+MAX_VALUE_CHARS = 80
 """The maximum number of characters of a value."""
-MADE_UP = 0.5
+MADE_UP_PROBABILITY = 0.5
 """The probability that a text is made up, although calls have shown values. Only for parameters
 whose schema names no values."""
-SMALL = 9
+MAX_MADE_UP_NUMBER = 9
 """The largest random whole number if the schema has no bound."""
 _WORD = r"['\"]?[\w][\w./-]*['\"]?"
 _CHOICE = re.compile(rf"({_WORD}(?:, {_WORD})*,? (?:or|and) {_WORD})(?=[\s.;)]|$)")
@@ -80,18 +80,18 @@ class Values:
     def __init__(self, named_values: Mapping[str, Sequence[Any]] | None = None) -> None:
         """`named_values`: maps a parameter to the values that the user names. They come before all
         others."""
-        self._found: dict[str, list[Any]] = {}
+        self._values_by_name: dict[str, list[Any]] = {}
         for name, values in (named_values or {}).items():
             self.add(name, values)
 
     def add(self, name: str, values: Sequence[Any]) -> None:
         """Adds values of a parameter."""
-        values_so_far = self._found.setdefault(name.lower(), [])
+        values_so_far = self._values_by_name.setdefault(name.lower(), [])
         for value in values:
             if (
                 value not in values_so_far
                 and len(values_so_far) < MAX_VALUES
-                and len(str(value)) <= LONGEST
+                and len(str(value)) <= MAX_VALUE_CHARS
             ):
                 values_so_far.append(value)
 
@@ -99,16 +99,18 @@ class Values:
         """Adds the values that the texts of results name for a tool's parameters."""
         for name, property_schema in properties(schema).items():
             for text in texts:
-                self.add(name, list(mine_values(text, name, property_schema)))
+                self.add(name, list(values_in_text(text, name, property_schema)))
 
     def known_values(self, name: str, schema: Mapping[str, Any]) -> list[Any]:
         """Values that the server has shown for a parameter."""
         stated = [
             stated_value
             for stated_value in stated_values(schema)
-            if len(str(stated_value)) <= LONGEST
+            if len(str(stated_value)) <= MAX_VALUE_CHARS
         ]
-        stated += [value for value in self._found.get(name.lower(), []) if value not in stated]
+        stated += [
+            value for value in self._values_by_name.get(name.lower(), []) if value not in stated
+        ]
         return [value for value in stated if _fits(value, schema)]
 
     def draw(self, name: str, schema: Mapping[str, Any], draw: random.Random) -> Any:
@@ -116,7 +118,7 @@ class Values:
         known_values = self.known_values(name, schema)
         kind = _kind(schema)
         is_free = kind == "string" and not stated_values(schema)
-        if known_values and not (is_free and draw.random() < MADE_UP):
+        if known_values and not (is_free and draw.random() < MADE_UP_PROBABILITY):
             return draw.choice(known_values)
         if kind in ("integer", "number"):
             return _number(schema, draw)
@@ -180,7 +182,7 @@ def described_values(text: str) -> list[str]:
     return _list_words(choice[1]) if choice is not None else []
 
 
-def mine_values(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any]:
+def values_in_text(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any]:
     """The values of a parameter that a result names, in their order."""
     kind = _kind(schema)
     try:
@@ -273,6 +275,8 @@ def _number(schema: Mapping[str, Any], draw: random.Random) -> int | float:
 
     least = bound("minimum", 1)
     most = bound("maximum", -1)
-    least = least if least is not None else min(1, most - SMALL) if most is not None else 1
-    most = min(most, least + 10**6) if most is not None else least + SMALL - 1
+    least = (
+        least if least is not None else min(1, most - MAX_MADE_UP_NUMBER) if most is not None else 1
+    )
+    most = min(most, least + 10**6) if most is not None else least + MAX_MADE_UP_NUMBER - 1
     return draw.randint(int(least), max(int(least), int(most)))

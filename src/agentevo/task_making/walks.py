@@ -19,19 +19,19 @@ from agentevo.task_making.calls import CallResult, call_tool
 from agentevo.task_making.questions import DatabaseQuestion
 from agentevo.task_making.scenario import ScenarioStep, ValueSource, pairs_of
 from agentevo.task_making.survey import Survey
-from agentevo.task_making.values import mine_values, properties
+from agentevo.task_making.values import properties, values_in_text
 from agentevo.tools.toolbox import AttemptTools
 
 MAX_CALLS = 4
-USES_FOUND = 0.85
+REUSE_PROBABILITY = 0.85
 """The probability that an argument comes from an earlier call, if such a call has it."""
-CHAINS = 4.0
+CHAIN_WEIGHT = 4.0
 """The factor of the weight of a tool with a parameter that an earlier call provides."""
-QUESTIONS = 25
+QUESTIONS_PER_USE = 25
 """The number of tasks of an SQL tool that count as one task of another tool, since SQL tools allow
 more questions."""
-REFUSALS = 3
-LONGEST_RESULT = 2000
+MAX_REFUSALS = 3
+MAX_RESULT_CHARS = 2000
 
 
 class Coverage:
@@ -55,7 +55,7 @@ class Coverage:
     def weight(self, tool: str, before: str | None, has_questions: bool = False) -> float:
         """The weight of a tool as the next tool of a walk."""
         pair = 0 if before is None else self.pairs[before, tool]
-        variety = QUESTIONS if has_questions else 1
+        variety = QUESTIONS_PER_USE if has_questions else 1
         uses = self.tools[tool] + self.fruitless[tool]
         return 1.0 / (1.0 + uses / variety) / (1.0 + pair / variety)
 
@@ -71,12 +71,12 @@ async def walk(
     """A walk of at most `num_calls` calls in a session of its own, after the calls of `start`,
     which are already made in that session. Also returns every call with its result. `survey` learns
     nothing from them here. A refused call may name values, which come before all others in this
-    world. After REFUSALS refusals the walk ends."""
+    world. After MAX_REFUSALS refusals the walk ends."""
     results: list[CallResult] = []
     steps = list(start)
     named = dict[str, list[Any]]()
     refusals = 0
-    while len(steps) < len(start) + num_calls and refusals < REFUSALS:
+    while len(steps) < len(start) + num_calls and refusals < MAX_REFUSALS:
         names = survey.usable
         before = steps[-1].tool if steps else None
         weights = [
@@ -92,7 +92,7 @@ async def walk(
             refusals += step is None
             continue
 
-        sources = _found(survey, steps, name, draw)
+        sources = _find_argument(survey, steps, name, draw)
         fixed = {parameter: value for parameter, (_, value) in sources.items()}
         for parameter in properties(survey.schemas[name]):
             if parameter not in fixed and named.get(parameter):
@@ -102,10 +102,10 @@ async def walk(
         got = await call_tool(tools, name, arguments)
         results.append(got)
 
-        if got.is_error or len(got.text) > LONGEST_RESULT:
+        if got.is_error or len(got.text) > MAX_RESULT_CHARS:
             refusals += 1
             for parameter, schema in properties(survey.schemas[name]).items():
-                if values := list(mine_values(got.text, parameter, schema)):
+                if values := list(values_in_text(got.text, parameter, schema)):
                     named[parameter] = values
             continue
 
@@ -122,7 +122,7 @@ async def walk(
     return steps, results
 
 
-async def asked_further(
+async def extend_question(
     tools: AttemptTools, survey: Survey, start: Sequence[ScenarioStep], draw: random.Random
 ) -> tuple[list[ScenarioStep], list[CallResult]]:
     """The same calls with a further condition in the question of the last call. Empty if there is
@@ -146,7 +146,7 @@ async def _ask_database(
     """A question to a database, and its result. No step if the database returns no answer."""
     arguments = {survey.databases[tool].parameter: question.sql}
     got = await call_tool(tools, tool, arguments)
-    if got.is_error or len(got.text) > LONGEST_RESULT:
+    if got.is_error or len(got.text) > MAX_RESULT_CHARS:
         return None, got
     return ScenarioStep(tool=tool, arguments=arguments, question=question, result=got.text), got
 
@@ -177,17 +177,17 @@ def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
 
 def _chains(survey: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
     gives = any(_first(survey, steps, tool, name) for name in properties(survey.schemas[tool]))
-    return CHAINS if gives else 1.0
+    return CHAIN_WEIGHT if gives else 1.0
 
 
-def _found(
+def _find_argument(
     survey: Survey, steps: Sequence[ScenarioStep], tool: str, draw: random.Random
 ) -> dict[str, tuple[ValueSource, Any]]:
     """Arguments from earlier calls, each with its value."""
     taken = {}
     for name in properties(survey.schemas[tool]):
         first = _first(survey, steps, tool, name)
-        if first is not None and draw.random() < USES_FOUND:
+        if first is not None and draw.random() < REUSE_PROBABILITY:
             taken[name] = first
     return taken
 
@@ -211,4 +211,4 @@ def _first(
 
 def first_value(text: str, name: str, schema: dict[str, Any] | Any) -> Any:
     """The first value of a parameter that a result names. None if it names none."""
-    return next(iter(mine_values(text, name, schema)), None)
+    return next(iter(values_in_text(text, name, schema)), None)

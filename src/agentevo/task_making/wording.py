@@ -88,7 +88,7 @@ def word_scenario(
     phrases = LANGUAGES[language]
     sources = {source.step for step in scenario.steps for source in step.found.values()}
     call_texts = [
-        _said(scenario.steps, number, descriptions, phrases)
+        _describe_call(scenario.steps, number, descriptions, phrases)
         for number in range(len(scenario.steps))
         if number not in sources
     ]
@@ -105,7 +105,7 @@ def word_scenario(
     return " ".join(parts)
 
 
-def _said(
+def _describe_call(
     steps: Sequence[ScenarioStep], number: int, descriptions: Mapping[str, str], phrases: Phrases
 ) -> str:
     """A call in words. Calls that provide its arguments are nested inside."""
@@ -115,14 +115,14 @@ def _said(
 
     arguments = [f"{_plain(name)}: {shown(value)}" for name, value in step.told_values.items()]
     for name, origin in step.found.items():
-        source = _said(steps, origin.step, descriptions, phrases)
+        source = _describe_call(steps, origin.step, descriptions, phrases)
         arguments.append(phrases.found_value.format(name=_plain(name), source=source))
 
-    doing = deed(descriptions[step.tool])
+    doing = activity_of(descriptions[step.tool])
     return f"{doing} ({', '.join(arguments)})" if arguments else doing
 
 
-def deed(description: str) -> str:
+def activity_of(description: str) -> str:
     """The first sentence of a description as an activity: "Lists free rooms, the cheapest first."
     becomes "listing free rooms, the cheapest first"."""
     first = _FIRST.match(" ".join(description.split()))

@@ -21,10 +21,10 @@ from agentevo.rewards.answers import find_answer
 from agentevo.task_making.scenario import Scenario, steps_of
 from agentevo.task_making.wording import gives_away, named_tools, values_left_out
 
-LONGEST = 2000
+MAX_TEXT_CHARS = 2000
 """The maximum number of characters of a text."""
-AT_ONCE = 8
-_ASKED = """You write what a person would ask an assistant for. Say what is to be done in your own \
+CONCURRENCY = 8
+_RULES = """You write what a person would ask an assistant for. Say what is to be done in your own \
 words, as one request of one to four sentences, in the language with the code {language}{persona}.
 Every one of these values must stand in it, written exactly so: {values}.
 Name no function or tool, and give away no value beyond these.{wrong}
@@ -43,7 +43,7 @@ async def reword_tasks(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """The reworded tasks. Also maps the reasons for rejected texts to their number. Raises
     AgentEvoError if the model never replies."""
-    room = asyncio.Semaphore(AT_ONCE)
+    room = asyncio.Semaphore(CONCURRENCY)
     reasons = Counter[str]()
     failures: list[AgentEvoError] = []
 
@@ -82,7 +82,7 @@ async def reword_tasks(
 def _prompt(row: Mapping[str, Any], wrong: str) -> str:
     values = [value for step in steps_of(row) for value in step.told_values.values()]
     persona = f", as somebody would who is {row['persona']}" if row.get("persona") else ""
-    return _ASKED.format(
+    return _RULES.format(
         language=row.get("language", "en"),
         persona=persona,
         values=json.dumps(values, ensure_ascii=False),
@@ -95,8 +95,8 @@ def _problem(text: Any, row: Mapping[str, Any], tools: Sequence[str]) -> str:
     """The reason why a text is rejected. Empty if it is accepted."""
     if not isinstance(text, str) or not text.strip():
         return "no JSON object with a text under `task`"
-    if len(text) > LONGEST:
-        return f"longer than {LONGEST:,} characters"
+    if len(text) > MAX_TEXT_CHARS:
+        return f"longer than {MAX_TEXT_CHARS:,} characters"
 
     scenario = Scenario(steps=steps_of(row), world=0, answer=row.get("answer"))
     if named := named_tools(text, tools):

@@ -13,9 +13,9 @@ from agentevo.models.resolve import missing_model
 TIMEOUT_S = 1800.0
 """The time limit of a reply of a model on this machine, in seconds. The machine may have other
 work."""
-AT_ONCE = 4
+CONCURRENCY = 4
 """The number of concurrent requests to a model on this machine. More would share its time."""
-LONGEST = 600
+MAX_REPLY_TOKENS = 600
 """The maximum number of tokens of such a reply."""
 
 
@@ -43,8 +43,8 @@ def writer_section(
             api_key=key,
             timeout_s=TIMEOUT_S,
             deadline_s=TIMEOUT_S,
-            max_at_once=AT_ONCE,
-            max_new_tokens=LONGEST,
+            max_at_once=CONCURRENCY,
+            max_new_tokens=MAX_REPLY_TOKENS,
         )
     except pydantic.ValidationError as error:
         wrong = error.errors()[0]

@@ -24,7 +24,7 @@ from opentelemetry.trace import format_span_id, format_trace_id
 from agentevo.errors import StoreError
 from agentevo.progress import bar
 from agentevo.store import Store
-from agentevo.store.export import whole_file
+from agentevo.store.export import atomic_file
 from agentevo.store.trace_context import TracedMessage, trace_of
 from agentevo.tracing.opening import BATCH, LENGTH, kept_run_id
 from agentevo.tracing.otlp import request_json
@@ -65,7 +65,7 @@ async def export_spans(
     conversations = _Conversations(store)
     batch: list[ReadableSpan] = []
     num_spans = num_unended = 0
-    with whole_file(out) as file, bar("trajectories export", await store.num_calls()) as read:
+    with atomic_file(out) as file, bar("trajectories export", await store.num_calls()) as read:
 
         def write() -> None:
             if batch and requests:
