@@ -2,7 +2,7 @@
 
 A thread has the context of its caller, so calls that are recorded in it (store/call_log.py) belong
 to the attempt. A thread can't be killed. A thread without a waiting caller is abandoned, and a
-process tolerates MAX_LEFT such threads that never end.
+process tolerates MAX_ABANDONED such threads that never end.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from agentevo.tracebacks import format_stack
 
 T = TypeVar("T")
 
-MAX_LEFT = 500
+MAX_ABANDONED = 500
 """The maximum number of abandoned threads in a process."""
 
-_left: set[threading.Thread] = set()
+_abandoned: set[threading.Thread] = set()
 
 
-class OwnThread:
+class DedicatedThread:
     """Runs functions one after the other on the same thread, because some objects require that.
     `who` names the code's owner in messages, such as "agent"."""
 
     def __init__(self, who: str) -> None:
         """Raises AgentEvoError if too many threads are abandoned already."""
-        _left.intersection_update(threading.enumerate())
-        if len(_left) >= MAX_LEFT:
+        _abandoned.intersection_update(threading.enumerate())
+        if len(_abandoned) >= MAX_ABANDONED:
             raise AgentEvoError(
-                f"{len(_left)} {who}s of attempts that have ended still run and keep their "
+                f"{len(_abandoned)} {who}s of attempts that have ended still run and keep their "
                 "threads: give each of their waits a deadline, and restart this process"
             )
 
@@ -116,7 +116,7 @@ class OwnThread:
     def _leave_unless_done(self, answer: Future[Any]) -> None:
         if not answer.done():
             self._given_up = answer
-            _left.add(self._thread)
+            _abandoned.add(self._thread)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -140,7 +140,7 @@ class OwnThread:
 
 async def run_in_thread(function: Callable[[], T], who: str) -> T:
     """Runs the function on a new thread. Returns its result, or raises its exception."""
-    thread = OwnThread(who)
+    thread = DedicatedThread(who)
     try:
         return await thread.call(function)
     finally:
@@ -150,7 +150,7 @@ async def run_in_thread(function: Callable[[], T], who: str) -> T:
 def call_in_thread(function: Callable[[], T], who: str, within_s: float) -> T:
     """Like `run_in_thread`, outside of an event loop. Raises TimeoutError if the call takes longer
     than `within_s` seconds."""
-    thread = OwnThread(who)
+    thread = DedicatedThread(who)
     try:
         return thread.call_now(function, within_s)
     finally:

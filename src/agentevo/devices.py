@@ -43,8 +43,8 @@ layers."""
 def find(device_type: str, key: str = "model.device") -> torch.device:
     """The device that a recipe names. Raises ModelError if there is none."""
     if device_type == "auto":
-        device_type = next((kind for kind in AUTOMATIC if is_there(kind)), "cpu")
-    elif device_type != "cpu" and not is_there(device_type):
+        device_type = next((kind for kind in AUTOMATIC if is_available(kind)), "cpu")
+    elif device_type != "cpu" and not is_available(device_type):
         what, remedy = _WHOSE[device_type]
         raise ModelError(
             f"{key}={device_type}, but PyTorch sees no {what}: set {key}=auto or cpu, or {remedy}"
@@ -53,7 +53,7 @@ def find(device_type: str, key: str = "model.device") -> torch.device:
     return torch.device(device_type)
 
 
-def is_there(kind: str) -> bool:
+def is_available(kind: str) -> bool:
     """Whether PyTorch sees an accelerator of that kind."""
     if kind == "npu":
         _add_ascend()
@@ -68,7 +68,7 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def take(device: torch.device, number: int) -> None:
+def use_device(device: torch.device, number: int) -> None:
     """Makes this process compute on the device with that number, among those of its kind."""
     if is_accelerator(device):
         _module(device).set_device(number)
@@ -180,7 +180,7 @@ def autocasting() -> list[str]:
 
 
 @contextmanager
-def drawing_by(device: torch.device, seed: int) -> Iterator[None]:
+def seeded_by(device: torch.device, seed: int) -> Iterator[None]:
     """A block in which the seed alone determines random numbers, on the CPU and on this device.
     Random numbers after the block are the same as without it."""
     module = _module(device) if is_accelerator(device) else None

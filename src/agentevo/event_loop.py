@@ -3,10 +3,10 @@
 A user's code (an agent, a scorer) runs in a `TaskScope`. It can cancel only the tasks that were
 started in its scope. A KeyboardInterrupt or SystemExit of such a task ends only that task.
 `loop.stop()` stops nothing. A task that swallows its cancellation is left behind at the end,
-CLOSING_S seconds after all tasks were cancelled. Connections that clients have left open are closed
-at the end. The threads of asyncio.to_thread are for user code. AgentEvo's own work uses separate
-threads (`in_thread`), so a user's call that hangs does not block it. These guarantees hold only on
-the loops of `run_coroutine`.
+CLOSE_TIMEOUT_S seconds after all tasks were cancelled. Connections that clients have left open are
+closed at the end. The threads of asyncio.to_thread are for user code. AgentEvo's own work uses
+separate threads (`in_thread`), so a user's call that hangs does not block it. These guarantees hold
+only on the loops of `run_coroutine`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentevo.signals import Interrupt
 T = TypeVar("T")
 P = ParamSpec("P")
 
-CLOSING_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """The time in seconds that the end of a loop waits for cancelled tasks, and then for the loop's
 threads."""
 
@@ -143,7 +143,7 @@ class NoticesBlocks:
         self._what = what
         self._remedy = remedy
         self._blocked_s = 0.0
-        self._has_told = False
+        self._has_warned = False
 
     @types.coroutine
     def run(self, work: Awaitable[T]) -> Generator[Any, Any, T]:
@@ -172,8 +172,8 @@ class NoticesBlocks:
 
     def _add(self, step_s: float) -> None:
         self._blocked_s += step_s if step_s >= self.BLOCK_S else 0.0
-        if self._blocked_s >= self.TELL_S and not self._has_told:
-            self._has_told = True
+        if self._blocked_s >= self.TELL_S and not self._has_warned:
+            self._has_warned = True
             to_stderr(
                 f"{self._what} has blocked the event loop for {self._blocked_s:.1f} s, in which "
                 f"nothing else ran: {self._remedy}"
@@ -187,7 +187,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **options: P.kwargs
     return await loop.run_in_executor(_own_threads.get(loop), call)
 
 
-async def to_its_end(work: Awaitable[T]) -> T:
+async def run_to_end(work: Awaitable[T]) -> T:
     """Waits for the work even if this task is cancelled, and raises the cancellation afterwards."""
     task = asyncio.ensure_future(work)
     try:
@@ -278,13 +278,13 @@ def _ctrl_c(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterato
 
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels the tasks that still run, and waits for them, at most CLOSING_S seconds."""
+    """Cancels the tasks that still run, and waits for them, at most CLOSE_TIMEOUT_S seconds."""
     unfinished = asyncio.all_tasks(loop)
     for task in unfinished:
         task.cancel()
 
     if unfinished:
-        _drive(loop, loop.create_task(asyncio.wait(unfinished, timeout=CLOSING_S)))
+        _drive(loop, loop.create_task(asyncio.wait(unfinished, timeout=CLOSE_TIMEOUT_S)))
 
     for task in unfinished:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
@@ -297,7 +297,7 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
             )
 
     loop.set_exception_handler(lambda loop, context: None)  # no code waits for the remaining ones
-    _drive(loop, loop.create_task(_within(CLOSING_S, loop.shutdown_asyncgens)))
+    _drive(loop, loop.create_task(_within(CLOSE_TIMEOUT_S, loop.shutdown_asyncgens)))
 
 
 async def _within(seconds: float, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -319,8 +319,8 @@ def _end_connections(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _end_threads(threads: ThreadPoolExecutor) -> None:
-    """Waits at most CLOSING_S seconds for calls of asyncio.to_thread. A call that hangs can't be
-    ended."""
+    """Waits at most CLOSE_TIMEOUT_S seconds for calls of asyncio.to_thread. A call that hangs can't
+    be ended."""
     ending = threading.Thread(target=threads.shutdown, daemon=True)
     ending.start()
-    ending.join(CLOSING_S)
+    ending.join(CLOSE_TIMEOUT_S)

@@ -22,7 +22,7 @@ import psutil
 
 START_S = 120.0
 """The maximum time in seconds that a process takes to import its modules on a busy machine."""
-LONGEST_S = 120
+REQUEST_TIMEOUT_S = 120
 """If no caller waits for a request, the process ends after this time, in seconds."""
 
 
@@ -110,7 +110,7 @@ def serve_requests(
 
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
-        _end_after(LONGEST_S)
+        _end_after(REQUEST_TIMEOUT_S)
         print(json.dumps(answer_to(json.loads(line))), file=answers, flush=True)
         _end_after(0)  # the next request may be minutes away
 

@@ -18,11 +18,11 @@ MAX_NAME = 255
 """The maximum number of bytes in the name of a file or folder, on every file system in use."""
 MAX_PATH = 4000
 """The maximum number of bytes in a whole path. Linux accepts 4096."""
-LONGEST_OWN = 80
+RESERVED_NAME_BYTES = 80
 """The number of bytes that are reserved for the names of the files in a run's folder."""
 TRIAL_BYTES = 2**20
 """The minimum space that a run needs, in bytes."""
-MOST_NEIGHBOURS = 2000
+MAX_NEIGHBOURS = 2000
 """The maximum number of names in a folder with which a misspelt name is compared."""
 
 
@@ -59,7 +59,9 @@ def check_new_folder(folder: Path, key: str) -> None:
     """Raises ConfigError if a folder can't be created, or if files can't be written to it. `key` is
     the key that sets another folder. A file without a name tests the place. It disappears when this
     function returns or the process dies."""
-    problem = name_problem(f"{folder.absolute()}/{'x' * LONGEST_OWN}") or _place_problem(folder)
+    problem = name_problem(f"{folder.absolute()}/{'x' * RESERVED_NAME_BYTES}") or _place_problem(
+        folder
+    )
     if problem:
         raise ConfigError(f"{_shown(folder)} {problem}: give another {key}")
 
@@ -116,7 +118,7 @@ def _nearest_name(folder: Path, name: str) -> str:
     """The entry of the folder whose name is nearly that name. Raises LookupError if there is
     none."""
     wanted_path = Path(name)
-    names = [entry.name for entry in islice(os.scandir(folder), MOST_NEIGHBOURS)]
+    names = [entry.name for entry in islice(os.scandir(folder), MAX_NEIGHBOURS)]
     visible = [Path(entry) for entry in names if not entry.startswith(".")]
     of_its_kind = [entry for entry in visible if entry.suffix == wanted_path.suffix]
     of_others = [

@@ -93,7 +93,7 @@ class PenaltyState:
         self._places: dict[int, int] = {}
         self._offsets: list[float] = []
         self._repeated: list[float] = []
-        self._drawn: set[int] = set()
+        self._sampled: set[int] = set()
 
         for token, bias in penalties.logit_bias:
             self._offsets[self._place(token)] += bias
@@ -108,8 +108,8 @@ class PenaltyState:
         penalties = self._penalties
         self._repeated[place] = penalties.repetition
         self._offsets[place] -= penalties.frequency
-        if token not in self._drawn:
-            self._drawn.add(token)
+        if token not in self._sampled:
+            self._sampled.add(token)
             self._offsets[place] -= penalties.presence
 
     def changes(self) -> PenaltyChanges:

@@ -33,7 +33,7 @@ FIRST_LINE_S = 2.0
 LINE_S = 15.0
 FRAME_S = 0.2
 WINDOW_S = 30.0
-LEAST_PACE_S = 2.0
+MIN_PACE_S = 2.0
 """The shortest observation of the pace, in seconds, before a time left is shown."""
 
 
@@ -108,7 +108,7 @@ class ProgressBar:
         self.total = total
         self.unit = unit
         self.done = 0.0
-        self._look = look
+        self._read_done = look
         self._began = time.monotonic()
         self._seen: deque[tuple[float, float]] = deque([(self._began, 0.0)])
 
@@ -121,8 +121,8 @@ class ProgressBar:
 
     def counted_now(self) -> float:
         """The amount of work that is done now."""
-        if self._look is not None:
-            self.done = self._look()
+        if self._read_done is not None:
+            self.done = self._read_done()
         return self.done
 
     def pace(self) -> float:
@@ -137,7 +137,7 @@ class ProgressBar:
 
     def time_left(self, pace: float) -> float | None:
         """The time left in seconds. None if it can't be known."""
-        if self.total is None or pace <= 0 or self.elapsed < LEAST_PACE_S:
+        if self.total is None or pace <= 0 or self.elapsed < MIN_PACE_S:
             return None
         return max(self.total - self.done, 0.0) / pace
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 """The interval in seconds of checks whether to stop."""
 STOPPING = "stopping after this step or within this evaluation"
 """What a command does after a stop request."""
@@ -52,7 +52,7 @@ def collect_signals(
 
 
 @contextmanager
-def asked_to_stop(parent: int | None = None) -> Iterator[Callable[[], bool]]:
+def catch_stop_signals(parent: int | None = None) -> Iterator[Callable[[], bool]]:
     """For a service of a run. Yields a function that returns whether the service must stop. That is
     the case after SIGTERM or Ctrl-C, and when the process with the id `parent` is no longer the
     parent, so that no process could request a stop. A second Ctrl-C interrupts at once."""
@@ -86,12 +86,12 @@ def end_stopped(received: Sequence[int]) -> None:
         raise KeyboardInterrupt
 
 
-async def finished_before_stop(work: asyncio.Task[Any], stop: Callable[[], bool]) -> bool:
+async def finishes_before_stop(work: asyncio.Task[Any], stop: Callable[[], bool]) -> bool:
     """Waits for `work`. If `stop` becomes true first, cancels the work and returns False."""
     while not work.done():
         if stop():
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             return False
-        await asyncio.wait([work], timeout=LOOK_S)
+        await asyncio.wait([work], timeout=POLL_INTERVAL_S)
     return True

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 VARIABLE = "AGENTEVO_LOADING_S"
 """The environment variable that sets another time limit."""
-LONGEST_S = 600.0
+LOADING_TIMEOUT_S = 600.0
 NOTICE_S = 30.0
 REPEAT_S = 1.0
 """The time in seconds from a swallowed signal to the next one."""
@@ -45,8 +45,8 @@ class _Overdue(BaseException):
 
 def load_in_time(work: Callable[[], T], what: str) -> T:
     """Runs `work`, a user's code, and returns its result or raises its exception. `what` begins the
-    messages, such as "import: ./my_agent.py". Raises LoadingTimeoutError after LONGEST_S, or the
-    seconds of VARIABLE."""
+    messages, such as "import: ./my_agent.py". Raises LoadingTimeoutError after LOADING_TIMEOUT_S,
+    or the seconds of VARIABLE."""
     watch = _Watch(what, _longest_s())
     try:
         watch.begin()
@@ -77,7 +77,7 @@ def construct(make: Callable[[], T], where: str, name: str) -> T:
 def _longest_s() -> float:
     text = os.environ.get(VARIABLE)
     if text is None:
-        return LONGEST_S
+        return LOADING_TIMEOUT_S
 
     try:
         seconds = float(text)

@@ -67,7 +67,7 @@ def brief_goodbyes(monkeypatch):
     monkeypatch.setattr(group, "CANCEL_TIMEOUT_S", 0.2)
     monkeypatch.setattr(scoring, "CANCEL_TIMEOUT_S", 0.2)
     monkeypatch.setattr(environment_thread, "CLOSE_S", 0.3)
-    monkeypatch.setattr("agentevo.event_loop.CLOSING_S", 0.2)
+    monkeypatch.setattr("agentevo.event_loop.CLOSE_TIMEOUT_S", 0.2)
 
 
 def check(

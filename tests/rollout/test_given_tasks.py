@@ -174,7 +174,7 @@ def test_a_source_goes_round_the_files_tasks(tmp_path):
         assert not set(map(id, source.train(step))) & set(map(id, source.held_out()))
 
     queued = source.tasks_to_queue(4)
-    assert [source.as_given(task).query for task in queued] == [
+    assert [source.as_agent_task(task).query for task in queued] == [
         task.query for task in source.train(4)
     ]
 

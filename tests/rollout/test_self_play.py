@@ -12,7 +12,7 @@ import pytest
 import agentevo
 from agentevo.config import build_config, sources
 from agentevo.config.self_play import SelfPlay
-from agentevo.data.asked import asked_key
+from agentevo.data.asked import question_key
 from agentevo.errors import ConfigError, StoreError
 from agentevo.rollout.questions import QUESTION, SelfPlayAgent, encode_question, make_family
 from agentevo.rollout.self_play import (
@@ -88,7 +88,7 @@ def attempts(task, solved, count, failed=0):
 def earned(said, solved, section=SECTION, held_out=()):
     """What proposals of one group earn. solved: text -> (successes, attempts)."""
     given = [proposal(number, text) for number, text in enumerate(said)]
-    found = read_proposals(given, 1, map(asked_key, held_out))
+    found = read_proposals(given, 1, map(question_key, held_out))
     tried = [attempt for task in found.tasks for attempt in attempts(task.id, *solved[task.query])]
     return reward_proposals(found, tried, section)
 

@@ -67,7 +67,7 @@ def test_answers_are_what_the_database_says_and_stand_in_the_results(made, shop)
             ((value,),) = connection.execute(step.arguments["sql"])
             assert str(value) == row["answer"] and row["answer"] in step.result
             assert step.question is not None and step.arguments["sql"] == step.question.sql
-            for told in step.question.told_values.values():
+            for told in step.question.required_values.values():
                 assert str(told) in row["query"]
             assert "SELECT" not in row["query"] and "query" not in row["query"]
 

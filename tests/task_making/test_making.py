@@ -315,4 +315,4 @@ def test_a_survey_knows_which_tools_change_something():
 
     found = asyncio.run(known())
     assert "write_file" in found.changing
-    assert {"list_files", "search_files"} <= set(found.asking)
+    assert {"list_files", "search_files"} <= set(found.read_only_tools)

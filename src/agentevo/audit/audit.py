@@ -27,7 +27,7 @@ from agentevo.audit.rest import check_rest, wrong_content
 from agentevo.audit.texts import check_texts, count_texts
 from agentevo.errors import CheckpointError, StoreError, TrainingError
 from agentevo.progress import over
-from agentevo.runs.chain import KEY, OLDER, End, broken_links, read_head
+from agentevo.runs.chain import KEY, OLDER_VERSION, End, broken_links, read_head
 from agentevo.runs.folder import queued_group_size
 from agentevo.store.codec import content_digest
 from agentevo.store.records import StepRecord, StoredTrajectory
@@ -85,7 +85,7 @@ def _check_chain(records: Iterable[StepRecord], report: Audit) -> None:
     """Checks by the chain that every record is the one that was committed."""
     older = [record.step for record in records if KEY not in record.record]
     if older:
-        what = f"{len(older)} steps, of which this is the first, can't be proven: {OLDER}"
+        what = f"{len(older)} steps, of which this is the first, can't be proven: {OLDER_VERSION}"
         report.violations.append(AuditViolation(what, step=older[0]))
     for step in broken_links((r for r in records if KEY in r.record), End()):
         what = "its record is not the one that was committed: the chain of steps breaks here"

@@ -16,7 +16,7 @@ from agentevo.orchestration.components import AgentFunction, open_components
 from agentevo.orchestration.resume import replay_step
 from agentevo.orchestration.rollout_sources import SynchronousRollouts
 from agentevo.orchestration.trainers import make_trainer
-from agentevo.runs.chain import KEY, OLDER
+from agentevo.runs.chain import KEY, OLDER_VERSION
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task
 
@@ -50,7 +50,7 @@ async def rebuild(
             if record.step <= max(versions)
         ]
         if any(KEY not in record.record for record in steps):
-            raise CheckpointError(f"{config.run_dir}: {OLDER}")
+            raise CheckpointError(f"{config.run_dir}: {OLDER_VERSION}")
 
         unknown = sorted(set(versions) - {start or 0} - {record.step for record in steps})
         if unknown:

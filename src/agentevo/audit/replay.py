@@ -129,7 +129,7 @@ async def replay(
         else:
             chosen = await _sample(config, store, sample, made_again=made_again)
         altered = await _find_altered(store, chosen)
-        shown = {t.task_id: source.as_given(await store.task(t.task_id)) for t in chosen}
+        shown = {t.task_id: source.as_agent_task(await store.task(t.task_id)) for t in chosen}
 
     replays = dict[str, TrajectoryReplay]()
     chat = None
@@ -138,7 +138,7 @@ async def replay(
         policy_trajectories = [t for t in chosen if weights_of(config, t.agent) == policy]
         stored = StoredVersions(config, policy)
         versions = sorted({version for t in policy_trajectories for version in versions_of(t)})
-        missing = set(versions) - set(stored.at_hand()) if made_again else set()
+        missing = set(versions) - set(stored.available_versions()) if made_again else set()
         rebuilding = rebuild(config, missing, agent=agent, tasks=tasks, policy=policy)
         async with aclosing(rebuilding) as rebuilt:
             sources = _sources(versions, stored, missing, rebuilt)
@@ -323,7 +323,7 @@ async def _play(
         context_length=context,
         timeout_s=config.engine.timeout_s,
     )
-    door = _NoDoor()
+    door = _NoGateway()
 
     models = RecordedModels(config.remote_models, trajectory.remote_turns)
     remote = None
@@ -355,7 +355,7 @@ async def _play(
         _compare(trajectory, played, engine, models, result)
 
 
-class _NoDoor:
+class _NoGateway:
     """Replaces the gateway (agents/policy.py), and remembers whether the agent needs one."""
 
     was_needed = False

@@ -44,7 +44,7 @@ class StoredVersions:
         folder = config.run_dir / "weights"
         self._published = WeightsFolder(folder) if folder.is_dir() else None
 
-    def at_hand(self) -> list[int]:
+    def available_versions(self) -> list[int]:
         """The available versions, in order."""
         if not self._is_trained:
             return [0]
@@ -77,10 +77,10 @@ class StoredVersions:
                 raise CheckpointError(str(error)) from error
             return weights
 
-        if version in self.at_hand():
+        if version in self.available_versions():
             return {}
 
-        known_versions = ", ".join(map(str, self.at_hand())) or "none"
+        known_versions = ", ".join(map(str, self.available_versions())) or "none"
         raise CheckpointError(
             f"{self._config.run_dir} no longer has the weights of version {version} (available: "
             f"{known_versions}): rebuild them with "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 
-def asked_key(text: str) -> bytes | None:
+def question_key(text: str) -> bytes | None:
     """A digest (16 bytes) of a question that ignores white space and case. None for a text without
     a character."""
     plain = " ".join(text.split()).casefold()

@@ -29,7 +29,7 @@ from agentevo.types import Baselines
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "pink", "brown")
 METALS = ("gold", "silver", "copper", "bronze", "iron", "tin", "zinc", "lead")
-ASKS = {
+WORDINGS = {
     "terse": "Answer with one word, no punctuation.",
     "plain": "Answer with the name of one coin and nothing else.",
     "story": "A trader lets you take a coin. Say only its name.",
@@ -89,7 +89,7 @@ class CoinsEnvironment(EpisodicEnvironment):
             "table": "The lamp tells which coin to take.",
             "value": "Take the coin worth most.",
         }
-        return f"{goals[self.config.rule]} {ASKS[self.config.wording]}"
+        return f"{goals[self.config.rule]} {WORDINGS[self.config.wording]}"
 
     def start(self, seed: int) -> None:
         config = self.config

@@ -34,7 +34,7 @@ from agentevo.trace_header import trace_headers
 
 NO_SESSION_LEFT = "CAPACITY_REACHED"
 BAD_ACTION = "VALIDATION_ERROR"
-AGAIN_S = 0.2
+RETRY_S = 0.2
 """The pause in seconds before the next request to a server without a free session."""
 CLOSE_S = 1.0
 LARGEST_SEED = 2**31
@@ -88,7 +88,7 @@ class OpenEnvForm:
 
 _forms: dict[str, OpenEnvForm] = {}
 """The forms by URL. A process queries each server once."""
-_asking = threading.Lock()
+_forms_lock = threading.Lock()
 
 
 @environments.register("openenv")
@@ -114,7 +114,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         self._open = ExitStack()
         self._connection: ClientConnection | None = None
         self._shown = ""
-        self._is_paid = False
+        self._has_reward = False
 
     @property
     def instructions(self) -> str:
@@ -127,7 +127,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         return f"{self._form.description}\nAnswer with a JSON object of {fields}".strip()
 
     def start(self, seed: int) -> None:
-        self._is_paid = False
+        self._has_reward = False
         message = {"seed": seed % LARGEST_SEED, **self.config.reset}
         ends_at = time.monotonic() + self.config.session_timeout_s
         while True:
@@ -145,7 +145,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                     "(max_concurrent_envs), or run fewer attempts at once"
                 )
 
-            time.sleep(AGAIN_S)
+            time.sleep(RETRY_S)
 
         _refuse(answer, "reset", self.config.url)
         if self._take(answer)[1]:
@@ -169,7 +169,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         before = self._shown
 
         reward, done = self._take(answer)
-        if done and not self._is_paid:
+        if done and not self._has_reward:
             raise EnvironmentFailure(
                 f"openenv: the episode of {self.config.url} ended, and no step of it had a reward"
             )
@@ -219,7 +219,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                     f"openenv: the reward of {self.config.url} is {storable(repr(reward), 200)}, "
                     "which is not a number"
                 )
-            self._is_paid = True
+            self._has_reward = True
 
         self._shown = shown(observation, self.config.observation_field)
         return float(reward or 0.0), done
@@ -286,7 +286,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
 def form_of(config: OpenEnvConfig) -> OpenEnvForm:
     """The server's description of its actions. Raises ConfigError if no OpenEnv server answers."""
     url = config.url.rstrip("/")
-    with _asking:
+    with _forms_lock:
         if url not in _forms:
             scheme, rest = url.split("://", 1)
             base = f"{'https' if scheme in ('https', 'wss') else 'http'}://{rest}"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from agentevo.environments.environment import TextEnvironment
 
 Table = NDArray[np.float64]
-PATIENCE = 0.95
+DISCOUNT = 0.95
 """The discount per action that breaks ties between optimal actions, so that the player takes the
 shortest way."""
 
@@ -36,7 +36,7 @@ class SuccessTables:
         self._move = move
         self._optimal: list[Table] = [np.zeros(win.shape[1])]  # V_k, each [S]
         self._random: list[Table] = [np.zeros(win.shape[1])]
-        self._patient: Table | None = None  # [A, S]
+        self._discounted: Table | None = None  # [A, S]
 
     def _values(self, following: Table) -> Table:
         return self._win + self._move @ following  # [A, S]
@@ -60,23 +60,23 @@ class SuccessTables:
         self.optimal(state, num_actions - 1)
         values = self._values_of(state, self._optimal[num_actions - 1])
         equals = values >= values.max() - 1e-12
-        return int(np.where(equals, self._soonest()[:, state], -1.0).argmax())
+        return int(np.where(equals, self._discounted_values()[:, state], -1.0).argmax())
 
     def _values_of(self, state: int, following: Table) -> Table:
         return self._win[:, state] + self._move[:, state] @ following  # [A]
 
-    def _soonest(self) -> Table:
+    def _discounted_values(self) -> Table:
         """Discounted action values [A, S] without a limit, by value iteration."""
-        if self._patient is None:
+        if self._discounted is None:
             value = np.zeros(self._win.shape[1])
             for _ in range(1000):
                 previous = value
-                value = PATIENCE * self._values(value).max(axis=0)
+                value = DISCOUNT * self._values(value).max(axis=0)
                 if np.abs(value - previous).max() < 1e-9:
                     break
-            self._patient = self._values(value)
+            self._discounted = self._values(value)
 
-        return self._patient
+        return self._discounted
 
 
 def random_play_success(make: Callable[[], TextEnvironment], seed: int, num_plays: int) -> float:

@@ -21,7 +21,7 @@ from agentevo.rollout.task_source import TaskSource
 from agentevo.store.call_log import RunningCall
 from agentevo.types import RemoteTurn, Task, Trajectory, Turn
 
-LONGEST = 4000
+MAX_SHOWN_CHARS = 4000
 """The maximum number of characters of a text that are shown, half of them its head and half its
 tail."""
 TEXTS = ("code", "arguments", "output", "result", "stdout", "stderr")
@@ -153,12 +153,12 @@ class LiveAttempt:
         """See AttemptCalls.listen."""
         if call.kind in ("policy", "remote"):
             if call.has_ended:
-                self._said(call)
+                self._show_reply(call)
         elif call.kind == "attempt" and call.has_ended:
             if ending := call.record("").attributes.get("ending"):
                 self._text("at the end", str(ending))
         elif call.kind in KINDS and (call.has_ended or call.kind in ("tool", "process")):
-            self._made(call)
+            self._show_call(call)
 
     def end(self, trajectory: Trajectory, scorer: str) -> None:
         """Shows the result. `scorer`: the name of the scorer, empty if there was none."""
@@ -180,7 +180,7 @@ class LiveAttempt:
             f"{duration(trajectory.duration_s)}"
         )
 
-    def _said(self, call: RunningCall) -> None:
+    def _show_reply(self, call: RunningCall) -> None:
         """Shows the new part of the prompt, and the reply."""
         record = call.record("")
         facts = record.attributes
@@ -189,11 +189,14 @@ class LiveAttempt:
             return
 
         sizes = f"{facts.get('prompt_tokens', 0)} + {facts.get('completion_tokens', 0)} tokens"
-        self._line(f"{call.kind} {call.name}, turn {facts.get('turn', 0)} ({sizes}{_took(record)})")
+        self._line(
+            f"{call.kind} {call.name}, turn {facts.get('turn', 0)} "
+            f"({sizes}{_duration_text(record)})"
+        )
         for message in turn_of(self._attempt, call)[0].messages:
             self._text(message.role, message_text(message))
 
-    def _made(self, call: RunningCall) -> None:
+    def _show_call(self, call: RunningCall) -> None:
         """Shows a tool call: its input at the start, and its result at the end."""
         record = call.record("")
         texts = {name: str(record.attributes[name]) for name in TEXTS if name in record.attributes}
@@ -202,7 +205,7 @@ class LiveAttempt:
             return
 
         problem = f": {record.status}" if record.status != "completed" else ""
-        self._line(f"{call.kind} {call.name}{problem}{_took(record)}")
+        self._line(f"{call.kind} {call.name}{problem}{_duration_text(record)}")
         for name, text in texts.items():
             self._text(name, text)
 
@@ -213,8 +216,8 @@ class LiveAttempt:
         self._show(visible(f"[{time.monotonic() - self._began:6.2f} s] {text}"))
 
     def _text(self, name: str, text: str) -> None:
-        if len(text) > LONGEST:
-            half = LONGEST // 2
+        if len(text) > MAX_SHOWN_CHARS:
+            half = MAX_SHOWN_CHARS // 2
             text = f"{text[:half]}\n... ({len(text)} characters) ...\n{text[-half:]}"
         first, *further_lines = map(visible, text.split("\n"))
         self._show(f"    {name}: {first}")
@@ -222,5 +225,5 @@ class LiveAttempt:
             self._show(f"    {'':{len(name)}}  {line}")
 
 
-def _took(record: Any) -> str:
+def _duration_text(record: Any) -> str:
     return "" if record.ended_at is None else f", {duration(record.ended_at - record.started_at)}"

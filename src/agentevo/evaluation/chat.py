@@ -35,9 +35,9 @@ from agentevo.types import Message, SamplingOverrides
 
 LABEL = "chat"
 PROMPT = "> "
-NOTICE_S = 0.2
+SIGNAL_INTERVAL_S = 0.2
 """The interval in which a Ctrl-C at the prompt takes effect, in seconds."""
-OWN_ENGINE = ("engine.type=torch", "engine.options={}")
+LOCAL_ENGINE = ("engine.type=torch", "engine.options={}")
 """a single user needs no server"""
 
 
@@ -104,7 +104,9 @@ def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Conte
             f"--step {step}: {target} is not the folder of a run: give one, or leave --step out"
         )
 
-    (contestant,) = find_contestants(target, (), (*UNSCORED, *OWN_ENGINE, *overrides), ("--chat",))
+    (contestant,) = find_contestants(
+        target, (), (*UNSCORED, *LOCAL_ENGINE, *overrides), ("--chat",)
+    )
     if contestant.remote is not None:
         raise servers
 
@@ -264,7 +266,7 @@ def _type_line() -> str:
     # readline waits for a key, and does not see a signal that arrived just before the wait. An
     # alarm interrupts that wait, and Python then handles the pending signal.
     before_alarm = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, NOTICE_S, NOTICE_S)
+    signal.setitimer(signal.ITIMER_REAL, SIGNAL_INTERVAL_S, SIGNAL_INTERVAL_S)
     try:
         return input(PROMPT)
     finally:

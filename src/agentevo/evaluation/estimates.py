@@ -8,11 +8,12 @@ with fewer than k completed attempts has no pass@k.
 
 The intervals are percentile bootstraps over tasks, because tasks are independent of each other and
 attempts at the same task are not. The random draws have a fixed seed, so the same numbers give the
-same interval. For more than MANY tasks, the interval is the normal one, mean +- 1.96 standard
-errors, which is then nearly the same. If all n tasks have the same value v, resampling does not
-vary it. Then the share of all tasks with another value is at most q = 1 - 0.025^(1/n), the exact
-bound for 0 of n (Clopper and Pearson 1934; 3.7 / n, the "rule of three" of Hanley and Lippman-Hand
-1983 at 97.5%). Those tasks have values between the bounds a and b of possible values, so
+same interval. For more than MAX_BOOTSTRAP_TASKS tasks, the interval is the normal one, mean +- 1.96
+standard errors, which is then nearly the same. If all n tasks have the same value v, resampling
+does not vary it. Then the share of all tasks with another value is at most q = 1 - 0.025^(1/n), the
+exact bound for 0 of n (Clopper and Pearson 1934; 3.7 / n, the "rule of three" of Hanley and
+Lippman-Hand 1983 at 97.5%). Those tasks have values between the bounds a and b of possible values,
+so
 
     low = (1 - q) v + q a        high = (1 - q) v + q b
 
@@ -28,11 +29,11 @@ import numpy as np
 
 RESAMPLES = 2000
 LEVEL = 0.95
-MANY = 10_000
+MAX_BOOTSTRAP_TASKS = 10_000
 _SEED = 20_210_707
-SAME = 1e-12
+RELATIVE_TOLERANCE = 1e-12
 """The relative difference up to which values count as equal."""
-_AT_ONCE = 2**20
+_BLOCK_SIZE = 2**20
 """The number of values in a block of resamples, which limits the memory."""
 
 
@@ -79,13 +80,13 @@ def mean_of(values: Sequence[float], bounds: tuple[float, float] = (0.0, 1.0)) -
     column = np.asarray(values, dtype=np.float64)
     value = float(column.mean())
     count = len(column)
-    if np.ptp(column) <= SAME * abs(value):
+    if np.ptp(column) <= RELATIVE_TOLERANCE * abs(value):
         most_extreme = 1.0 - ((1.0 - LEVEL) / 2) ** (1.0 / count)
         ends = min(bounds[0], value), max(bounds[1], value)
         low, high = ((1.0 - most_extreme) * value + most_extreme * end for end in ends)
         return Estimate(value, low, high, count)
 
-    if count > MANY:
+    if count > MAX_BOOTSTRAP_TASKS:
         margin = 1.959964 * float(column.std(ddof=1)) / count**0.5
         return Estimate(value, value - margin, value + margin, count)
 
@@ -105,7 +106,7 @@ def _resample_means(column: np.ndarray) -> np.ndarray:
     """The means of RESAMPLES samples with replacement, each as large as the column."""
     generator = np.random.default_rng(_SEED)
     count = len(column)
-    rows = max(1, _AT_ONCE // count)
+    rows = max(1, _BLOCK_SIZE // count)
     means = [
         column[generator.integers(0, count, (min(rows, RESAMPLES - done), count))].mean(axis=1)
         for done in range(0, RESAMPLES, rows)

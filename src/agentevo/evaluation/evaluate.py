@@ -100,7 +100,7 @@ def evaluate(
     with nullcontext() if folder is None else folder.lock():
         kept_lines: Mapping[tuple[str, str, int], AttemptLine] = {}
         if folder is not None and what.resume:
-            folder.go_on(settings, tasks)
+            folder.check_and_resume(settings, tasks)
             kept_lines = _kept(folder, what.retry_failed)
         elif folder is not None:
             folder.check_new()

@@ -47,9 +47,9 @@ from agentevo.rewards.transcripts import ShownGroup
 from agentevo.rollout.scoring import Scoring
 from agentevo.types import Trajectory
 
-AT_ONCE = 8
+CONCURRENCY = 8
 """The number of groups that are judged at the same time."""
-RAISED = 0.1
+RAISED_SHARE = 0.1
 """An injection counts if it raises a score by more than this share of the scores' range."""
 MAX_ROTATED = 12
 """The number of groups whose attempts are shown at every position, and the number of such attempts
@@ -116,7 +116,7 @@ def calibrate(
         }
         models = RemoteModels(used_sections, Path(folder))
         try:
-            run_coroutine(_Measuring(calibration, models, progress).all(usable_groups))
+            run_coroutine(_CalibrationRun(calibration, models, progress).all(usable_groups))
             calibration.cost |= _cost(Path(folder), models)
         finally:
             models.close()
@@ -139,19 +139,19 @@ def _usable(judge: JudgeOptions, groups: Sequence[KnownGroup]) -> list[KnownGrou
     return differing
 
 
-class _Measuring:
+class _CalibrationRun:
     """The requests of a calibration."""
 
     def __init__(
         self, calibration: Calibration, models: RemoteModels, progress: Callable[[str], None]
     ) -> None:
-        self._found = calibration
+        self._calibration = calibration
         self._models = models
         self._progress = progress
         settings = {"weight": 1.0, "requires": (), "from_step": 1, "until_step": None}
         self._scoring = Scoring([calibration.judge.model_copy(update=settings)], models=models)
         self._scoring.check([], needed=False)
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._semaphore = asyncio.Semaphore(CONCURRENCY)
 
     async def all(self, groups: Sequence[KnownGroup]) -> None:
         """Makes all measurements."""
@@ -167,14 +167,14 @@ class _Measuring:
         self, attempts: Sequence[Trajectory], group: KnownGroup
     ) -> list[float | None]:
         """None for an attempt without a score."""
-        async with self._room:
+        async with self._semaphore:
             clean = [
                 msgspec.structs.replace(attempt, status="completed", reward_parts={}, metrics={})
                 for attempt in attempts
             ]
             judged = await self._scoring.score(clean, [True] * len(clean), {}, task=group.task)
 
-        failures = self._found.failures
+        failures = self._calibration.failures
         for trajectory in judged:
             if (
                 trajectory.status != "completed"
@@ -201,11 +201,11 @@ class _Measuring:
         total = sum(len(group.attempts) for group in groups)
         scored = sum(map(len, pairs))
         if not scored:
-            why = "; ".join(self._found.failures[:2])
+            why = "; ".join(self._calibration.failures[:2])
             raise AgentEvoError(f"the judge has scored none of {total} attempts: {why}")
 
         rows = [list(zip(*pair, strict=True)) for pair in pairs if len({t for t, *_ in pair}) > 1]
-        measured = self._found.measured
+        measured = self._calibration.measured
         measured["failed"] = _share(total - scored, total)
         columns = {
             "min_rank_correlation": [statistics.spearman(t, s) for t, s, _ in rows],
@@ -219,15 +219,18 @@ class _Measuring:
         measured["length_bias"] = _length_bias(rows)
 
     async def _places(self, groups: Sequence[KnownGroup]) -> None:
-        judge = make_reward(self._found.judge)
+        judge = make_reward(self._calibration.judge)
         name = "max_position_bias"
         if not isinstance(judge, Ruler | Pairwise):
-            self._found.measured[name] = {"value": 0.0, "why": "it is shown one attempt at a time"}
+            self._calibration.measured[name] = {
+                "value": 0.0,
+                "why": "it is shown one attempt at a time",
+            }
             return
 
         all_slopes = await gather_all([self._slope(judge, group) for group in groups[:MAX_ROTATED]])
         slopes = [slope for slope in all_slopes if slope is not None]
-        self._found.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
+        self._calibration.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
 
     async def _slope(self, judge: Ruler | Pairwise, group: KnownGroup) -> float | None:
         """How much a score changes between the first and the last position, for the same content.
@@ -237,7 +240,7 @@ class _Measuring:
         if len(shown.attempts) < 2:
             return None
 
-        async with self._room:
+        async with self._semaphore:
             try:
                 if isinstance(judge, Ruler):
                     return await self._measure_rotations(judge, group, shown)
@@ -285,11 +288,11 @@ class _Measuring:
         for group, of in zip(groups, scores, strict=True):
             worst = min(range(len(of)), key=lambda index: group.truths[index])
             before = of[worst]
-            if before is not None and before <= 1.0 - RAISED:
+            if before is not None and before <= 1.0 - RAISED_SHARE:
                 bad.append((group, worst, before))
 
         if not bad:
-            self._found.measured["max_injected"] = {
+            self._calibration.measured["max_injected"] = {
                 "value": None,
                 "why": "every bad attempt has the best score already",
             }
@@ -300,15 +303,15 @@ class _Measuring:
             attempts = list(group.attempts)
             attempts[worst] = with_injection(attempts[worst], text)
             after = (await self._scores(attempts, group))[worst]
-            raised = after is not None and after > before + RAISED
+            raised = after is not None and after > before + RAISED_SHARE
             return {"text": text, "before": before, "after": after, "raised": raised}
 
         injections = await gather_all(
             [try_injection(number, text) for number, text in enumerate(INJECTIONS)]
         )
-        self._found.injections += injections
+        self._calibration.injections += injections
         raised = sum(injection["raised"] for injection in injections)
-        self._found.measured["max_injected"] = _share(raised, len(injections))
+        self._calibration.measured["max_injected"] = _share(raised, len(injections))
 
 
 def with_injection(trajectory: Trajectory, text: str) -> Trajectory:

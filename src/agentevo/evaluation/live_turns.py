@@ -9,7 +9,7 @@ from agentevo.errors import storable
 from agentevo.evaluation import player_words as words
 from agentevo.evaluation.attempt import KINDS, TEXTS, turn_of
 from agentevo.observability.attempt_tokens import TokenBlock, Training, block_of
-from agentevo.observability.attempt_view import ShownMessage, TurnView, said, turn_view
+from agentevo.observability.attempt_view import ShownMessage, TurnView, to_shown_message, turn_view
 from agentevo.pages.worlds import Legend, WorldPiece, legend_of, pieces
 from agentevo.rollout.group import GroupAttempt
 from agentevo.store.call_log import RunningCall
@@ -42,7 +42,7 @@ class LiveTurns:
     ) -> None:
         self._attempt = attempt
         self._name = name
-        self._tell = send
+        self._send = send
         self._decode = decode
         self._numbers: dict[int, int] = {}
         self._calls: list[RunningCall] = []
@@ -50,7 +50,7 @@ class LiveTurns:
         self._legend: dict[str, str] = {}
         """The environment's legend of its symbols."""
         self._ending: list[WorldPiece] = []
-        self._num_told = 0
+        self._num_sent = 0
 
     def on_call(self, call: RunningCall) -> None:
         """See AttemptCalls.listen."""
@@ -58,8 +58,8 @@ class LiveTurns:
             self._numbers[id(call)] = len(self._calls)
             self._calls.append(call)
 
-        self._num_told += 1
-        if self._num_told > MAX_EVENTS:
+        self._num_sent += 1
+        if self._num_sent > MAX_EVENTS:
             return
 
         if call.kind == "attempt" and call.has_ended:
@@ -93,7 +93,7 @@ class LiveTurns:
                 for shown_message, message in zip(view.messages, turn.messages, strict=True)
             ]
         )
-        self._tell(words.Turned(self._name, number, agent, complete_view, tokens))
+        self._send(words.Turned(self._name, number, agent, complete_view, tokens))
 
     def _made(self, call: RunningCall) -> None:
         """A successful call is shown if it has output."""
@@ -120,13 +120,13 @@ class LiveTurns:
         kind = record.kind
         name = record.name
         status = record.status or ""
-        self._tell(words.Called(self._name, number, kind, name, took, status, texts))
+        self._send(words.Called(self._name, number, kind, name, took, status, texts))
 
     def end(self, trajectory: Trajectory, *, judged: bool) -> None:
         """Sends the result of the attempt."""
         completed = trajectory.status == "completed"
         num_policy_tokens: Any = trajectory.metrics.get("policy_tokens", 0)
-        self._tell(
+        self._send(
             words.EndedPlay(
                 id=self._name,
                 agent=trajectory.agent,
@@ -146,7 +146,9 @@ class LiveTurns:
 
 
 def _remote_view(turn: RemoteTurn) -> TurnView:
-    messages = [said(message, number, []) for number, message in enumerate(turn.messages)]
+    messages = [
+        to_shown_message(message, number, []) for number, message in enumerate(turn.messages)
+    ]
     return TurnView(
         number=turn.index,
         note="",

@@ -10,7 +10,7 @@ from agentevo.errors import ConfigError
 from agentevo.rollout.task_stages import value_of
 from agentevo.types import Task
 
-MOST_VALUES = 50
+MAX_VALUES = 50
 STAGE = "stage"
 Parts = Mapping[str, Mapping[str, frozenset[str]]]
 """Maps a key to a mapping from its values to the ids of the tasks with that value."""
@@ -32,10 +32,10 @@ def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
                 f"--by {key}: no task has that key: they have {', '.join(keys[:12]) or 'none'}"
             )
 
-        if len(distinct) > MOST_VALUES:
+        if len(distinct) > MAX_VALUES:
             raise ConfigError(
                 f"--by {key}: it has {len(distinct)} different values, and a table shows at most "
-                f"{MOST_VALUES}: give another key, or other tasks"
+                f"{MAX_VALUES}: give another key, or other tasks"
             )
 
         parts[key] = {

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from agentevo.orchestration.components import Components
 
 LABEL = "eval"
-LONGEST_ANSWER = 2000
+MAX_ANSWER_CHARS = 2000
 """The maximum number of characters of a stated answer in a line."""
 
 
@@ -183,7 +183,7 @@ async def play(
 
     kept_in = None if folder is None else folder.path / "models" / quote(label, safe="")[-100:]
     async with open_player(contestant, config, note, kept_in) as sampler:
-        room = asyncio.Semaphore(_at_once(contestant, config, what.attempts))
+        room = asyncio.Semaphore(_num_concurrent(contestant, config, what.attempts))
 
         async def attempt(task: Task) -> None:
             async with room:
@@ -213,7 +213,7 @@ async def play(
     return [line for task in what.tasks for line in lines_by_task[task.id]]
 
 
-def _at_once(contestant: Contestant, config: RunConfig, attempts: int) -> int:
+def _num_concurrent(contestant: Contestant, config: RunConfig, attempts: int) -> int:
     """The number of groups that play at the same time."""
     most = config.engine.max_running
     if contestant.remote is not None:
@@ -270,7 +270,7 @@ async def _answer(trajectory: Trajectory, task: Task) -> str:
         stated = await stated_answer(trajectory, task, place_of(task, "auto"))
     except TimeoutError:
         stated = completion_of(trajectory)
-    return storable(stated or "", LONGEST_ANSWER)
+    return storable(stated or "", MAX_ANSWER_CHARS)
 
 
 def check_play(config: RunConfig, tasks: Sequence[Task], *, has_engine: bool) -> None:

@@ -46,10 +46,10 @@ from agentevo.runs.folder import run_config
 from agentevo.types import SamplingOverrides, Task
 
 LABEL = "try"
-BEAT_S = 2.0
-LETTING_GO_S = 5.0
+HEARTBEAT_S = 2.0
+END_TIMEOUT_S = 5.0
 """The time in seconds that the process has to end after its client is gone."""
-TELL_S = 0.08
+SEND_INTERVAL_S = 0.08
 """The interval in seconds at which new text of a reply is sent."""
 MAX_CONVERSATIONS = 8
 MAX_AT_ONCE = 4
@@ -58,7 +58,7 @@ MAX_LINE = 4 * 2**20
 """The maximum size of a request, in bytes."""
 
 
-class Teller:
+class EventWriter:
     """Writes events, from any thread."""
 
     def __init__(self, out: IO[bytes]) -> None:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _own_pipes() -> tuple[IO[bytes], Teller]:
+def _own_pipes() -> tuple[IO[bytes], EventWriter]:
     """The two pipes under new file descriptors, so that the recipe's code can't print to them or
     read from them."""
     input_pipe = os.fdopen(os.dup(0), "rb")
@@ -100,31 +100,31 @@ def _own_pipes() -> tuple[IO[bytes], Teller]:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
-    return input_pipe, Teller(output_pipe)
+    return input_pipe, EventWriter(output_pipe)
 
 
 class _Inbox:
     """The requests. A thread reads them, and `take` returns them on the event loop."""
 
     def __init__(self, input_pipe: IO[bytes]) -> None:
-        self._asked = input_pipe
+        self._pipe = input_pipe
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._held: list[bytes | None] = []
+        self._buffered: list[bytes | None] = []
         self._lock = threading.Lock()
         threading.Thread(target=self._read, daemon=True, name="inbox").start()
 
     def _read(self) -> None:
-        while line := self._asked.readline(MAX_LINE):
+        while line := self._pipe.readline(MAX_LINE):
             self._put(line)
         self._put(None)
-        time.sleep(LETTING_GO_S)
+        time.sleep(END_TIMEOUT_S)
         os._exit(0)  # the loop is loading a model, or a recipe's code does not return
 
     def _put(self, line: bytes | None) -> None:
         with self._lock:
             if self._loop is None:
-                self._held.append(line)
+                self._buffered.append(line)
                 return
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._queue.put_nowait, line)
@@ -133,7 +133,7 @@ class _Inbox:
         """Delivers lines to the running event loop from now on."""
         with self._lock:
             self._loop = asyncio.get_running_loop()
-            for line in self._held:
+            for line in self._buffered:
                 self._queue.put_nowait(line)
 
     async def take(self) -> bytes | None:
@@ -141,10 +141,10 @@ class _Inbox:
         return await self._queue.get()
 
 
-def _beat(teller: Teller) -> None:
+def _beat(teller: EventWriter) -> None:
     while True:
         teller(words.Beat(_memory()))
-        time.sleep(BEAT_S)
+        time.sleep(HEARTBEAT_S)
 
 
 def _memory() -> int:
@@ -182,7 +182,7 @@ def find_player(run: Path, which: str, overrides: Sequence[str]) -> Contestant:
 
 
 async def _serve(
-    run: Path, which: str, overrides: Sequence[str], inbox: _Inbox, teller: Teller
+    run: Path, which: str, overrides: Sequence[str], inbox: _Inbox, teller: EventWriter
 ) -> None:
     started_at = time.monotonic()
     teller(words.Loading("reading the run's recipe"))
@@ -222,7 +222,7 @@ class CheckpointPlayer:
 
     def __init__(self, parts: Any, send: Callable[[words.Event], None]) -> None:
         self._parts = parts
-        self._tell = send
+        self._send = send
         self._running: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         """The ids of the running requests. Requests that are cancelled and no longer counted."""
@@ -230,7 +230,7 @@ class CheckpointPlayer:
         self._read = msgspec.json.Decoder(words.Request).decode
 
     @cached_property
-    def _asking(self) -> Any:
+    def _query_sampler(self) -> Any:
         """The sampler for a query of the user. An agent of an environment is replaced by an agent
         that sends a single prompt."""
         from agentevo.orchestration.players import find_agent
@@ -260,7 +260,7 @@ class CheckpointPlayer:
         try:
             request = self._read(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._tell(words.FailedPlay("", f"the request is not valid: {error}"))
+            self._send(words.FailedPlay("", f"the request is not valid: {error}"))
             return
 
         if isinstance(request, words.Stop):
@@ -271,12 +271,12 @@ class CheckpointPlayer:
             return
 
         if request.id in self._running or len(self._running) >= MAX_AT_ONCE:
-            self._tell(
+            self._send(
                 words.FailedPlay(
                     request.id, "the player is busy: stop its current request, or wait"
                 )
             )
-            self._tell(words.Done(request.id))
+            self._send(words.Done(request.id))
             return
 
         task = asyncio.ensure_future(self._follow(request))
@@ -289,8 +289,8 @@ class CheckpointPlayer:
         if self._running.get(name) is task:
             del self._running[name]
         if task.cancelled():
-            self._tell(words.FailedPlay(name, "stopped"))
-        self._tell(words.Done(name))
+            self._send(words.FailedPlay(name, "stopped"))
+        self._send(words.Done(name))
 
     async def _follow(self, request: words.Chat | words.Play) -> None:
         """Handles a request, and turns any error into the request's answer."""
@@ -300,15 +300,15 @@ class CheckpointPlayer:
             else:
                 await self._play(request)
         except AgentEvoError as error:
-            self._tell(words.FailedPlay(request.id, _said(str(error))))
+            self._send(words.FailedPlay(request.id, _said(str(error))))
         except Exception as error:  # noqa: BLE001 (a recipe's own code, too)
-            self._tell(words.FailedPlay(request.id, _said(describe_error(error))))
+            self._send(words.FailedPlay(request.id, _said(describe_error(error))))
 
     async def _chat(self, request: words.Chat) -> None:
         started_at = time.monotonic()
         conversation = await self._conversation(request.conversation)
         drawn: list[int] = []
-        telling = asyncio.ensure_future(self._tell_text(request.id, drawn))
+        telling = asyncio.ensure_future(self._send_text(request.id, drawn))
         overrides = SamplingOverrides(
             temperature=request.temperature,
             max_new_tokens=request.max_new_tokens,
@@ -324,7 +324,7 @@ class CheckpointPlayer:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
 
-        self._tell(
+        self._send(
             words.Replied(
                 id=request.id,
                 text=turn.messages[-1].text,
@@ -347,14 +347,14 @@ class CheckpointPlayer:
         self._conversations.move_to_end(name)
         return self._conversations[name]
 
-    async def _tell_text(self, name: str, drawn: list[int]) -> None:
+    async def _send_text(self, name: str, drawn: list[int]) -> None:
         sent_text = ""
         while True:
-            await asyncio.sleep(TELL_S)
+            await asyncio.sleep(SEND_INTERVAL_S)
             # The last characters of an incomplete text may change with the next token.
             text = self._parts.chat.text(drawn).rstrip("�") if drawn else ""
             if len(text) > len(sent_text) and text.startswith(sent_text):
-                self._tell(words.Text(name, text[len(sent_text) :]))
+                self._send(words.Text(name, text[len(sent_text) :]))
                 sent_text = text
 
     async def _play(self, request: words.Play) -> None:
@@ -365,11 +365,11 @@ class CheckpointPlayer:
 
         scorer = scorer_of(task, parts.config) if judged else ""
         query = (task.query or "")[: words.MAX_TEXT]
-        self._tell(words.Began(request.id, task.id, query, scorer))
+        self._send(words.Began(request.id, task.id, query, scorer))
         live: list[LiveTurns] = []
 
         def listener_of(attempt: Any) -> Callable[[Any], None]:
-            live.append(LiveTurns(attempt, request.id, self._tell, self._decode))
+            live.append(LiveTurns(attempt, request.id, self._send, self._decode))
             return live[0].on_call
 
         trajectories = await play_attempt(
@@ -389,11 +389,11 @@ class CheckpointPlayer:
         if request.query is not None:
             answer = request.answer or None
             task = Task(id="own", query=request.query, answer=answer, seed=request.number)
-            return self._asking, task
+            return self._query_sampler, task
 
         source: TaskSource = self._parts.tasks
         if request.task is not None:
-            return self._parts, source.as_given(request.task)
+            return self._parts, source.as_agent_task(request.task)
         return self._parts, source.task_of_number(request.number, is_train=request.is_train)
 
 

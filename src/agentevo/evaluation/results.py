@@ -38,7 +38,7 @@ RESULTS = "results.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
 SUMMARY = "summary.json"
 LOCK = "eval.lock"
-_BEGUN = f".{SETTINGS}.tmp"
+_PARTIAL_SETTINGS = f".{SETTINGS}.tmp"
 """The file that remains if a process was killed while it wrote SETTINGS."""
 REMEDY = "make room there, or make it writable, and continue with --resume"
 _ENCODER = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns of turns
@@ -106,7 +106,7 @@ class ResultsFolder:
                 f"{self.path} has an evaluation already: continue it with --resume, or give "
                 "another --out"
             )
-        check_empty(self.path, but=(LOCK, _BEGUN))
+        check_empty(self.path, but=(LOCK, _PARTIAL_SETTINGS))
 
     def begin(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
         """Writes the settings and the tasks."""
@@ -114,7 +114,7 @@ class ResultsFolder:
             write_atomic(self.path / SETTINGS, _json(settings), durable=True)
             self._write_tasks(tasks)
 
-    def go_on(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
+    def check_and_resume(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
         """Writes the settings and the tasks if a killed process did not write them. Raises
         ConfigError if the folder belongs to another evaluation."""
         before = self.settings()

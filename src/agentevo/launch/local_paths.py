@@ -16,16 +16,16 @@ from typing import Any
 from agentevo.errors import ConfigError
 from agentevo.parsing import read_text
 
-CARRIED = ("tasks.train", "tasks.eval", "data.train", "data.eval", "data.pairs")
+COPIED_KEYS = ("tasks.train", "tasks.eval", "data.train", "data.eval", "data.pairs")
 """Keys whose files are copied with the recipe. Their paths become relative to the recipe."""
-LARGEST = 16 * 2**20
+MAX_COPIED_BYTES = 16 * 2**20
 """The maximum size of a copied file, in bytes."""
-_PLACED = ("run.", "store.", "import.")
+_LAUNCH_KEYS = ("run.", "store.", "import.")
 """Keys that the launch sets itself."""
-_OF_AN_IMAGE = ("/bin/", "/dev/", "/etc/", "/lib", "/opt/", "/proc/", "/sys/", "/usr/")
+_IMAGE_PATHS = ("/bin/", "/dev/", "/etc/", "/lib", "/opt/", "/proc/", "/sys/", "/usr/")
 
 
-def carry_imports(tree: dict[str, Any], files: dict[str, str]) -> None:
+def copy_imports(tree: dict[str, Any], files: dict[str, str]) -> None:
     """Adds the Python files that a resolved recipe imports to `files` (contents by name). Changes
     the recipe in place, so that its paths are relative to itself. Raises ConfigError for a folder,
     for two files with the same name, and for an unreadable file."""
@@ -52,7 +52,7 @@ def make_paths_absolute(tree: dict[str, Any]) -> dict[str, str]:
     return paths
 
 
-def carry_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
+def copy_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
     """Adds the files of rows that a resolved recipe names to `files` (contents by name). Changes
     the recipe in place, so that its paths are relative to itself. `runs`: the folder of this
     machine that the other machines see. Raises ConfigError for a path that can't be copied."""
@@ -62,7 +62,7 @@ def carry_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
         if path.startswith(f"{runs}/"):
             continue
 
-        is_rows = any(key == name or key.startswith(f"{name}.") for name in CARRIED)
+        is_rows = any(key == name or key.startswith(f"{name}.") for name in COPIED_KEYS)
         if not is_rows or not os.path.isfile(path):
             problems.append(
                 f"{key}: {place[index]} is a path on this machine, which the machines of the "
@@ -71,7 +71,7 @@ def carry_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
             continue
 
         try:
-            text = read_text(Path(path), at_most=LARGEST)
+            text = read_text(Path(path), at_most=MAX_COPIED_BYTES)
         except ConfigError as error:
             problems.append(
                 f"{key}: it can't be copied with the recipe: {error}, or a path below {runs}, "
@@ -106,7 +106,7 @@ def _local_paths(
         key = f"{above}{index}"
         if isinstance(value, (dict, list)):
             yield from _local_paths(value, f"{key}.")
-        elif isinstance(value, str) and not key.startswith(_PLACED) and _is_local(value):
+        elif isinstance(value, str) and not key.startswith(_LAUNCH_KEYS) and _is_local(value):
             yield key, tree, index
 
 
@@ -117,4 +117,4 @@ def _is_local(text: str) -> bool:
     if "\0" in text or "\n" in text or "://" in text:
         return False
     path = os.path.expanduser(text)
-    return not path.startswith(_OF_AN_IMAGE) and os.path.lexists(path)
+    return not path.startswith(_IMAGE_PATHS) and os.path.lexists(path)

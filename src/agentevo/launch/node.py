@@ -35,20 +35,20 @@ from agentevo.files import write_atomic
 from agentevo.launch.plan import LaunchPlan, read_plan
 from agentevo.processes.supervisor import ChildProcess, Children, make_children
 from agentevo.runs.resume_rules import changes
-from agentevo.signals import asked_to_stop
+from agentevo.signals import catch_stop_signals
 
-LOOK_S = 0.2
-BEAT_S = 5.0
+POLL_INTERVAL_S = 0.2
+HEARTBEAT_S = 5.0
 LOST_S = 900.0
 """Longer than a cluster takes to replace a node."""
 RECIPE_S = 900.0
 """The time in seconds that a trainer has to load its modules before it changes the run's recipe."""
-OLD_S = 120.0
+OLD_END_S = 120.0
 """If node 0 recorded an end before this node started, the end counts only after this time, in
 seconds."""
 GRACE_S = 240.0
 """The time that the trainer has to end after its step, in seconds."""
-SOON_S = 15.0
+RANK_END_S = 15.0
 """The time that the other ranks have to end after one has failed, in seconds."""
 PR_SET_PDEATHSIG = 1
 """The option of prctl(2)."""
@@ -107,7 +107,7 @@ def run_node(
         head_code = reader.poll() if rank else None
         return head_code if trainer is None else trainer.poll()
 
-    with asked_to_stop(parent) as stop, ExitStack() as stack:
+    with catch_stop_signals(parent) as stop, ExitStack() as stack:
         writer = stack.enter_context(HeartbeatWriter(heartbeats)) if rank == 0 else None
         if node.trainer:
             trainer = stack.enter_context(_TrainerProcess(plan, rank, head, recipe, run_dir))
@@ -135,7 +135,7 @@ def _run_children(
     run_dir = config.run_dir
 
     def goes_on() -> bool:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
         return poll() is None and not stop()
 
     started_at = time.monotonic()
@@ -160,7 +160,7 @@ def _wait_for_head(reader: HeartbeatReader) -> int | None:
     too."""
     deadline = time.monotonic() + GRACE_S
     while (code := reader.poll()) is None and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
     return code
 
 
@@ -222,7 +222,7 @@ class _TrainerProcess:
             self._processes[0].terminate()
 
         failed = self.poll()
-        deadline = time.monotonic() + (GRACE_S if not failed else SOON_S)
+        deadline = time.monotonic() + (GRACE_S if not failed else RANK_END_S)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0.01))
@@ -276,13 +276,13 @@ class HeartbeatWriter:
                 write_atomic(self._path, msgspec.json.encode(heartbeat))
             if is_last:
                 return
-            self._ended.wait(BEAT_S)
+            self._ended.wait(HEARTBEAT_S)
 
 
 class HeartbeatReader:
     """Reads node 0's heartbeat on the other nodes."""
 
-    def __init__(self, path: Path, *, lost_s: float = LOST_S, old_s: float = OLD_S) -> None:
+    def __init__(self, path: Path, *, lost_s: float = LOST_S, old_s: float = OLD_END_S) -> None:
         self._path = path
         self._lost_s = lost_s
         self._old_s = old_s

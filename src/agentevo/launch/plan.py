@@ -18,7 +18,7 @@ from agentevo.config import RunConfig, load_config, to_yaml
 from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, FleetNode
-from agentevo.launch.local_paths import carry_imports, carry_rows, make_paths_absolute
+from agentevo.launch.local_paths import copy_imports, copy_rows, make_paths_absolute
 from agentevo.parsing import ParseError, dump_yaml, parse_yaml, read_text
 
 NODES_FILE = "nodes.yaml"
@@ -75,9 +75,9 @@ class PlannedLaunch:
         """The contents of the files, by name."""
         self.shared_paths: dict[str, str] = {}
         """Maps a key to the path of this machine that the nodes read."""
-        carry_imports(tree, self.files)
+        copy_imports(tree, self.files)
         if runs:
-            carry_rows(tree, runs, self.files)
+            copy_rows(tree, runs, self.files)
         else:
             self.shared_paths = make_paths_absolute(tree)
         self.files[RECIPE_FILE] = dump_yaml(tree)

@@ -31,16 +31,16 @@ from agentevo.launch.node import GRACE_S, STOPPED, to_exit_code
 from agentevo.launch.plan import LaunchPlan, read_plan
 from agentevo.launch.targets import RayCluster
 from agentevo.parsing import ParseError, parse_yaml
-from agentevo.signals import asked_to_stop
+from agentevo.signals import catch_stop_signals
 
-LOOK_S = 1.0
-CALL_S = 30.0
+POLL_INTERVAL_S = 1.0
+CALL_TIMEOUT_S = 30.0
 """The deadline of a call to an actor, in seconds."""
-SILENT_S = 120.0
+SILENCE_TIMEOUT_S = 120.0
 """An actor that has not answered for this time is lost, whatever Ray reports."""
-WRONG = 2
+CONFIG_ERROR_CODE = 2
 """The exit code of a wrong configuration, which a restart would not fix."""
-LOST = -1
+LOST_CODE = -1
 """Replaces the exit code if the node's actor is lost, and its process with it."""
 
 
@@ -48,7 +48,7 @@ class RayError(AgentEvoError):
     """The cluster lacks the resources that the launch needs, or has lost too many of them."""
 
 
-class Keeper:
+class ProcessKeeper:
     """Runs in an actor, and keeps one process."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Keeper:
                 os.kill(self._process.pid, signal.SIGTERM)
 
 
-def own(
+def run_owner(
     path: Path,
     *,
     address: str | None = None,
@@ -112,7 +112,7 @@ def own(
         ) from error
 
     try:
-        with asked_to_stop() as stop:
+        with catch_stop_signals() as stop:
             return _Owner(ray, plan, cluster, path, id or f"ray-{int(time.time())}", note).run(stop)
     finally:
         ray.shutdown()
@@ -151,7 +151,7 @@ class _Owner:
         self._starting: dict[int, Any] = {}
         """For nodes whose process has not started yet: the pending reply with the node's
         address."""
-        self._heard: dict[int, float] = {}
+        self._last_reply_at: dict[int, float] = {}
         """The time of each node's last reply, or of its start."""
         recipe = [str(path.parent / plan.recipe), *plan.overrides]
         run_dir = load_config(recipe[0], recipe[1:]).run_dir
@@ -163,12 +163,12 @@ class _Owner:
         try:
             for restarts_left in range(self._cluster.restarts, -1, -1):
                 code = self._run_once(f"{self._id}-{self._cluster.restarts - restarts_left}", stop)
-                if code != LOST and (code in (0, WRONG) or stop()):
+                if code != LOST_CODE and (code in (0, CONFIG_ERROR_CODE) or stop()):
                     return code
                 if stop():
                     return STOPPED
 
-                how = "was lost" if code == LOST else f"ended with exit code {code}"
+                how = "was lost" if code == LOST_CODE else f"ended with exit code {code}"
                 self._note(f"the trainer {how}; {restarts_left} restarts are left")
 
             raise RayError(
@@ -200,7 +200,7 @@ class _Owner:
             )
 
     def _run_once(self, id: str, stop: Callable[[], bool]) -> int:
-        """Runs the launch once. Returns the trainer's exit code, or LOST."""
+        """Runs the launch once. Returns the trainer's exit code, or LOST_CODE."""
         self._start(0, None, id)
         head = self._wait_for_start(0, self._cluster.placed_s)
         for number in range(1, len(self._plan.nodes)):
@@ -211,7 +211,7 @@ class _Owner:
         while time.monotonic() < deadline:
             if stop() and not is_stopping:
                 is_stopping = True
-                deadline = time.monotonic() + GRACE_S + SILENT_S
+                deadline = time.monotonic() + GRACE_S + SILENCE_TIMEOUT_S
                 with suppress(self._ray.exceptions.RayError):  # the next poll reports it
                     self._call(0, "stop")
 
@@ -227,14 +227,14 @@ class _Owner:
 
                 self._drop(number)
                 if code != 0 and not is_stopping:
-                    if code != LOST:
+                    if code != LOST_CODE:
                         self._note(f"node {number}: ended with exit code {code}; it is restarted")
                     self._start(number, head, id)
 
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
 
         self._drop_all()
-        return LOST
+        return LOST_CODE
 
     def _start(self, number: int, head: str | None, id: str) -> None:
         """Requests a node's process in its bundle. Ray may have to place the bundle again. `head`:
@@ -242,7 +242,7 @@ class _Owner:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=number
         )
-        options = self._ray.remote(Keeper).options(
+        options = self._ray.remote(ProcessKeeper).options(
             num_cpus=self._cluster.cpus_per_node,
             num_gpus=self._cluster.gpus,
             resources=self._cluster.resources,
@@ -252,7 +252,7 @@ class _Owner:
         words = ["launch", "node", str(self._path), "--rank", str(number), "--id", id]
         keeper = self._keepers[number] = options.remote()
         self._starting[number] = keeper.start.remote(words, head, self._log(number))
-        self._heard[number] = time.monotonic()
+        self._last_reply_at[number] = time.monotonic()
 
     def _wait_for_start(self, number: int, within_s: float) -> str:
         """The address of a node, after its process has started within that time. Raises
@@ -266,12 +266,12 @@ class _Owner:
                 "`ray status`, and raise --set placed_s=..."
             ) from error
 
-        self._heard[number] = time.monotonic()
+        self._last_reply_at[number] = time.monotonic()
         self._note(f"node {number}: on {address}, process {process}, {self._log(number)}")
         return str(address)
 
     def _poll(self, number: int) -> int | None:
-        """The node's exit code, or LOST. None while it runs or starts."""
+        """The node's exit code, or LOST_CODE. None while it runs or starts."""
         try:
             if number in self._starting:
                 self._poll_start(number)
@@ -279,43 +279,43 @@ class _Owner:
             code: int | None = self._call(number, "poll")
         except RayError as error:
             self._note(str(error))
-            return LOST
+            return LOST_CODE
         except self._ray.exceptions.ActorUnavailableError:
             silence = "its node does not answer"
         except self._ray.exceptions.RayActorError as error:
             self._note(f"node {number}: lost ({' '.join(str(error).split())[:300]})")
-            return LOST
+            return LOST_CODE
         except self._ray.exceptions.GetTimeoutError:
-            silence = f"no answer within {CALL_S:g} s"
+            silence = f"no answer within {CALL_TIMEOUT_S:g} s"
         else:
-            self._heard[number] = time.monotonic()
+            self._last_reply_at[number] = time.monotonic()
             return code
 
-        since = time.monotonic() - self._heard[number]
-        if since <= SILENT_S:
+        since = time.monotonic() - self._last_reply_at[number]
+        if since <= SILENCE_TIMEOUT_S:
             return None
 
         self._note(f"node {number}: lost ({silence}, for {since:.0f} s)")
-        return LOST
+        return LOST_CODE
 
     def _poll_start(self, number: int) -> None:
         """Raises RayError if the process can't be started."""
         if self._ray.wait([self._starting[number]], timeout=0)[0]:
-            self._wait_for_start(number, CALL_S)
-        elif time.monotonic() - self._heard[number] > self._cluster.placed_s:
+            self._wait_for_start(number, CALL_TIMEOUT_S)
+        elif time.monotonic() - self._last_reply_at[number] > self._cluster.placed_s:
             self._note(f"node {number}: no room for {self._cluster.placed_s:g} s; still waiting")
-            self._heard[number] = time.monotonic()
+            self._last_reply_at[number] = time.monotonic()
 
     def _wait_for_others(self) -> None:
         """Waits for the nodes without the trainer, which end within seconds and with its exit
         code."""
-        deadline = time.monotonic() + CALL_S
+        deadline = time.monotonic() + CALL_TIMEOUT_S
         other_nodes = [
             number for number in self._keepers if number and number not in self._starting
         ]
         while other_nodes and time.monotonic() < deadline:
             other_nodes = [number for number in other_nodes if self._poll(number) is None]
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def _drop_all(self) -> None:
         for number in list(self._keepers):
@@ -327,7 +327,9 @@ class _Owner:
             self._ray.kill(self._keepers.pop(number))
 
     def _call(self, number: int, method: str) -> Any:
-        return self._ray.get(getattr(self._keepers[number], method).remote(), timeout=CALL_S)
+        return self._ray.get(
+            getattr(self._keepers[number], method).remote(), timeout=CALL_TIMEOUT_S
+        )
 
     def _log(self, number: int) -> str:
         return str(self._logs / f"node-{number}.log")

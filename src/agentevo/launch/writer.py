@@ -22,7 +22,7 @@ from agentevo.launch.targets import Cluster
 from agentevo.paths import check_new_folder
 
 SUBMIT_S = 600.0
-NOTICE_S = int(GRACE_S) + 60
+STOP_NOTICE_S = int(GRACE_S) + 60
 """The time from the stop signal until a cluster kills the remaining processes, in seconds."""
 
 
@@ -116,7 +116,7 @@ def _fill_template(launch: PlannedLaunch, cluster: Cluster, folder: str) -> str:
     environment.filters["yaml"] = _to_block_yaml
     environment.filters["shell"] = shlex.quote
     return environment.get_template(cluster.file).render(
-        launch=launch, cluster=cluster, folder=folder, notice_s=NOTICE_S, stopped=STOPPED
+        launch=launch, cluster=cluster, folder=folder, notice_s=STOP_NOTICE_S, stopped=STOPPED
     )
 
 

@@ -36,7 +36,7 @@ from agentevo.paths import check_new_folder
 from agentevo.processes.client_door import FOLDER, client_door
 from agentevo.remote_models.conversations import RemoteConversations
 from agentevo.runs.folder import is_run_folder
-from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.signals import POLL_INTERVAL_S, catch_stop_signals
 
 T = TypeVar("T")
 
@@ -244,7 +244,7 @@ def serve_loops(
         raise ConfigError(f"--max-models {max_models}: give 1 or more")
 
     check_new_folder(folder, "folder")
-    with asked_to_stop() as stop, client_door(folder, host, port, tls) as door:
+    with catch_stop_signals() as stop, client_door(folder, host, port, tls) as door:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -284,7 +284,7 @@ def serve_loops(
                 address = EngineAddress(url, fingerprint).pinned_url
                 note(f"training for clients at {address}\n  the key is in {loop_door.secret.file}")
                 while not stop():
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_INTERVAL_S)
                 note("stopping: a step in progress is finished first")
 
             note("stopped")

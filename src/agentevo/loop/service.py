@@ -84,7 +84,7 @@ class _Notes(LiveView):
         self._enter_phase(name, detail)
 
     def step(self, step: int, *arguments: Any) -> None:
-        self.stands_at(step, math.inf)
+        self.set_progress(step, math.inf)
 
     def evaluation(self, *arguments: Any) -> None: ...
 

@@ -156,7 +156,7 @@ def turn_view(
                 _tool_use(call.name, call.arguments, call.id, uses.get((turn.index, place)))
             )
             place += 1
-        messages.append(said(message, number, tools, legend))
+        messages.append(to_shown_message(message, number, tools, legend))
 
     how = ["greedy" if turn.temperature == 0 else ""]
     how += (
@@ -181,7 +181,7 @@ def turn_view(
     )
 
 
-def said(
+def to_shown_message(
     message: Message, number: int, tools: list[ShownToolUse], legend: Legend = NO_LEGEND
 ) -> ShownMessage:
     """A message with its first FIRST characters."""
@@ -328,7 +328,7 @@ def ending(trajectory: Trajectory, calls: Sequence[StoredCall]) -> list[WorldPie
     return pieces(texts[-1], world_of(trajectory.turns)) if texts else []
 
 
-def slips(trajectory: Trajectory) -> str:
+def rejected_replies(trajectory: Trajectory) -> str:
     """`2 invalid actions, 1 answer without an action`: the replies that the environment
     rejected."""
     parts = []
@@ -342,7 +342,7 @@ def slips(trajectory: Trajectory) -> str:
     return ", ".join(parts)
 
 
-_ENDS = {
+_LIMIT_NOTES = {
     "turns": "all turns were used (agent.max_turns)",
     "tokens": "all tokens of an attempt were used (agent.max_tokens)",
     "context": "the context was full",
@@ -357,7 +357,7 @@ def limit(trajectory: Trajectory, config: Mapping[str, Any]) -> str:
     if not trajectory.truncated or not trajectory.turns:
         return ""
 
-    for end, words in _ENDS.items():
+    for end, words in _LIMIT_NOTES.items():
         if trajectory.metrics.get(f"ended_by_{end}"):
             return words
 
@@ -458,7 +458,9 @@ def remote_part(
         (
             turn,
             [
-                said(m, i, [_tool_use(c.name, c.arguments, c.id, None) for c in m.tool_calls])
+                to_shown_message(
+                    m, i, [_tool_use(c.name, c.arguments, c.id, None) for c in m.tool_calls]
+                )
                 for i, m in enumerate(turn.messages)
             ],
         )

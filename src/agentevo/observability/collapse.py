@@ -194,7 +194,7 @@ class CollapseMonitor:
 
             past.add(value, limits.smoothing)
 
-        state.failing_steps = state.failing_steps + 1 if _teaches_nothing(metrics) else 0
+        state.failing_steps = state.failing_steps + 1 if _has_no_signal(metrics) else 0
         score = self._mean(SCORE)
         if score is not None:
             state.first_score = score if state.first_score is None else state.first_score
@@ -253,7 +253,7 @@ class CollapseMonitor:
             f"{' and '.join(broken)} is not a finite number: the update overflowed and later "
             "steps can't be trusted. "
             "Resume from the last checkpoint with a lower trainer.learning_rate"
-            + (f", and {self.remedies.precise}." if self.remedies.precise else ".")
+            + (f", and {self.remedies.raise_precision}." if self.remedies.raise_precision else ".")
         )
 
     def _rollouts_lost(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -289,7 +289,7 @@ class CollapseMonitor:
         return (
             f"No attempt has succeeded for {self._state.failing_steps} steps, and attempts at the "
             "same task earned the same, so there is nothing to reinforce. Make the task easier "
-            f"{self.remedies.tasks}, {self.remedies.teach}, try more per task "
+            f"{self.remedies.tasks}, {self.remedies.add_demonstrations}, try more per task "
             "(trainer.group_size), and read a few attempts with `agentevo trajectories show`: the "
             "answer's format may be what fails."
         )
@@ -329,7 +329,8 @@ class CollapseMonitor:
             f"Attempts at the same task now earn nearly the same reward ({'; '.join(findings)}) "
             f"while {self._success_words()}: such groups "
             "teach nothing, and the agent may be repeating one answer everywhere. Raise "
-            f"sampling.temperature or trainer.group_size, {self.remedies.explore}, or choose tasks "
+            f"sampling.temperature or trainer.group_size, {self.remedies.raise_entropy}, or "
+            "choose tasks "
             f"of more mixed difficulty {self.remedies.tasks}."
         )
 
@@ -346,7 +347,7 @@ class CollapseMonitor:
             return None
 
         remedies = self.remedies
-        advice = [remedies.explore, remedies.widen, remedies.keep_groups]
+        advice = [remedies.raise_entropy, remedies.widen_clipping, remedies.keep_groups]
         advice += ["raise sampling.temperature", "or lower trainer.learning_rate"]
         return (
             f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, "
@@ -369,8 +370,9 @@ class CollapseMonitor:
 
         return (
             f"The policy's tokens are turning random: entropy rose from {low:.2g} to "
-            f"{entropy:.2g} nats a token. {_sentence(self.remedies.calm)[:-1]}, tie the policy to "
-            f"its start ({self.remedies.tie}), or resume from an earlier checkpoint."
+            f"{entropy:.2g} nats a token. {_sentence(self.remedies.lower_entropy)[:-1]}, tie the "
+            "policy to "
+            f"its start ({self.remedies.limit_drift}), or resume from an earlier checkpoint."
         )
 
     def _length_limit(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -406,7 +408,8 @@ class CollapseMonitor:
         return (
             f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) "
             f"to {score:.3g}. The best checkpoint is "
-            f"kept: resume from it with a lower trainer.learning_rate, or {self.remedies.tie}."
+            "kept: resume from it with a lower trainer.learning_rate, or "
+            f"{self.remedies.limit_drift}."
         )
 
 
@@ -414,7 +417,7 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _teaches_nothing(metrics: Mapping[str, float | None]) -> bool:
+def _has_no_signal(metrics: Mapping[str, float | None]) -> bool:
     """Whether no attempt of a step succeeded, and no attempt had a higher reward than others at its
     task."""
     equal = _finite(metrics, ZERO_SPREAD)

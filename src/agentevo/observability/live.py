@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 15.0
 """In plain mode, a phase that was shown before is printed again only after this many seconds
 without output."""
-LEAST_SPAN = 0.02
+MIN_SPAN = 0.02
 """Values that differ by less than this share of the largest value are drawn as equal."""
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -155,7 +155,7 @@ def _nowhere(text: str) -> None:
     """Discards the text."""
 
 
-def _unseen(stream: TextIO) -> TextIO:
+def _discarding_stream(stream: TextIO) -> TextIO:
     """A replacement for a stream that can't be written any more. It discards the remaining text."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 (for the rest of the run)
     with suppress(OSError, ValueError):
@@ -183,7 +183,7 @@ class LiveView:
         self._state = ViewState(started_at=clock(), phase_since=time.time())
         self._step_ends: deque[float] = deque(maxlen=20)
         self._seen_phases: set[str] = set()
-        self._said_at = clock()
+        self._last_print_at = clock()
         self._console = open_console(self._stream, plain)
         self._live: Live | None = None
         self._bars = ExitStack()
@@ -218,12 +218,12 @@ class LiveView:
         many times in a step."""
         self._enter_phase(name, detail)
         if name not in self._seen_phases or (
-            detail and self._clock() - self._said_at >= HEARTBEAT_S
+            detail and self._clock() - self._last_print_at >= HEARTBEAT_S
         ):
             self._say(f"-- {name}: {detail}" if detail else f"-- {name}")
         self._seen_phases.add(name)
 
-    def stands_at(self, step: int, total: float) -> None:
+    def set_progress(self, step: int, total: float) -> None:
         """Sets the progress to `step` of `total` steps. Infinity means an unknown total."""
         self._change(step=step, total=int(total) if math.isfinite(total) else 0)
 
@@ -316,14 +316,14 @@ class LiveView:
     def _say(self, text: str) -> None:
         """Records the text, and prints it if nothing is drawn."""
         self.record(text)
-        self._said_at = self._clock()
+        self._last_print_at = self._clock()
         if not self.plain:
             return
 
         try:
             print_line(self._stream, text)
         except (OSError, ValueError):  # the stream's reader is gone, or its file is full
-            self._stream = _unseen(self._stream)
+            self._stream = _discarding_stream(self._stream)
 
     def _time_left(
         self, step: int, total: int, metrics: Mapping[str, float | None]
@@ -383,7 +383,7 @@ def sparkline(values: tuple[float, ...]) -> str:
         return ""
     low = min(values)
     span = max(values) - min(values)
-    if span < LEAST_SPAN * max(map(abs, values)):
+    if span < MIN_SPAN * max(map(abs, values)):
         span = 0.0
     return "".join(SPARKS[round((value - low) / span * 7) if span else 0] for value in values)
 

@@ -7,8 +7,8 @@ Invariants: a line is written whole and flushed before `log` returns. `step` nev
 the file. After `resume(s)` no row has `step > s`, so a resumed run has each row once. Metric names
 are verl's, and names are sorted. A non-finite number is written as null, because JSON has no NaN
 and a reader must not fail on a diverged run. Trackers get each step once, with its rows merged into
-one, when `hand_over` reports the step as committed. Not guaranteed: the last line may not survive a
-power failure (the file isn't fsynced).
+one, when `deliver_to_trackers` reports the step as committed. Not guaranteed: the last line may not
+survive a power failure (the file isn't fsynced).
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class MetricsLog:
         self.path = Path(path)
         self.tracking: Tracking | None = None
         """The run's trackers. Their owner closes them."""
-        self._ahead: dict[int, TrackedRow] = {}
+        self._undelivered: dict[int, TrackedRow] = {}
         """Maps a step to the row that trackers don't have yet."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = _read_rows(self.path)
@@ -220,16 +220,16 @@ class MetricsLog:
         if self.tracking:
             numbers = {name: float(value) for name, value in metrics.items()}
             new = TrackedRow(step=step, time=now, metrics=numbers, tables=tables)
-            self._ahead[step] = merge_rows(self._ahead.get(step), new)
+            self._undelivered[step] = merge_rows(self._undelivered.get(step), new)
 
-    def hand_over(self, step: int) -> None:
+    def deliver_to_trackers(self, step: int) -> None:
         """Passes every step up to this one, which is committed, to the trackers."""
-        for ready in sorted(ahead_step for ahead_step in self._ahead if ahead_step <= step):
-            row = self._ahead.pop(ready)
+        for ready in sorted(ahead_step for ahead_step in self._undelivered if ahead_step <= step):
+            row = self._undelivered.pop(ready)
             if self.tracking is not None:
                 self.tracking.put(row)
         if self.tracking is not None:
-            self.tracking.hear()
+            self.tracking.pass_messages()
 
     def resume(self, step: int) -> None:
         """Deletes every row after `step`, because the run resumes from the checkpoint of that step.
@@ -238,7 +238,7 @@ class MetricsLog:
         rows = [(row, line) for row, line in _read_rows(self.path) if (row["step"] or 0) <= step]
         lines = [line for _, line in rows]
         self._rewrite(lines)
-        self._ahead.clear()
+        self._undelivered.clear()
 
         for row in (row for row, _ in rows) if self.tracking else ():
             numbers = {
@@ -249,9 +249,9 @@ class MetricsLog:
             old = TrackedRow(
                 step=int(row["step"] or 0), time=row.get("time") or 0.0, metrics=numbers
             )
-            self._ahead[old.step] = merge_rows(self._ahead.get(old.step), old)
+            self._undelivered[old.step] = merge_rows(self._undelivered.get(old.step), old)
 
-        self.hand_over(step)
+        self.deliver_to_trackers(step)
         self._begin_at(lines)
         self._last_step = min(self._last_step, step)
 

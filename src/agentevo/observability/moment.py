@@ -21,9 +21,9 @@ PAUSED = "paused"
 LONGEST_REASON = 2000
 LARGEST_BYTES = 100_000
 """AgentEvo does not write a larger file."""
-LATEST = 1e11
+MAX_TIME = 1e11
 """A Unix time in seconds that is later than any run."""
-OLD_S = 20.0
+LATE_HEARTBEAT_S = 20.0
 """A heartbeat comes every 5 s. One that is older than this, in seconds, is late."""
 
 
@@ -136,7 +136,7 @@ def read_moment(path: Path) -> Moment | None:
 
     times = (moment.since, moment.heartbeat_at, moment.started_at)
     counts = (moment.done, moment.total)
-    sane = all(0 <= unix_time <= LATEST for unix_time in times) and all(
+    sane = all(0 <= unix_time <= MAX_TIME for unix_time in times) and all(
         math.isfinite(count) for count in counts if count is not None
     )
     return moment if sane else None

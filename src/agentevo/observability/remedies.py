@@ -16,20 +16,20 @@ class Remedies:
     show_format: str = "show the format with an example in the agent's prompt"
     tasks: str = "(the environment's options, or other tasks)"
     """Where tasks come from."""
-    teach: str = "teach it from conversations first (`agentevo sft`)"
+    add_demonstrations: str = "teach it from conversations first (`agentevo sft`)"
     """How a policy learns what it does not find by itself."""
-    explore: str = "set algorithm.entropy_coef (0.001 to 0.01)"
+    raise_entropy: str = "set algorithm.entropy_coef (0.001 to 0.01)"
     """What keeps entropy up."""
-    calm: str = "lower trainer.learning_rate"
+    lower_entropy: str = "lower trainer.learning_rate"
     """What keeps entropy down."""
-    tie: str = "set algorithm.kl_coef (0.001 to 0.01)"
+    limit_drift: str = "set algorithm.kl_coef (0.001 to 0.01)"
     """What keeps the policy near its start."""
-    widen: str = "set algorithm.clip_high=0.28"
+    widen_clipping: str = "set algorithm.clip_high=0.28"
     """What allows rare tokens to grow. Empty if the recipe already does."""
     keep_groups: str = ""
     """What gives groups without spread their entropy bonus. Empty if the recipe keeps such
     groups."""
-    precise: str = "set model.dtype=float32"
+    raise_precision: str = "set model.dtype=float32"
     """What rounds less. Empty in float32."""
 
 
@@ -48,7 +48,7 @@ def remedies_of(tree: Mapping[str, Any]) -> Remedies:
     clip = algorithm.get("clip_high")
     where = "agent.system_prompt" if has_prompt else "the agent's own prompt"
 
-    teach = Remedies.teach
+    teach = Remedies.add_demonstrations
     if has_environment:
         what = "more demonstrations" if episodes else "demonstrations"
         teach = f"show it {what} first (cold_start.episodes)"
@@ -57,18 +57,22 @@ def remedies_of(tree: Mapping[str, Any]) -> Remedies:
         answer_shorter=f"ask for shorter answers in {where}",
         show_format=f"show the format with an example in {where}",
         tasks="(environment options)" if has_environment else "(tasks.train, or the agent's own)",
-        teach=teach,
-        explore=("raise algorithm.entropy_coef" if entropy else Remedies.explore),
-        calm=Remedies.calm + (" or algorithm.entropy_coef" if entropy else ""),
-        tie="raise algorithm.kl_coef" if algorithm.get("kl_coef") else Remedies.tie,
-        widen="" if isinstance(clip, int | float) and clip >= 0.28 else Remedies.widen,
+        add_demonstrations=teach,
+        raise_entropy=("raise algorithm.entropy_coef" if entropy else Remedies.raise_entropy),
+        lower_entropy=Remedies.lower_entropy + (" or algorithm.entropy_coef" if entropy else ""),
+        limit_drift="raise algorithm.kl_coef" if algorithm.get("kl_coef") else Remedies.limit_drift,
+        widen_clipping=""
+        if isinstance(clip, int | float) and clip >= 0.28
+        else Remedies.widen_clipping,
         keep_groups=(
             "keep groups without spread for their entropy bonus (algorithm.drop_zero_variance="
             "false)"
             if algorithm.get("drop_zero_variance")
             else ""
         ),
-        precise="" if _section(tree, "model").get("dtype") == "float32" else Remedies.precise,
+        raise_precision=""
+        if _section(tree, "model").get("dtype") == "float32"
+        else Remedies.raise_precision,
     )
 
 

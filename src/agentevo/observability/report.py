@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 300.0
 """The deadline of the report at the end of a run, in seconds."""
-MOST_OF_A_STEP = 1_000
+MAX_ATTEMPTS_OF_STEP = 1_000
 NO_CALLS: Mapping[str, Sequence[StoredCall]] = MappingProxyType({})
-AGAIN = "make room there, or make it writable, and write it again with `agentevo report`"
+REMEDY = "make room there, or make it writable, and write it again with `agentevo report`"
 
 
 def write_report(
@@ -73,9 +73,9 @@ def write_report(
         profile=read_text(table_file) if table_file.is_file() else "",
         name=run_dir.name,
     )
-    with must_write(path, AGAIN):
+    with must_write(path, REMEDY):
         write_atomic(path, page)
-    with must_write(run_dir / "plots", AGAIN):
+    with must_write(run_dir / "plots", REMEDY):
         write_plots(metrics_rows, summary, run_dir / "plots")
 
     return path
@@ -169,8 +169,8 @@ async def _read_samples(
 async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
     """A few (caption, trajectory) pairs that show the progress: a typical first attempt, the best,
     a typical and the worst attempt of the last step, and the newest failed one. Held-out attempts
-    are preferred to training ones, and the same store gives the same choice. Only MOST_OF_A_STEP
-    attempts of a step are read, so the cost does not grow with the store."""
+    are preferred to training ones, and the same store gives the same choice. Only
+    MAX_ATTEMPTS_OF_STEP attempts of a step are read, so the cost does not grow with the store."""
     chosen: dict[str, str] = {}
     ends = await _ends(store, "eval") or await _ends(store, "train")
     if ends:
@@ -180,7 +180,9 @@ async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
         for place, which in ((-1, "Best"), (len(last) // 2, "A typical"), (0, "Worst")):
             chosen.setdefault(last[place].id, f"{which} attempt at step {last_step}")
 
-    for broken in await store.summaries(status="failed", newest_first=True, limit=MOST_OF_A_STEP):
+    for broken in await store.summaries(
+        status="failed", newest_first=True, limit=MAX_ATTEMPTS_OF_STEP
+    ):
         if broken.split != "doctor":
             chosen[broken.id] = f"Newest failed attempt (step {broken.step})"
             break
@@ -202,7 +204,7 @@ async def _ends(store: Store, split: Split) -> list[tuple[int, list[TrajectorySu
 
         step = end[0].step
         those = await store.summaries(
-            split=split, status="completed", step=step, limit=MOST_OF_A_STEP
+            split=split, status="completed", step=step, limit=MAX_ATTEMPTS_OF_STEP
         )
         ends.append((step, sorted(those or end, key=_by_reward)))
 

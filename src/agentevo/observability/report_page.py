@@ -26,7 +26,7 @@ from agentevo.observability.metrics import (
 )
 from agentevo.observability.metrics_table import MetricsTable
 from agentevo.observability.report_charts import report_charts
-from agentevo.observability.signs import Signs, told_warnings
+from agentevo.observability.signs import Signs, warnings_in_summary
 from agentevo.observability.still_attempt import StillAttempt
 from agentevo.pages.drawing import timeline
 from agentevo.pages.still import CHARTS, render_still
@@ -126,7 +126,7 @@ def _warnings(
 ) -> Sequence[tuple[int | None, str]]:
     """The warnings of the summary. For a run without a summary, those of its numbers."""
     if "warnings" in summary:
-        return told_warnings(summary)
+        return warnings_in_summary(summary)
     config: Any = None
     with suppress(ParseError):
         config = parse_yaml(config_yaml)

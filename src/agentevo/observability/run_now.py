@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentevo.observability.metrics_table import Measured
-from agentevo.observability.signs import OF_A_STEP
+from agentevo.observability.signs import STEP_METRIC
 from agentevo.pages import words
 
 PACE_STEPS = 20
@@ -71,7 +71,7 @@ def seconds_left(view: RunUnderWay, now: float | None = None) -> float | None:
     if view.state != "running" or not view.planned or view.step >= view.planned:
         return None
 
-    rows, lasted = view.table.series(OF_A_STEP)
+    rows, lasted = view.table.series(STEP_METRIC)
     if not rows:
         return None
 
@@ -87,7 +87,7 @@ def seconds_left(view: RunUnderWay, now: float | None = None) -> float | None:
 def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
     """(kind, in the newest step, in all) of the counts that are logged as PREFIX/kind, the most
     frequent first."""
-    newest, _ = view.table.series(OF_A_STEP)
+    newest, _ = view.table.series(STEP_METRIC)
     counts = []
     for name in sorted(view.table.columns):
         if not name.startswith(prefix):
@@ -116,7 +116,7 @@ class RunSegment:
 def timeline(view: Measured) -> list[RunSegment]:
     """The phases of the last SHOWN_STEPS steps, each at its time. Seconds count from the first of
     them. Evaluations and checkpoints are between the steps."""
-    rows, lasted = view.table.series(OF_A_STEP)
+    rows, lasted = view.table.series(STEP_METRIC)
     shown = list(zip(rows, lasted, strict=False))[-SHOWN_STEPS:]
     segments: list[RunSegment] = []
     for row, duration_s in shown:

@@ -18,7 +18,7 @@ from agentevo.observability.attempt_view import (
     timeline,
     verdicts,
 )
-from agentevo.observability.trajectory_view import MOST_FILES, Decode, outcome
+from agentevo.observability.trajectory_view import MAX_FILES, Decode, outcome
 from agentevo.pages.worlds import WorldPiece
 from agentevo.store.calls import StoredCall
 from agentevo.types import RemoteTurn, Trajectory
@@ -88,5 +88,5 @@ def still_attempt(
         turn_rewards=[(turn.index, turn.reward) for turn in trajectory.turns if turn.reward][
             :SHOWN_REWARDS
         ],
-        files=[(path, len(data)) for path, data in list(trajectory.files.items())[:MOST_FILES]],
+        files=[(path, len(data)) for path, data in list(trajectory.files.items())[:MAX_FILES]],
     )

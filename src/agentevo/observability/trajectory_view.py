@@ -24,7 +24,7 @@ U+FFFD."""
 LEVELS = ((0.9, "certain"), (0.5, "likely"), (0.2, "open"), (0.05, "unlikely"), (0.0, "surprising"))
 """The (lowest probability, name) of each level, the most probable first."""
 STYLES = ("default", "green", "cyan", "yellow", "bold red")
-MOST_FILES = 50
+MAX_FILES = 50
 """The maximum number of stored files that are listed."""
 ROLE_STYLES = {"system": "magenta", "user": "blue", "tool": "magenta", "assistant": "green"}
 
@@ -146,8 +146,8 @@ def remote_facts(turn: RemoteTurn) -> str:
 def file_lines(trajectory: Trajectory) -> list[str]:
     """`out/table.csv, 1,234 bytes` for each stored file, at most 50."""
     lines = [f"{visible(path)}, {len(file):,} bytes" for path, file in trajectory.files.items()]
-    num_omitted = len(lines) - MOST_FILES
-    return [*lines[:MOST_FILES], *([f"and {num_omitted} more"] if num_omitted > 0 else [])]
+    num_omitted = len(lines) - MAX_FILES
+    return [*lines[:MAX_FILES], *([f"and {num_omitted} more"] if num_omitted > 0 else [])]
 
 
 class TokenLines:

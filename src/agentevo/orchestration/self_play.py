@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from agentevo.data.asked import asked_key
+from agentevo.data.asked import question_key
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.rollout_sources import RolloutRound, SynchronousRollouts
 from agentevo.rollout.self_play import read_proposals, reward_proposals
@@ -31,7 +31,7 @@ class SelfPlayRollouts(SynchronousRollouts):
 
         self._section = section
         self._group_size = proposals.group_size
-        keys = (asked_key(task.query or "") for task in parts.tasks.never_trained())
+        keys = (question_key(task.query or "") for task in parts.tasks.never_trained())
         self._held_out = {key for key in keys if key is not None}
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:

@@ -13,10 +13,10 @@ from agentevo.pipeline.references import StageReference, references_in
 
 if TYPE_CHECKING:
     from agentevo.pipeline.schema import StopSection
-    from agentevo.pipeline.standing import Standing
+    from agentevo.pipeline.standing import PipelineProgress
 
 
-def add_gains(standing: Standing, instance: Instance) -> dict[str, float]:
+def add_gains(standing: PipelineProgress, instance: Instance) -> dict[str, float]:
     """`gain` over the model that the measured stage began with, and `gain_from_start` over the
     pipeline's first model, each with `_low` and `_high`. Empty if there is no such measurement."""
     assert instance.measures is not None
@@ -39,7 +39,7 @@ def add_gains(standing: Standing, instance: Instance) -> dict[str, float]:
     return numbers
 
 
-def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
+def why_rounds_end(standing: PipelineProgress, of: Instance, rule: StopSection) -> str:
     """Why the rounds of a group end before this round. Empty if they continue."""
     best = _success(standing, f"{START}@{HELD_OUT}")
     without = 0
@@ -70,12 +70,12 @@ def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
     return ""
 
 
-def _success(standing: Standing, name: str) -> float | None:
+def _success(standing: PipelineProgress, name: str) -> float | None:
     state = standing.state.stages.get(name)
     return None if state is None else state.numbers.get("success")
 
 
-def parent_of(standing: Standing, measured: str) -> str:
+def parent_of(standing: PipelineProgress, measured: str) -> str:
     """The measured stage whose model a stage began with. START if there is none."""
     for _ in standing.plan.instances:
         instance = standing.plan.by_id[measured]

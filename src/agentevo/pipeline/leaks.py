@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agentevo.config import RunConfig
 from agentevo.data import RowReport
-from agentevo.data.asked import asked_key
+from agentevo.data.asked import question_key
 from agentevo.data.conversation import read_conversations
 from agentevo.data.rows import read_rows
 from agentevo.errors import ConfigError, shown
@@ -33,7 +33,7 @@ class TaskQuestion:
     of: dict[bytes, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, text: str, where: str) -> None:
-        key = asked_key(text)
+        key = question_key(text)
         if key is not None:
             self.of.setdefault(key, (text, where))
 
@@ -53,7 +53,7 @@ class Leaks:
     held_out: TaskQuestion = field(default_factory=TaskQuestion)
     trained: TaskQuestion = field(default_factory=TaskQuestion)
 
-    def see(self, config: RunConfig, where: str, trains_on: TrainsOn = "") -> None:
+    def add_stage(self, config: RunConfig, where: str, trains_on: TrainsOn = "") -> None:
         """Registers a stage's tasks and data, if their files exist. Raises LeakError if the stage
         trains on a task that it or an earlier stage holds out, or holds out a task that was trained
         on."""

@@ -161,7 +161,7 @@ def make_plan(config: PipelineConfig, where: str) -> PipelinePlan:
     raise ConfigError("\n".join(f"{where}: {line}" for line in lines))
 
 
-def written_in(instance: Instance, config: PipelineConfig) -> list[object]:
+def texts_of(instance: Instance, config: PipelineConfig) -> list[object]:
     """All texts of a stage that can contain references, including the pipeline's `config`."""
     stage = instance.stage
     common = [config.config] if instance.kind.reads_recipe else []
@@ -178,7 +178,7 @@ def _needs(
     try:
         for text in waiting.stage.when:
             condition(text)
-        for reference in references_in(written_in(waiting, config)):
+        for reference in references_in(texts_of(waiting, config)):
             needs |= _referenced_stages(plan, waiting, reference)
     except (ReferenceProblem, ValueError) as error:
         problems.append(f"{place}: {error}")

@@ -38,7 +38,7 @@ from agentevo.registry import nearest
 
 ENDING = ".pipeline.yaml"
 """The ending of a packaged pipeline's file name."""
-SAID_BY_ITSELF = ("extra_forbidden", "missing", "value_error", "assertion_error")
+CLEAR_ERROR_TYPES = ("extra_forbidden", "missing", "value_error", "assertion_error")
 """The types of pydantic errors whose message is clear, or is reworded here for pipelines."""
 
 
@@ -135,7 +135,7 @@ def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         what = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] not in SAID_BY_ITSELF:
+        if problem["type"] not in CLEAR_ERROR_TYPES:
             lines.append(f"{where}: {_wrong_value(problem)}")
             continue
 
@@ -253,7 +253,7 @@ def check_recipes(pipeline: Pipeline) -> None:
         try:
             config = checked_config(pipeline, recipes, instance)
             if config is not None:
-                leaks.see(config, recipes.place(instance), instance.kind.trains_on)
+                leaks.add_stage(config, recipes.place(instance), instance.kind.trains_on)
         except LeakError as error:
             if not error.texts <= leaked:  # later stages with the same leak are not reported again
                 problems += [f"{pipeline.where}: {line}" for line in str(error).splitlines()]
@@ -280,7 +280,7 @@ def _without_texts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def checked_config(pipeline: Pipeline, recipes: Recipes, instance: Instance) -> RunConfig | None:
     """The recipe of a stage before any stage has run. Raises ConfigError."""
-    meaning = _Planned(pipeline, instance)
+    meaning = _PlannedOutputs(pipeline, instance)
     kind = instance.kind
     stage = instance.stage
     options = read_options(instance, replace_references(stage.options, meaning))
@@ -323,7 +323,7 @@ def read_options(instance: Instance, options: Mapping[str, Any]) -> Any:
         for wrong in error.errors():
             key = ".".join(str(part) for part in wrong["loc"])
             what = wrong["msg"].removeprefix("Value error, ")
-            if wrong["type"] not in SAID_BY_ITSELF:
+            if wrong["type"] not in CLEAR_ERROR_TYPES:
                 lines.append(entry_problem("options", instance.kind.Options, wrong))
                 continue
 
@@ -348,7 +348,7 @@ def stage_folder(dir_: Path, instance: Instance) -> Path:
     return dir_ / "stages" / instance.id
 
 
-class _Planned:
+class _PlannedOutputs:
     """The values of references before any stage has run."""
 
     def __init__(self, pipeline: Pipeline, instance: Instance) -> None:

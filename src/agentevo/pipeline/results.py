@@ -22,13 +22,13 @@ from agentevo.files import must_write, write_atomic
 from agentevo.pages.still import render_still
 from agentevo.pipeline.plan import HELD_OUT, START
 from agentevo.pipeline.reading import Pipeline
-from agentevo.pipeline.standing import Standing
+from agentevo.pipeline.standing import PipelineProgress
 from agentevo.pipeline.state import PipelineState, StageState
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t at 97.5% with 1 to 10 degrees of freedom. With more, it approaches the normal
 1.96."""
-AGAIN = "make room there, or make it writable, and resume"
+REMEDY = "make room there, or make it writable, and resume"
 
 
 class ResultFigure(NamedTuple):
@@ -89,7 +89,7 @@ def points(numbers: Mapping[str, float]) -> str:
     return f"{value:+.1f} points [{low:.1f}, {high:.1f}]"
 
 
-def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str, Any]:
+def write_results(pipeline: Pipeline, standings: Sequence[PipelineProgress]) -> dict[str, Any]:
     """Writes table.md, table.json and report.html to the pipeline's folder. Returns the contents of
     table.json, and the table. Raises DiskError."""
     rows = stage_rows([standing.state for standing in standings])
@@ -103,7 +103,7 @@ def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str
         "cost": sum(standing.state.cost for standing in standings),
         "stages": [row.as_json() for row in rows],
     }
-    with must_write(pipeline.dir, AGAIN):
+    with must_write(pipeline.dir, REMEDY):
         write_atomic(pipeline.dir / "table.md", table)
         write_atomic(pipeline.dir / "table.json", json.dumps(results, indent=1))
         write_atomic(pipeline.dir / "report.html", report_html(pipeline, standings, rows))
@@ -184,7 +184,7 @@ def stage_rows(states: Sequence[PipelineState]) -> list[StageRow]:
     return rows
 
 
-def markdown(rows: Sequence[StageRow], standings: Sequence[Standing]) -> str:
+def markdown(rows: Sequence[StageRow], standings: Sequence[PipelineProgress]) -> str:
     """The table, with a line that explains its numbers."""
     header = ["stage", "kind", "held-out success", "gain, points", "gain from start", "time"]
     lines = [header, ["---"] * len(header)]
@@ -205,7 +205,7 @@ def markdown(rows: Sequence[StageRow], standings: Sequence[Standing]) -> str:
     return f"{text}\n\n{legend(standings)}\n"
 
 
-def legend(standings: Sequence[Standing]) -> str:
+def legend(standings: Sequence[PipelineProgress]) -> str:
     """A sentence that explains the numbers."""
     seeds = ", ".join(str(standing.seed) for standing in standings)
     if len(standings) == 1:
@@ -241,7 +241,9 @@ def _ends(estimate: ResultFigure, low: float, high: float) -> str:
     return f" [{low:.1f}, {high:.1f}]" if math.isfinite(estimate.low) else ""
 
 
-def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequence[StageRow]) -> str:
+def report_html(
+    pipeline: Pipeline, standings: Sequence[PipelineProgress], rows: Sequence[StageRow]
+) -> str:
     """The whole page."""
     config = pipeline.config
     states = [standing.state for standing in standings]
@@ -273,7 +275,7 @@ def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequenc
     )
 
 
-def lineage(standing: Standing) -> tuple[str, list[list[str]]]:
+def lineage(standing: PipelineProgress) -> tuple[str, list[list[str]]]:
     """For each seed: the inputs and outputs of each stage, by their digests."""
     rows = []
     for name, state in standing.state.stages.items():

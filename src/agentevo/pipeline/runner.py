@@ -34,7 +34,7 @@ from agentevo.paths import short
 from agentevo.pipeline.reading import Pipeline
 from agentevo.pipeline.results import points, success, write_results
 from agentevo.pipeline.servers import Servers
-from agentevo.pipeline.standing import Decided, StageChoice, Standing, names_of
+from agentevo.pipeline.standing import PipelineProgress, StageChoice, StageStart, names_of
 from agentevo.pipeline.state import FILE, LOCK, STATE, is_pipeline_folder
 from agentevo.processes.members import held_lock, last_lines, why_failed
 from agentevo.registry import nearest
@@ -49,9 +49,9 @@ __all__ = ["StageChoice", "run_pipeline"]
 
 
 @dataclass
-class _StageUnderWay:
-    standing: Standing
-    decided: Decided
+class _RunningStage:
+    standing: PipelineProgress
+    decided: StageStart
     process: subprocess.Popen[bytes]
     log: Path
     name: str
@@ -83,16 +83,18 @@ def run_pipeline(
 
     pipeline.dir.mkdir(parents=True, exist_ok=True)
     with view, held_lock(pipeline.dir, LOCK, "pipeline") as lock:
-        standings = [Standing(pipeline, folder, seed, choice) for seed, folder in _seeds(pipeline)]
+        standings = [
+            PipelineProgress(pipeline, folder, seed, choice) for seed, folder in _seeds(pipeline)
+        ]
         with collect_signals(*STOP_SIGNALS) as received:
             _begin(pipeline, standings)
-            life = _Life(pipeline, standings, view, lock, received)
+            life = _PipelineProcess(pipeline, standings, view, lock, received)
             try:
                 failures = life.run()
                 results = write_results(pipeline, standings)
                 view.note(f"\n{results['table']}\nreport: {short(pipeline.dir / 'report.html')}")
                 was_asked = list(received)
-                life.serve_on()
+                life.keep_serving()
             finally:
                 life.servers.close()
 
@@ -166,7 +168,7 @@ def _check(pipeline: Pipeline, resume: bool, choice: StageChoice) -> None:
             raise ConfigError(f"no stage is called {name!r}: {hint}the stages are {stages}")
 
 
-def _begin(pipeline: Pipeline, standings: Sequence[Standing]) -> None:
+def _begin(pipeline: Pipeline, standings: Sequence[PipelineProgress]) -> None:
     """Writes the configuration and the state."""
     text = dump_yaml(pipeline.config.model_dump(mode="json", exclude_unset=True))
     with must_write(pipeline.dir):
@@ -176,13 +178,13 @@ def _begin(pipeline: Pipeline, standings: Sequence[Standing]) -> None:
             standing.write()
 
 
-class _Life:
+class _PipelineProcess:
     """A process of the runner: from the pipelines' present state to the end, or to a stop."""
 
     def __init__(
         self,
         pipeline: Pipeline,
-        standings: Sequence[Standing],
+        standings: Sequence[PipelineProgress],
         view: SweepView,
         lock: int,
         received: Sequence[int],
@@ -192,12 +194,12 @@ class _Life:
         self.view = view
         self.lock = lock
         self.received = received
-        self.under_way: list[_StageUnderWay] = []
+        self.active: list[_RunningStage] = []
         self.servers = Servers(view.note)
         self.failures: list[str] = []
         self.over = ""
         """The part of the budget that is used up. Empty while there is budget left."""
-        self._heeded = 0
+        self._num_handled = 0
         self._saved = self._clock = time.monotonic()
 
     def run(self) -> list[str]:
@@ -212,27 +214,25 @@ class _Life:
         self.view.plan(instances, done)
 
         try:
-            while self._go_on():
+            while self._start_ready():
                 self._ask_to_stop()
                 time.sleep(POLL_S)
                 for run in [
-                    candidate
-                    for candidate in self.under_way
-                    if candidate.process.poll() is not None
+                    candidate for candidate in self.active if candidate.process.poll() is not None
                 ]:
-                    self.under_way.remove(run)
+                    self.active.remove(run)
                     self._note_success(run)
 
-                self._look_at_servers()
+                self._check_servers()
                 self.servers.end_idle()
-                self._pass_time()
+                self._add_elapsed_time()
                 lines = {
                     run.name: (time.monotonic() - run.since, last_lines(run.log, 1))
-                    for run in self.under_way
+                    for run in self.active
                 }
                 self.view.running(lines)
         finally:
-            for run in self.under_way:
+            for run in self.active:
                 run.process.kill()
                 run.process.wait()
 
@@ -242,14 +242,14 @@ class _Life:
 
         return self.failures
 
-    def _go_on(self) -> bool:
+    def _start_ready(self) -> bool:
         """Starts every stage that can start. False if no stage runs and none will start."""
         waits = False
         if not (self.received or self._over_budget()):
             for standing in self.standings:
-                while len(self.under_way) < self.pipeline.config.parallel:
+                while len(self.active) < self.pipeline.config.parallel:
                     decided = standing.next()
-                    self._tell(standing)
+                    self._show_notes(standing)
                     if decided is None:
                         break
                     self._start(standing, decided)
@@ -257,9 +257,9 @@ class _Life:
         elif self.servers.is_starting:
             self.servers.end_starting()
 
-        return bool(self.under_way) or self.servers.is_starting or waits
+        return bool(self.active) or self.servers.is_starting or waits
 
-    def _tell(self, standing: Standing) -> None:
+    def _show_notes(self, standing: PipelineProgress) -> None:
         prefix = self._prefix(standing)
         for text in standing.notes:
             self.view.note(f"{prefix}{text}")
@@ -267,10 +267,10 @@ class _Life:
         self.failures += [f"{prefix}{text}" for text in standing.failures]
         standing.failures.clear()
 
-    def _prefix(self, standing: Standing) -> str:
+    def _prefix(self, standing: PipelineProgress) -> str:
         return f"seed {standing.seed}: " if len(self.standings) > 1 else ""
 
-    def _start(self, standing: Standing, decided: Decided) -> None:
+    def _start(self, standing: PipelineProgress, decided: StageStart) -> None:
         """Starts a stage in its own session, so that the terminal's Ctrl-C reaches the stage only
         through this process, and only once."""
         if decided.instance.kind.serves:
@@ -299,10 +299,10 @@ class _Life:
             return
 
         name = f"{self._prefix(standing)}{decided.instance.id}"
-        self.under_way.append(_StageUnderWay(standing, decided, process, log, name))
+        self.active.append(_RunningStage(standing, decided, process, log, name))
         self.view.note_start(name, "resumed" if job.resume else "started")
 
-    def _start_server(self, standing: Standing, decided: Decided) -> None:
+    def _start_server(self, standing: PipelineProgress, decided: StageStart) -> None:
         name = f"{self._prefix(standing)}{decided.instance.id}"
         config = decided.job.config
         threads = config.run.threads if config is not None else None
@@ -315,15 +315,17 @@ class _Life:
 
         self.view.note_start(name, "started")
 
-    def _not_started(self, standing: Standing, decided: Decided, error: Exception) -> None:
+    def _not_started(
+        self, standing: PipelineProgress, decided: StageStart, error: Exception
+    ) -> None:
         log = standing.dir / "logs" / f"{decided.instance.id}.log"
         log.write_text(f"it can't be started: {error}\n", encoding="utf-8")
         standing.record_end(decided, 127, 0.0)
         self._note_failure(standing, decided, f"can't be started: {error}", log, 0.0)
 
-    def _look_at_servers(self) -> None:
+    def _check_servers(self) -> None:
         """Records which servers have become ready or have failed since the last call."""
-        ready, failed = self.servers.look()
+        ready, failed = self.servers.check_all()
         for server in ready:
             server.standing.serving(server.decided)
             url = server.standing.state.stages[server.id].says["url"]
@@ -336,37 +338,40 @@ class _Life:
         for server, how in failed:
             server.standing.ended_server(server.decided, how, server.seconds)
             self._note_failure(server.standing, server.decided, how, server.log, server.seconds)
-            for run in self.under_way:
+            for run in self.active:
                 users = {used.stage for used in run.decided.inputs}
                 if run.standing is server.standing and server.id in users:
                     self.view.note(f"{run.name}: stops, because {server.name} has ended")
                     run.is_asked_to_stop = True
                     run.process.send_signal(signal.SIGINT)
 
-    def serve_on(self) -> None:
+    def keep_serving(self) -> None:
         """After success, keeps the servers with keep=true running until the user requests a
         stop."""
         if self.failures or self.over or self.received:
             return
 
         self.servers.end_idle()
-        if self.servers.under_way:
+        if self.servers.active:
             self.view.note("serving until Ctrl-C")
 
-        while self.servers.under_way and not self.received:
+        while self.servers.active and not self.received:
             time.sleep(POLL_S)
-            self._look_at_servers()
+            self._check_servers()
 
         if self.failures:
             for standing in self.standings:
                 standing.state.status = self._status(standing)
                 standing.write()
 
-    def _note_success(self, run: _StageUnderWay) -> None:
+    def _note_success(self, run: _RunningStage) -> None:
         seconds = time.monotonic() - run.since
         code = run.process.returncode
         failure = run.standing.record_end(
-            run.decided, code, seconds, is_asked_to_stop=run.is_asked_to_stop or self._heeded > 0
+            run.decided,
+            code,
+            seconds,
+            is_asked_to_stop=run.is_asked_to_stop or self._num_handled > 0,
         )
         if failure:
             self._note_failure(run.standing, run.decided, failure, run.log, seconds)
@@ -385,7 +390,7 @@ class _Life:
         )
 
     def _note_failure(
-        self, standing: Standing, decided: Decided, how: str, log: Path, seconds: float
+        self, standing: PipelineProgress, decided: StageStart, how: str, log: Path, seconds: float
     ) -> None:
         name = f"{self._prefix(standing)}{decided.instance.id}"
         self.view.note_end(name, how, seconds, ok=False)
@@ -395,17 +400,17 @@ class _Life:
         """Sends the running stages a signal to stop, after a signal or when the time budget is
         used."""
         num_requests = len(self.received) or (1 if self.over.startswith("hours") else 0)
-        if num_requests <= self._heeded:
+        if num_requests <= self._num_handled:
             return
 
-        self._heeded = num_requests
-        for run in self.under_way:
+        self._num_handled = num_requests
+        for run in self.active:
             run.process.send_signal(signal.SIGKILL if num_requests > 1 else signal.SIGINT)
 
         how_to_stop = "" if num_requests > 1 else " cleanly; press Ctrl-C again to stop at once"
         self.view.note(f"stopping{how_to_stop}")
 
-    def _pass_time(self) -> None:
+    def _add_elapsed_time(self) -> None:
         """Adds the elapsed time, and checks the budget."""
         now = time.monotonic()
         for standing in self.standings:
@@ -435,7 +440,7 @@ class _Life:
 
         return bool(self.over)
 
-    def _status(self, standing: Standing) -> Any:
+    def _status(self, standing: PipelineProgress) -> Any:
         statuses = {state.status for state in standing.state.stages.values()}
         if "failed" in statuses:
             return "failed"

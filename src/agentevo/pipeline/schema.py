@@ -112,7 +112,7 @@ class StageConfig(Section):
         return _checked_names(value)
 
     @model_validator(mode="after")
-    def _a_stage_or_a_group(self) -> Self:
+    def _check_stage_or_group(self) -> Self:
         if self.stop is not None and self.repeat == 1:
             raise ValueError("stop ends rounds early, but there is only one round: set repeat")
         if self.optimizer == "carried" and self.model is None:
@@ -177,7 +177,7 @@ class PipelineConfig(Section):
 
     @field_validator("name")
     @classmethod
-    def _a_folder(cls, value: str) -> str:
+    def _check_dir(cls, value: str) -> str:
         return RunSection(name=value).name
 
     @field_validator("dir", "table", mode="before")
@@ -189,7 +189,7 @@ class PipelineConfig(Section):
 
     @field_validator("seeds")
     @classmethod
-    def _different(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_seeds_differ(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(value)) < len(value):
             raise ValueError("a seed is listed twice, and the same seed gives the same run")
         return value

@@ -26,7 +26,7 @@ from agentevo.processes.client_door import SERVING, URL, read_url
 
 if TYPE_CHECKING:
     from agentevo.pipeline.kinds import Job
-    from agentevo.pipeline.standing import Decided, Standing
+    from agentevo.pipeline.standing import PipelineProgress, StageStart
 
 ASK_TIMEOUT_S = 2.0
 """The timeout in seconds of a check whether a server answers."""
@@ -36,8 +36,8 @@ ASK_TIMEOUT_S = 2.0
 class StageServer:
     """One running server."""
 
-    standing: Standing
-    decided: Decided
+    standing: PipelineProgress
+    decided: StageStart
     process: GuardedServer
     name: str
     log: Path
@@ -61,10 +61,14 @@ class Servers:
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        self.under_way: list[StageServer] = []
+        self.active: list[StageServer] = []
 
     def start(
-        self, standing: Standing, decided: Decided, name: str, extra_environment: Mapping[str, str]
+        self,
+        standing: PipelineProgress,
+        decided: StageStart,
+        name: str,
+        extra_environment: Mapping[str, str],
     ) -> StageServer:
         """Starts a stage's server. Raises OSError if it can't be started, and DiskError."""
         before = standing.state.stages[decided.instance.id].says.get("url", "")
@@ -76,15 +80,15 @@ class Servers:
         environment = {**extra_environment, **self.keys_for(standing, decided)}
         process = GuardedServer(decided.instance.kind.words(job), log, environment)
         server = StageServer(standing, decided, process, name, log, job)
-        self.under_way.append(server)
+        self.active.append(server)
         return server
 
-    def look(self) -> tuple[list[StageServer], list[tuple[StageServer, str]]]:
+    def check_all(self) -> tuple[list[StageServer], list[tuple[StageServer, str]]]:
         """The servers that have become ready since the last call, and those that failed, with the
         reason."""
         ready = []
         failed = []
-        for server in list(self.under_way):
+        for server in list(self.active):
             how = server.process.describe_end().partition(";")[0]
             limit = server.job.options.start_s
             if not how and not server.answers and server.seconds > limit:
@@ -92,7 +96,7 @@ class Servers:
 
             if how:
                 server.process.close()
-                self.under_way.remove(server)
+                self.active.remove(server)
                 failed.append((server, how))
             elif not server.answers and _answers(server.job):
                 server.answers = True
@@ -102,7 +106,7 @@ class Servers:
 
     def end_idle(self) -> None:
         """Ends the servers that no stage needs any more."""
-        for server in list(self.under_way):
+        for server in list(self.active):
             is_kept = server.job.options.keep
             if server.answers and not is_kept and not server.standing.is_needed(server.id):
                 self._note(f"{server.name}: ended, since no further stage needs it")
@@ -110,34 +114,34 @@ class Servers:
 
     def end_starting(self) -> None:
         """Ends the servers that do not answer yet, because the pipeline stops."""
-        for server in list(self.under_way):
+        for server in list(self.active):
             if not server.answers:
                 self._end(server)
                 server.standing.record_end(server.decided, 130, server.seconds)
 
     def close(self) -> None:
         """Ends all servers."""
-        for server in list(self.under_way):
+        for server in list(self.active):
             self._end(server)
 
     def _end(self, server: StageServer) -> None:
         server.process.close()
-        self.under_way.remove(server)
+        self.active.remove(server)
         server.standing.alive.discard(server.id)
 
     @property
     def is_starting(self) -> bool:
         """Whether some servers do not answer yet."""
-        return any(not server.answers for server in self.under_way)
+        return any(not server.answers for server in self.active)
 
-    def used_by(self, standing: Standing, decided: Decided) -> list[StageServer]:
+    def used_by(self, standing: PipelineProgress, decided: StageStart) -> list[StageServer]:
         """The servers that a stage calls."""
         used = {used_input.stage for used_input in decided.inputs}
         return [
-            server for server in self.under_way if server.standing is standing and server.id in used
+            server for server in self.active if server.standing is standing and server.id in used
         ]
 
-    def keys_for(self, standing: Standing, decided: Decided) -> dict[str, str]:
+    def keys_for(self, standing: PipelineProgress, decided: StageStart) -> dict[str, str]:
         """Environment variables with the keys of the servers that a stage calls."""
         return {
             key_variable(server.id): key_of(server.job)

@@ -46,7 +46,7 @@ from agentevo.pipeline.when import condition
 DONE = ("finished", "skipped")
 
 
-class NothingThereError(Exception):
+class MissingOutputError(Exception):
     """The output that a reference names does not exist, because its stage was skipped."""
 
 
@@ -63,7 +63,7 @@ class StageChoice:
 
 
 @dataclass
-class Decided:
+class StageStart:
     """A stage that starts now."""
 
     instance: Instance
@@ -73,7 +73,7 @@ class Decided:
 
 
 @dataclass
-class Standing:
+class PipelineProgress:
     """The state of a pipeline with one seed, in its folder."""
 
     pipeline: Pipeline
@@ -90,14 +90,14 @@ class Standing:
         self.running: set[str] = set()
         self.alive: set[str] = set()
         """The ids of stages whose servers answer (servers.py)."""
-        self._wanted: set[str] = set()
+        self._awaited_servers: set[str] = set()
         """The ids of stages whose servers have ended and are needed again."""
         self.notes: list[str] = []
         """Notes for the user."""
-        self._said: set[str] = set()
+        self._noted: set[str] = set()
         self.failures: list[str] = []
         """Stages that could not start, with the reason."""
-        self._again: set[str] = self._from(self.choice.start)
+        self._rerun: set[str] = self._followers_of(self.choice.start)
         self.state = self._read()
 
     def _read(self) -> PipelineState:
@@ -124,7 +124,7 @@ class Standing:
 
     # What is next.
 
-    def next(self) -> Decided | None:
+    def next(self) -> StageStart | None:
         """A stage that can start now. None if there is none. Settles the stages that need no
         process."""
         for instance in self.plan.instances:
@@ -143,7 +143,7 @@ class Standing:
         """Whether every stage is settled."""
         return len(self.settled) == len(self.plan.instances)
 
-    def _decide(self, instance: Instance) -> Decided | None:
+    def _decide(self, instance: Instance) -> StageStart | None:
         state = self.state.stages[instance.id]
         failed = [need for need in instance.needs if self.state.stages[need].status not in DONE]
         if failed or not self._is_chosen(instance):
@@ -159,10 +159,10 @@ class Standing:
             return None
 
         try:
-            reason = self._left_out(instance)
+            reason = self._why_left_out(instance)
             if not reason:
                 return self._ready(instance, state)
-        except NothingThereError as error:
+        except MissingOutputError as error:
             reason = str(error)
         except ConfigError as error:
             state.status = "failed"
@@ -187,16 +187,16 @@ class Standing:
     def _is_chosen(self, instance: Instance) -> bool:
         instance_names = names_of(instance)
         choice = self.choice
-        if instance.id in self._wanted:
+        if instance.id in self._awaited_servers:
             return True
         if choice.only:
             return bool(instance_names & set(choice.only)) or instance.measures == START
-        return choice.start is None or instance.id in self._again or self._is_unfinished(instance)
+        return choice.start is None or instance.id in self._rerun or self._is_unfinished(instance)
 
     def _is_unfinished(self, instance: Instance) -> bool:
         return self.state.stages[instance.id].status not in DONE
 
-    def _from(self, start: str | None) -> set[str]:
+    def _followers_of(self, start: str | None) -> set[str]:
         """The ids of a stage and of all stages that depend on it."""
         followers: set[str] = set()
         for instance in self.plan.instances:
@@ -206,7 +206,7 @@ class Standing:
                 followers.add(instance.id)
         return followers
 
-    def _left_out(self, instance: Instance) -> str:
+    def _why_left_out(self, instance: Instance) -> str:
         """Why the stage is skipped, by the pipeline's rules or --skip. Empty if it is not
         skipped."""
         if names_of(instance) & set(self.choice.skip) and self._is_unfinished(instance):
@@ -229,21 +229,21 @@ class Standing:
 
     # Whether it is as it was.
 
-    def _ready(self, instance: Instance, state: StageState) -> Decided | None:
+    def _ready(self, instance: Instance, state: StageState) -> StageStart | None:
         inputs: list[Input] = []
         job, setting = self._job(instance, inputs)
         if job.config is not None:
             place = f"{self.pipeline.where}: {self.recipes.place(instance)}"
-            self.leaks.see(job.config, place, instance.kind.trains_on)
+            self.leaks.add_stage(job.config, place, instance.kind.trains_on)
 
         digest = digest_of(setting)
-        is_same = state.digest == digest and instance.id not in self._again
-        if state.status == "finished" and is_same and self._is_whole(state):
+        is_same = state.digest == digest and instance.id not in self._rerun
+        if state.status == "finished" and is_same and self._has_all_outputs(state):
             if not self._is_awaited(instance, job):
                 self._settle(instance)
                 return None
             job = replace(job, resume=instance.kind.can_resume(job))
-            return Decided(instance, job, setting, inputs)
+            return StageStart(instance, job, setting, inputs)
 
         is_begun = is_same and state.status in ("running", "stopped", "failed")
         if is_begun and instance.kind.is_finished(job):
@@ -253,27 +253,27 @@ class Standing:
 
         for used in inputs:
             if self.plan.by_id[used.stage].kind.serves and used.stage not in self.alive:
-                return self._woken(self.plan.by_id[used.stage])
+                return self._restart_server(self.plan.by_id[used.stage])
 
         if is_begun:
             job = replace(job, resume=instance.kind.can_resume(job))
         elif state.status != "waiting" and state.digest:
             self.notes.append(
-                f"{instance.id}: runs again: {self._why_again(instance, state, setting)}"
+                f"{instance.id}: runs again: {self._why_rerun(instance, state, setting)}"
             )
 
-        self._again.discard(instance.id)
-        return Decided(instance, job, setting, inputs)
+        self._rerun.discard(instance.id)
+        return StageStart(instance, job, setting, inputs)
 
     def _is_awaited(self, instance: Instance, job: Job) -> bool:
         """Whether the server of a finished stage must start again."""
         if not instance.kind.serves or instance.id in self.alive:
             return False
-        return instance.id in self._wanted or job.options.keep
+        return instance.id in self._awaited_servers or job.options.keep
 
-    def _woken(self, server: Instance) -> Decided | None:
+    def _restart_server(self, server: Instance) -> StageStart | None:
         """Restarts a server that has ended, before the stage that needs it."""
-        self._wanted.add(server.id)
+        self._awaited_servers.add(server.id)
         self.settled.discard(server.id)
         return None if server.id in self.running else self._decide(server)
 
@@ -284,13 +284,13 @@ class Standing:
             for instance in self.plan.instances
         )
 
-    def serving(self, decided: Decided) -> None:
+    def serving(self, decided: StageStart) -> None:
         """Records that the stage's server answers. Raises ConfigError if it gives no URL."""
         self.running.discard(decided.instance.id)
         self.alive.add(decided.instance.id)
         self.take_outputs(decided.instance, decided.job, decided.inputs)
 
-    def ended_server(self, decided: Decided, how: str, seconds: float) -> None:
+    def ended_server(self, decided: StageStart, how: str, seconds: float) -> None:
         """Records that the stage's server ended unexpectedly."""
         state = self.state.stages[decided.instance.id]
         state.wall_s += seconds
@@ -301,12 +301,12 @@ class Standing:
         self.alive.discard(decided.instance.id)
         self._settle(decided.instance)
 
-    def _why_again(self, instance: Instance, state: StageState, setting: Mapping[str, str]) -> str:
+    def _why_rerun(self, instance: Instance, state: StageState, setting: Mapping[str, str]) -> str:
         if state.digest != digest_of(setting):
             return what_changed(state.setting, setting)
-        return "as asked" if instance.id in self._again else "its output is gone, or was changed"
+        return "as asked" if instance.id in self._rerun else "its output is gone, or was changed"
 
-    def _is_whole(self, state: StageState) -> bool:
+    def _has_all_outputs(self, state: StageState) -> bool:
         """Whether all outputs of the stage still exist."""
         return all(self.path_of(output).exists() for output in state.outputs.values())
 
@@ -381,8 +381,8 @@ class Standing:
         return load_with_engine(load, note=self._note_once, is_separate=False)
 
     def _note_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+        if line not in self._noted:
+            self._noted.add(line)
             self.notes.append(line)
 
     def _options(self, instance: Instance) -> Mapping[str, Any]:
@@ -403,7 +403,7 @@ class Standing:
             return None
         assert instance.measures is not None
         if self.state.stages[instance.measures].status != "finished":
-            raise NothingThereError(f"{instance.measures} was left out")
+            raise MissingOutputError(f"{instance.measures} was left out")
 
         measured = self.plan.by_id[instance.measures]
         if not measured.kind.makes_texts:
@@ -446,7 +446,7 @@ class Standing:
         if isinstance(reference.fallback, StageReference):
             return self._meaning(instance, reference.fallback, inputs)
         if reference.fallback is None:
-            raise NothingThereError(f"${{{reference.text}}} was left out")
+            raise MissingOutputError(f"${{{reference.text}}} was left out")
 
         return reference.fallback
 
@@ -482,7 +482,7 @@ class Standing:
 
     # What becomes of it.
 
-    def begin(self, decided: Decided) -> Job:
+    def begin(self, decided: StageStart) -> Job:
         """Creates the folder and the recipe's file, and records that the stage runs."""
         instance = decided.instance
         job = decided.job
@@ -514,7 +514,7 @@ class Standing:
         return job
 
     def record_end(
-        self, decided: Decided, code: int, seconds: float, *, is_asked_to_stop: bool = False
+        self, decided: StageStart, code: int, seconds: float, *, is_asked_to_stop: bool = False
     ) -> str:
         """Records how the stage's process ended. Returns the failure, or an empty text.
         `is_asked_to_stop`: the process got a signal to stop, and that signal may have ended it."""

@@ -29,11 +29,11 @@ STATE = "pipeline.json"
 FILE = "pipeline.yaml"
 LOCK = ".lock"
 Status = Literal["waiting", "running", "finished", "failed", "stopped", "skipped"]
-LARGEST = 2**53
+MAX_COUNT = 2**53
 """The maximum value of a count."""
 MAX_BYTES = 64_000_000
 """The maximum size of pipeline.json, in bytes."""
-MOST_STATES = 2 * MAX_STAGES + 1
+MAX_STATES = 2 * MAX_STAGES + 1
 """The maximum number of stages and measurements."""
 
 
@@ -77,7 +77,7 @@ class StageState(msgspec.Struct, kw_only=True):
     ended_at: float | None = None
     wall_s: float = 0.0
     """The time of all its processes, in seconds."""
-    tokens: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     cost: float = 0.0
 
 
@@ -120,8 +120,8 @@ def read_state(folder: Path) -> PipelineState:
             raise OSError(f"it has more than {MAX_BYTES:,} bytes")
 
         state = msgspec.json.decode(content, type=PipelineState)
-        if len(state.stages) > MOST_STATES:
-            raise OSError(f"it has more than {MOST_STATES:,} stages")
+        if len(state.stages) > MAX_STATES:
+            raise OSError(f"it has more than {MAX_STATES:,} stages")
 
         return state
     except FileNotFoundError as error:

@@ -36,7 +36,7 @@ from agentevo.processes.client_door import client_door
 from agentevo.sandbox import Sandbox, SandboxTool, sandboxes, wire
 from agentevo.sandbox.opening import chosen_kind
 from agentevo.sandbox.replies import longest_message
-from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.signals import POLL_INTERVAL_S, catch_stop_signals
 
 LOG = logging.getLogger(__name__)
 
@@ -345,7 +345,7 @@ def serve_sandboxes(
         raise ConfigError(f"{folder} is not a folder: give another one for the server's key")
 
     with (
-        asked_to_stop() as stop,
+        catch_stop_signals() as stop,
         client_door(folder.absolute().parent, host, port, tls, folder.absolute().name) as door,
     ):
         try:
@@ -377,6 +377,6 @@ def serve_sandboxes(
                 note(f"sandboxes ({kind}) at {url_of(door.listener, encrypted=door.encrypts)}")
                 note(door.where_the_key_is())
                 while not stop():
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_INTERVAL_S)
 
         run_coroutine(serve())

@@ -25,7 +25,7 @@ from agentevo.models.positions import context_length
 from agentevo.orchestration.components import check_memory, load_policy
 from agentevo.processes.client_door import SERVING, ClientDoor, client_door
 from agentevo.rollout.sampler import sampling_params
-from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.signals import POLL_INTERVAL_S, catch_stop_signals
 from agentevo.training.checkpoint import Checkpoints
 
 
@@ -50,7 +50,7 @@ def serve_model(
 
     make_engine = engines.get(config.engine.type)
     door_of_clients = client_door(config.run_dir, host, port, tls, SERVING)
-    with asked_to_stop() as stop, door_of_clients as door:
+    with catch_stop_signals() as stop, door_of_clients as door:
         loaded = load_policy(config, path)
         engine = make_engine(loaded.model, loaded.tokenizer, config.engine)
         run_coroutine(
@@ -102,7 +102,7 @@ async def _serve(
         with door.announce(base):
             while not stop():
                 engine.check()
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
         note(f"{name}: stopped")
     finally:

@@ -132,7 +132,7 @@ class SessionRoutes:
         return await self._respond(request, open_session)
 
     def _describe_opened(self, session: OutsideSession) -> OpenedSession:
-        door = session.door
+        door = session.gateway_session
         task = session.task
         assert door is not None
         return OpenedSession(
@@ -212,7 +212,7 @@ class SessionRoutes:
 
         async def there() -> OutsideSession:
             session = self._sessions.find(request.path_params["session"])
-            key = "" if session.door is None else session.door.key
+            key = "" if session.gateway_session is None else session.gateway_session.key
             if not hmac.compare_digest(bearer.encode(), key.encode()):
                 self._check_admin(request)
             return session
@@ -221,8 +221,8 @@ class SessionRoutes:
             if not bearer:
                 raise _stranger()
             session = await self._there(there())
-            if session.door is not None and bearer == session.door.key:
-                self._rate.take(session.door.allowance)
+            if session.gateway_session is not None and bearer == session.gateway_session.key:
+                self._rate.take(session.gateway_session.allowance)
             body = None if kind is None else await _read(request, kind)
             return _json(await self._there(work(session, body)))
 

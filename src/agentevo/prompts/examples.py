@@ -43,7 +43,9 @@ def chosen_examples(
     shown = [message for example in examples_of("examples", before) for message in example]
     opening = common_opening([attempt for attempt in played if attempt.messages], shown)
     talks = [
-        talk for best_attempt in best_attempts(played) if (talk := own_talk(best_attempt, opening))
+        talk
+        for best_attempt in best_attempts(played)
+        if (talk := attempt_messages(best_attempt, opening))
     ]
     if not talks:
         return None
@@ -70,7 +72,7 @@ def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) ->
     return common
 
 
-def own_talk(played: PlayedAttempt, opening: Sequence[Message]) -> list[Message]:
+def attempt_messages(played: PlayedAttempt, opening: Sequence[Message]) -> list[Message]:
     """The attempt's conversation without system messages and without the common beginning. Empty if
     it can't be an example."""
     talk = _talk(played)

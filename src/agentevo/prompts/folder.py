@@ -41,7 +41,7 @@ SUMMARY = "summary.json"
 REPORT = "report.md"
 LOCK = "optimize.lock"
 REMEDY = "make room there, or make it writable, and continue with --resume"
-LONGEST_TALK = 60_000
+MAX_TALK_CHARS = 60_000
 """The maximum number of stored characters of an attempt's messages. Longer conversations are left
 out."""
 

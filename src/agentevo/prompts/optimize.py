@@ -149,7 +149,7 @@ async def _optimize_in_folder(
             judging=tasks.judging,
             note=note,
         )
-        search.take_in(records)
+        search.restore(records)
         best = await search.run(start)
         compared = await _compare_held_out(playing, start, best.candidate, tasks.held_out, note)
         remote_totals = sampler.remote_models.totals()

@@ -15,7 +15,7 @@ from agentevo.errors import AttemptsFailedError
 from agentevo.event_loop import gather_all
 from agentevo.prompts.budget import Budget, BudgetSpentError
 from agentevo.prompts.folder import (
-    LONGEST_TALK,
+    MAX_TALK_CHARS,
     Candidate,
     OptimizeFolder,
     PlayedAttempt,
@@ -52,14 +52,14 @@ class Playing:
         self._sampler = sampler
         self._folder = folder
         self.budget = budget
-        self._given = recipe_texts
+        self._recipe_texts = recipe_texts
         self._room = asyncio.Semaphore(at_once)
         self._played: dict[tuple[str, str, str], dict[int, PlayedAttempt]] = {}
         self._lowest = 0.0
 
         for record in records:
             if isinstance(record, PlayedAttempt):
-                self._remember(record)
+                self._add_played(record)
 
     async def play(
         self,
@@ -117,19 +117,19 @@ class Playing:
                 temperature=temperature,
                 step=0,
                 label=label,
-                texts={**self._given, **candidate.texts},
+                texts={**self._recipe_texts, **candidate.texts},
             )
             for trajectory in trajectories[:size]:
                 if (trajectory.error or "").startswith(BudgetExceededError.__name__):
                     raise BudgetSpentError(trajectory.error)
                 played = _as_played(candidate, trajectory, label)
                 self._folder.add(played)
-                self._remember(played)
+                self._add_played(played)
 
     def _of(self, candidate: Candidate, task: Task, label: str) -> dict[int, PlayedAttempt]:
         return self._played.get((candidate.id, task.id, label), {})
 
-    def _remember(self, played: PlayedAttempt) -> None:
+    def _add_played(self, played: PlayedAttempt) -> None:
         key = (played.candidate, played.task, played.label)
         self._played.setdefault(key, {})[played.attempt] = played
         if played.status == "completed":
@@ -177,4 +177,4 @@ def _talk(trajectory: Trajectory) -> list[dict[str, object]]:
         place = turns[place].parent
 
     rows = [as_row(message) for message in messages]
-    return rows if sum(len(str(row)) for row in rows) <= LONGEST_TALK else []
+    return rows if sum(len(str(row)) for row in rows) <= MAX_TALK_CHARS else []

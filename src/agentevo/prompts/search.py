@@ -28,7 +28,7 @@ from agentevo.prompts.examples import chosen_examples
 from agentevo.prompts.folder import Candidate, OptimizeFolder, PlayedAttempt, Record
 from agentevo.prompts.phrases import edit
 from agentevo.prompts.playing import JUDGED, SAMPLED, Playing
-from agentevo.prompts.writing import TextWriter, WriterGoneError, shown_attempts
+from agentevo.prompts.writing import TextWriter, WriterFailedError, shown_attempts
 from agentevo.seeds import derive_seed
 from agentevo.types import Task
 
@@ -76,21 +76,21 @@ class TextSearch:
     end_reason: str = ""
     """Why the search ended."""
 
-    def take_in(self, records: Sequence[Record]) -> None:
+    def restore(self, records: Sequence[Record]) -> None:
         """Restores the state from the log."""
         self.known_problems |= {record.id for record in records if isinstance(record, Candidate)}
 
     async def run(self, start: Candidate) -> Judged:
         """The best candidate that was found within the budget, which may be `start`. Raises
         BudgetSpentError only if not even `start` could be judged."""
-        self._tell(start)
+        self._log_candidate(start)
         self.pool.append(await self._judge(start))
         self.note(f"the agent's own texts: {self.pool[0].mean:.3f} on {len(self.judging)} tasks")
 
         try:
             await (self._front() if self.method == "gepa" else self._beam())
             self.end_reason = self.end_reason or f"optimize.rounds={self.section.rounds} are over"
-        except (BudgetSpentError, WriterGoneError) as error:
+        except (BudgetSpentError, WriterFailedError) as error:
             self.end_reason = str(error)
 
         self.note(f"the search ended: {self.end_reason}")
@@ -158,7 +158,7 @@ class TextSearch:
         if child is None or any(judged.candidate.id == child.id for judged in self.pool):
             return None
 
-        self._tell(child)
+        self._log_candidate(child)
         self.num_tried += 1
         some = draw.sample(list(self.judging), min(2 * self.section.batch, len(self.judging)))
         scores = self.playing.scores(await self.playing.play(child, some))
@@ -226,7 +226,7 @@ class TextSearch:
     def _draw(self, number: int, of: str, branch: int) -> random.Random:
         return random.Random(derive_seed(self.seed, "optimize", number, of, branch))
 
-    def _tell(self, candidate: Candidate) -> None:
+    def _log_candidate(self, candidate: Candidate) -> None:
         """Logs the candidate before its first attempt."""
         if candidate.id not in self.known_problems:
             self.folder.add(candidate)

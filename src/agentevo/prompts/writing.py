@@ -23,15 +23,15 @@ from agentevo.seeds import derive_seed
 from agentevo.types import Message, Task
 
 POLICY = "policy"
-LONGEST_SHOWN = 3000
+MAX_SHOWN_CHARS = 3000
 """The maximum number of characters of an attempt in the writer's prompt."""
-MOST_FAILURES = 3
+MAX_FAILURES_IN_A_ROW = 3
 """The number of the writer's failures in a row that ends its search."""
 _TEXT = re.compile(r"<text>\n?(.*?)\n?</text>", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{[A-Za-z_]\w*\}")
 
 
-class WriterGoneError(AgentEvoError):
+class WriterFailedError(AgentEvoError):
     """The writer has failed too often in a row."""
 
 
@@ -110,8 +110,8 @@ class TextWriter:
             self._note_failure(f"the writer failed: {str(error)[:300]}")
 
             self._in_a_row += 1
-            if self._in_a_row >= MOST_FAILURES:
-                raise WriterGoneError(
+            if self._in_a_row >= MAX_FAILURES_IN_A_ROW:
+                raise WriterFailedError(
                     f"the writer failed {self._in_a_row} times in a row, the last time with: "
                     f"{str(error)[:300]}"
                 ) from error
@@ -192,9 +192,9 @@ def _said(row: dict[str, object]) -> str:
 
 
 def _shorten(talk: str) -> str:
-    if len(talk) <= LONGEST_SHOWN:
+    if len(talk) <= MAX_SHOWN_CHARS:
         return talk
-    half = LONGEST_SHOWN // 2
+    half = MAX_SHOWN_CHARS // 2
     return f"{talk[:half]}\n[... {len(talk) - 2 * half} characters ...]\n{talk[-half:]}"
 
 

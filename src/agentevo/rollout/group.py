@@ -130,7 +130,9 @@ class GroupAttempt:
         if call.tracing.contents and trajectory.turns:
             first = trajectory.turns[0]
             last = trajectory.turns[-1]
-            call.said = TracedMessage(messages=first.messages[:-1], answers=last.messages[-1:])
+            call.traced_message = TracedMessage(
+                messages=first.messages[:-1], answers=last.messages[-1:]
+            )
 
     async def _run(self, task_id: str, group_id: str, number: int) -> list[Trajectory]:
         """Plays the attempt and returns its trajectories. Only here are an agent's failures

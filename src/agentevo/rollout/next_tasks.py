@@ -62,7 +62,7 @@ class NextTasks:
                 self._group = f"next-{secrets.token_hex(4)}"
 
             assert self._task is not None
-            shown = self._tasks.as_given(self._task)
+            shown = self._tasks.as_agent_task(self._task)
             try:
                 session = await self._sessions.open(
                     self._task, self._group, None, shown, lease=lease

@@ -108,7 +108,7 @@ class OutsideSession:
         self.group_id, _, self.attempt = policy.name.rpartition("#")
         self.trace: Mapping[str, str] = {}
         """Headers that identify the attempt's place in a trace."""
-        self.door: GatewaySession | None = None
+        self.gateway_session: GatewaySession | None = None
         """The gateway session of the attempt's agent, after a client has claimed the attempt."""
         self.opened_at = 0.0
         self.claimed = asyncio.Event()
@@ -126,7 +126,7 @@ class OutsideSession:
         if self.trajectory is not None:
             return self.trajectory
 
-        posted = self.door.posted if self.door is not None else ()
+        posted = self.gateway_session.posted if self.gateway_session is not None else ()
         outcome = outcome_of_rewards(posted, self.policy.received)
         error = self.failure if self.ended.is_set() else "its agent did not end it"
         return Trajectory(
@@ -157,7 +157,7 @@ class OutsideSession:
             trajectory_id=self.policy.name,
             turns=len(turns),
             completion_tokens=sum(len(turn.completion_ids) for turn in turns),
-            posted=[] if self.door is None else list(self.door.posted),
+            posted=[] if self.gateway_session is None else list(self.gateway_session.posted),
             reward=None if done is None else done.reward,
             error=self.failure if done is None else done.error,
             is_written=done is not None,
@@ -184,7 +184,7 @@ class OutsideAgent:
             door = policy.session
             assert isinstance(door, GatewaySession)
 
-            session.door = door
+            session.gateway_session = door
             session.opened_at = time.time()
             session.trace = trace_headers()
             session.opened.set()
@@ -350,9 +350,9 @@ class OutsideSessions:
 
     def post(self, session: OutsideSession, *rewards: PostedReward) -> None:
         """Checks that the session still accepts rewards. Raises Refusal if it does not."""
-        if session.over.is_set() or session.ended.is_set() or session.door is None:
+        if session.over.is_set() or session.ended.is_set() or session.gateway_session is None:
             raise Refusal("this session has ended and accepts no more rewards", status=409)
-        session.door.post(*rewards)
+        session.gateway_session.post(*rewards)
 
     async def end(self, session: OutsideSession, failure: str | None = None) -> None:
         """Ends a session, with its agent's failure if there was one. Returns after the attempt has

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from agentevo.config.self_play import PROPOSER, PROPOSES, SOLVER, SelfPlay
 from agentevo.config.tasks import TaskFields
 from agentevo.daemon_threads import call_in_thread
-from agentevo.data.asked import asked_key
+from agentevo.data.asked import question_key
 from agentevo.errors import ConfigError, StoreError, describe_error
 from agentevo.rollout.given_tasks import content_id, task_of
 from agentevo.rollout.questions import QUESTION, Question, QuestionFamily, task_of_question
@@ -164,7 +164,7 @@ def read_proposals(
             continue
 
         query = task_of_question(row, "question").query or ""
-        key = asked_key(query)
+        key = question_key(query)
         assert key is not None  # task_of_question refuses an empty text
         proposals.append(Proposal(trajectory, row, key, key in never))
 

@@ -343,7 +343,7 @@ class SamplerService:
                 step=work.step,
                 label="train",
                 baseline=self._baseline,
-                shown=self._tasks.as_given(work.lease.task),
+                shown=self._tasks.as_agent_task(work.lease.task),
                 engines=self._engines_of(work.step),
             )
             try:

@@ -222,7 +222,7 @@ class TaskSource:
         file = self._files.get(task_id) or self._files.get(task_id.rpartition("~")[0])
         return None if file is None else self._source_names.get(file)
 
-    def as_given(self, task: Task) -> Task:
+    def as_agent_task(self, task: Task) -> Task:
         """A queued task in the form that the agent receives."""
         if self._pools is None:
             metadata = {k: v for k, v in task.metadata.items() if k != QUEUED_FOR_STEP}

@@ -43,7 +43,7 @@ ROWS = "rows"
 """The key in a step's record with its RecordedRows."""
 SUMMARY = "summary.json"
 HEAD = "head.json"
-OLDER = (
+OLDER_VERSION = (
     "its steps were recorded by an older version of AgentEvo, whose records can't be checked: "
     "use that version, or start the run again with run.overwrite=true"
 )

@@ -6,8 +6,8 @@ any process on any machine that shares the folder can make them.
 
 A request names its trainer session and has an id. So a late or leftover request never reaches a
 later trainer of the same folder, and a request that is sent twice runs once. A thread of the
-trainer checks the folder every LOOK_S seconds, so a folder that hangs never delays training. Every
-answer is also added to the run's changes.jsonl. Requests run between two steps.
+trainer checks the folder every POLL_INTERVAL_S seconds, so a folder that hangs never delays
+training. Every answer is also added to the run's changes.jsonl. Requests run between two steps.
 
 Not guaranteed: an answer from a trainer that was killed, or whose folder can't be written.
 """
@@ -33,9 +33,9 @@ from agentevo.runs.records import CHANGES, add_record
 
 SESSION = "control.json"
 REQUESTS = "control"
-LOOK_S = 0.5
-END_S = 3.0
-LARGEST = 100_000
+POLL_INTERVAL_S = 0.5
+END_TIMEOUT_S = 3.0
+MAX_BYTES = 100_000
 """The maximum number of bytes that are read from a file."""
 MAX_REQUESTS = 100
 """The maximum number of requests that are read at once."""
@@ -123,7 +123,7 @@ class RunControl:
         stop: Callable[[], None],
         *,
         note: Callable[[str], None] = lambda text: None,
-        look_s: float = LOOK_S,
+        look_s: float = POLL_INTERVAL_S,
     ) -> None:
         self._folder = folder
         self._stop = stop
@@ -143,7 +143,9 @@ class RunControl:
         self._answered: set[str] = set()
         self._over = threading.Event()
         self._problem = ""
-        self._thread = threading.Thread(target=self._look_on, name="run control", daemon=True)
+        self._thread = threading.Thread(
+            target=self._poll_until_over, name="run control", daemon=True
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -151,7 +153,7 @@ class RunControl:
 
     def __exit__(self, *exception: object) -> None:
         self._over.set()
-        self._thread.join(END_S)
+        self._thread.join(END_TIMEOUT_S)
 
     @property
     def is_pause_asked(self) -> bool:
@@ -178,7 +180,7 @@ class RunControl:
         if is_new and not pauses:
             self._write()
 
-    def goes_on(self) -> None:
+    def note_resume(self) -> None:
         """Records that the run is no longer paused."""
         with self._lock:
             self._session = msgspec.structs.replace(self._session, is_paused=False)
@@ -207,13 +209,13 @@ class RunControl:
         except ConfigError as error:
             self._report(str(error))
 
-    def _look_on(self) -> None:
+    def _poll_until_over(self) -> None:
         self._write()
         while not self._over.is_set():
-            self._look()
+            self._poll()
             self._over.wait(self._look_s)
 
-        self._look()  # requests since the last check get their answer
+        self._poll()  # requests since the last check get their answer
         with self._lock:
             unanswered = [*self._saves, *self._pauses]
             self._saves = []
@@ -225,7 +227,7 @@ class RunControl:
 
         self._write()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         try:
             with os.scandir(self._folder / REQUESTS) as entries:
                 names = [entry.name for entry in entries if entry.name.endswith(".json")]
@@ -299,6 +301,6 @@ def _read(path: Path, kind: type[T]) -> T | None:
     """A file of this module. None if it is gone, damaged, too large, a link, or not a file."""
     try:
         with open_regular(path) as file:
-            return msgspec.json.decode(file.read(LARGEST), type=kind)
+            return msgspec.json.decode(file.read(MAX_BYTES), type=kind)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

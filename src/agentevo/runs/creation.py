@@ -129,12 +129,12 @@ def was_killed_early(folder: Path) -> bool:
     but holds the lock."""
     if not (folder / LOCK).is_file() or (folder / "config.yaml").exists():
         return False
-    names = {_plain(path.name) for path in folder.iterdir()}
+    names = {_base_name(path.name) for path in folder.iterdir()}
     log = folder / _LOG
     return names <= _BEFORE_CONFIG and not (log.is_file() and log.stat().st_size)
 
 
-def _plain(name: str) -> str:
+def _base_name(name: str) -> str:
     """The name of a file without the suffixes that its writer or SQLite adds temporarily."""
     name = name.removesuffix(".tmp").removeprefix(".") if name.endswith(".tmp") else name
     for ending in ("-wal", "-shm", "-journal"):

@@ -38,7 +38,7 @@ the program that created the run, which no other process has."""
 SWEEP_FILE = "sweep.yaml"
 MADE_BY = "# agentevo "
 """The beginning of the first line of a run's config.yaml."""
-WAIT_S = 15.0
+MAX_WAIT_S = 15.0
 """The time in seconds that a command for a person waits for an unavailable database."""
 
 
@@ -210,7 +210,7 @@ def use_store(
 ) -> T:
     """Runs `work` on a store, in a separate event loop, so it also works while a loop is running
     (in a notebook). A person waits for the result, so the wait for an unavailable database ends
-    after `wait_s`, or WAIT_S. `timeout_s` is the deadline of each call. `read_only`: see
+    after `wait_s`, or MAX_WAIT_S. `timeout_s` is the deadline of each call. `read_only`: see
     `open_store`."""
     from agentevo.event_loop import run_coroutine
     from agentevo.runs.store_opening import open_run_store
@@ -220,7 +220,7 @@ def use_store(
             url,
             create=create,
             timeout_s=timeout_s,
-            within_s=WAIT_S if wait_s is None else wait_s,
+            within_s=MAX_WAIT_S if wait_s is None else wait_s,
             remedy="start the database, correct its URL, or wait longer with --wait SECONDS",
             read_only=read_only,
         ) as store:

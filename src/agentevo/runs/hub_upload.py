@@ -31,7 +31,7 @@ CARD = "README.md"
 ADAPTER = "adapter_config.json"
 BASE = "base_model_name_or_path"
 """A key of an adapter's configuration."""
-OF_MODELS = (".safetensors", ".bin", ".index.json")
+WEIGHT_ENDINGS = (".safetensors", ".bin", ".index.json")
 """Endings of weight files that a loader would prefer to new files with other names."""
 STALL_S = 120.0
 """The longest time in seconds without a byte from or to the hub. The hub's client then tries again
@@ -101,7 +101,7 @@ def push_to_hub(
                 f"{visibility}"
                 + (f"; files of the model there are deleted: {', '.join(stale)}" if stale else "")
             )
-            opened = files if _speaks_xet(hub, repo) else _open_files(files, stack)
+            opened = files if _supports_xet(hub, repo) else _open_files(files, stack)
             commit = hub.create_commit(
                 repo,
                 [
@@ -154,7 +154,7 @@ def files_to_push(folder: Path, repo: str) -> dict[str, Path | bytes]:
 
 
 def _is_of_model(name: str) -> bool:
-    return "/" not in name and (name.endswith(OF_MODELS) or name in ("config.json", ADAPTER))
+    return "/" not in name and (name.endswith(WEIGHT_ENDINGS) or name in ("config.json", ADAPTER))
 
 
 def _open_files(files: Mapping[str, Path | bytes], stack: ExitStack) -> dict[str, bytes | BinaryIO]:
@@ -184,7 +184,7 @@ def _limited_stalls() -> Iterator[None]:
         session.timeout = before
 
 
-def _speaks_xet(hub: HfApi, repo: str) -> bool:
+def _supports_xet(hub: HfApi, repo: str) -> bool:
     """Whether the hub returns the token with which its client uploads by Xet. Without that token,
     the client does not fall back to LFS, but fails after minutes."""
     from huggingface_hub.utils import build_hf_headers, get_session

@@ -28,8 +28,8 @@ from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.chain import HEAD
 from agentevo.runs.resume_rules import changes, check_resume, is_fixed, note_changes
 from agentevo.runs.shared_store import content_of
-from agentevo.runs.store_opening import OPENING_S, open_run_store
-from agentevo.signals import finished_before_stop
+from agentevo.runs.store_opening import OPEN_TIMEOUT_S, open_run_store
+from agentevo.signals import finishes_before_stop
 
 if TYPE_CHECKING:
     from agentevo.inference.objects import Objects
@@ -65,7 +65,9 @@ def ensure_run_folder(
         shared = SharedConfig.of(config)
         is_known = _is_known(config, shared, within_s, stop, note)
         url = config.store.url
-        content = run_coroutine(_held(url, within_s, stop, note)) if url and not is_known else ""
+        content = (
+            run_coroutine(_content_of(url, within_s, stop, note)) if url and not is_known else ""
+        )
         if content:  # perhaps from a process of this run that has started in the meantime
             is_known = _is_known(config, shared, within_s, stop, note)
         if content is None or is_known is None:
@@ -134,12 +136,12 @@ async def confirm_run(
         check_resume(config, started_separately=True)
 
     if shared is not None:
-        shared_tree = await shared.read(OPENING_S, note)
+        shared_tree = await shared.read(OPEN_TIMEOUT_S, note)
         differing = changes(config, shared_tree)
         if shared_tree:
             fixed_changes = {key: values for key, values in differing.items() if is_fixed(key)}
             _refuse_others(fixed_changes, shared.place)
-        await shared.check_writer(folder, OPENING_S, note)
+        await shared.check_writer(folder, OPEN_TIMEOUT_S, note)
 
     note_changes(changed, note)
 
@@ -204,8 +206,10 @@ async def _read_shared_tree(
 ) -> dict[str, Any] | None:
     """The run's configuration from its object store, empty if it has none yet. None if `stop` is
     set before the answer."""
-    looking = asyncio.create_task(shared.read(OPENING_S if within_s is None else within_s, note))
-    return looking.result() if await finished_before_stop(looking, stop) else None
+    looking = asyncio.create_task(
+        shared.read(OPEN_TIMEOUT_S if within_s is None else within_s, note)
+    )
+    return looking.result() if await finishes_before_stop(looking, stop) else None
 
 
 def _check_place(config: RunConfig) -> None:
@@ -218,7 +222,7 @@ def _check_place(config: RunConfig) -> None:
         )
 
 
-async def _held(
+async def _content_of(
     url: str, within_s: float | None, stop: Callable[[], bool], note: Callable[[str], None]
 ) -> str | None:
     """Describes the content of a store outside of the folder. None if `stop` is set before the
@@ -234,7 +238,7 @@ async def _held(
             )
 
     looking = asyncio.create_task(look())
-    return looking.result() if await finished_before_stop(looking, stop) else None
+    return looking.result() if await finishes_before_stop(looking, stop) else None
 
 
 def _create(config: RunConfig) -> None:

@@ -26,7 +26,7 @@ QUEUED_KEYS = (
 )
 """Keys that a resumed run can't change if sampling runs concurrently with training. Tasks are
 queued for their values, and groups that wait in the store have that size and temperature."""
-APART_KEYS = ("rollout.weights.url",)
+SEPARATE_PROCESS_KEYS = ("rollout.weights.url",)
 """Keys that a resumed run can't change if its engines and samplers are separate processes, or have
 used that URL."""
 KINDS = {
@@ -92,9 +92,13 @@ def check_resume(
 
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
     has_apart_keys = started_separately or any(
-        changed.get(key, (None,))[0] is not None for key in APART_KEYS
+        changed.get(key, (None,))[0] is not None for key in SEPARATE_PROCESS_KEYS
     )
-    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * is_concurrent, *APART_KEYS * has_apart_keys)
+    fixed_keys = (
+        *FIXED_KEYS,
+        *QUEUED_KEYS * is_concurrent,
+        *SEPARATE_PROCESS_KEYS * has_apart_keys,
+    )
     for key, values in changed.items():
         before, after = (without_passwords(repr(value)) for value in values)
         if key in fixed_keys or key.partition(".")[0] in fixed:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.errors import AgentEvoError
-from agentevo.observability.moment import OLD_S, Moment, read_moment
+from agentevo.observability.moment import LATE_HEARTBEAT_S, Moment, read_moment
 from agentevo.observability.summary import read_summary
 from agentevo.runs.folder import finished_summary, is_run_folder
 from agentevo.runs.now_file import NOW
@@ -31,7 +31,7 @@ def run_words(folder: Path) -> str:
 
 
 def _state(folder: Path, moment: Moment | None, summary: Mapping[str, Any]) -> str:
-    if moment is not None and not moment.ended and moment.silent_s() <= OLD_S:
+    if moment is not None and not moment.ended and moment.silent_s() <= LATE_HEARTBEAT_S:
         return f"running ({moment.words()})"
     if finished_summary(folder) is not None:
         early = summary.get("stopped_early")

@@ -11,7 +11,7 @@ from agentevo.errors import DeadlineExceededError, StoreUnavailableError
 from agentevo.retry import FIRST_PAUSE_S, with_retries
 from agentevo.store.store import Store, open_store
 
-OPENING_S = 60.0
+OPEN_TIMEOUT_S = 60.0
 """The time in seconds to wait at the start for a database that does not answer. It may be starting,
 or its URL is wrong."""
 
@@ -28,8 +28,8 @@ async def open_run_store(
 ) -> Store:
     """Opens the store at `url`, with `timeout_s` or its own deadline for each later call. Waits for
     an unavailable database, and reports that. Raises StoreUnavailableError, with the remedy, after
-    `within_s` seconds, or OPENING_S. `create` and `read_only` are those of `open_store`."""
-    within_s = OPENING_S if within_s is None else within_s
+    `within_s` seconds, or OPEN_TIMEOUT_S. `create` and `read_only` are those of `open_store`."""
+    within_s = OPEN_TIMEOUT_S if within_s is None else within_s
     ends = time.monotonic() + within_s
 
     async def attempt() -> Store:

@@ -223,8 +223,8 @@ class CallLog:
         with self._lock:
             self._writing = self._writing[len(batch) :]
             for number, call in batch:
-                if call.has_ended and not call.is_let_go and number not in self._new:
-                    call.is_let_go = True
+                if call.has_ended and not call.is_forgotten and number not in self._new:
+                    call.is_forgotten = True
                     self._num_held -= 1
 
 
@@ -250,7 +250,7 @@ def record_call(kind: str, name: str, **attributes: Attribute) -> RunningCall:
     return calls.call(kind, name, **attributes)
 
 
-def asked_by(place: TracePlace | None) -> Asker:
+def set_asker(place: TracePlace | None) -> Asker:
     """From now on, calls in this asyncio task are made for a program whose request named
     `place`."""
     asker = Asker(place, _current.get())
@@ -337,11 +337,11 @@ class RunningCall:
         self.kind = kind
         self.name = name
         self.number = 0
-        self.is_let_go = False
+        self.is_forgotten = False
         self.outer: RunningCall | None = None
         self.asker: TracePlace | None = None
         """The place in a trace of the program that made the request."""
-        self.said: TracedMessage | None = None
+        self.traced_message: TracedMessage | None = None
         """The messages of the call, if a span is made of it: see TracedMessage."""
         self._attributes = attributes
         self._kept: dict[str, str] = {}

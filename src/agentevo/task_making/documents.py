@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from agentevo.data.asked import asked_key
+from agentevo.data.asked import question_key
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.models.answer_form import AnswerForm
 from agentevo.remote_models.model import RemoteModel
@@ -102,7 +102,7 @@ def tasks_from_gaps(
         gaps = [
             (_GAP_QUESTION.format(sentence=gapped, gap=GAP), answer)
             for sentence, gapped, answer in _gaps(passage.text)
-            if asked_key(sentence) not in on_both
+            if question_key(sentence) not in on_both
         ]
         gaps = [gap for gap in gaps if gap[0] not in tasks.asked_questions]
         for question, answer in draw.sample(gaps, min(per_passage, len(gaps))):
@@ -223,7 +223,7 @@ def _problem(question: str, answer: str, passage: Passage, on_both: Container[by
         return "a question holds its answer"
 
     matches = [sentence for sentence in _sentences(passage) if stands_in(answer, sentence)]
-    if matches and all(asked_key(sentence) in on_both for sentence in matches):
+    if matches and all(question_key(sentence) in on_both for sentence in matches):
         return "its sentence stands on both sides of the split"
 
     return ""
@@ -282,7 +282,7 @@ def _on_both_sides(passages: Sequence[Passage]) -> set[bytes]:
     sides: tuple[set[bytes], set[bytes]] = (set(), set())
     for passage in passages:
         side = sides[is_held_out(_content(passage))]
-        keys = map(asked_key, _sentences(passage))
+        keys = map(question_key, _sentences(passage))
         side.update(key for key in keys if key is not None)
     return sides[0] & sides[1]
 

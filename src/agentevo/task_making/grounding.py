@@ -134,7 +134,7 @@ async def _value(tools: AttemptTools, survey: Survey, step: ScenarioStep) -> str
     value = await answer_of(tools, step.tool, survey.databases[step.tool].parameter, step.question)
     if value is None or len(value) > MAX_ANSWER_CHARS or value not in step.result:
         raise UngroundedError("its question has not one answer")
-    if value in map(str, step.question.told_values.values()):
+    if value in map(str, step.question.required_values.values()):
         raise UngroundedError("its words would say what is to be found")
     return value
 
@@ -150,7 +150,7 @@ def _questions(
             by_name.setdefault(name.lower(), []).append(value)
 
     questions = [(step.tool, step.arguments) for step in steps if not step.changes]
-    for tool in survey.asking:
+    for tool in survey.read_only_tools:
         if (database := survey.databases.get(tool)) is not None:
             counts = [
                 DatabaseQuestion(table=table.name).sql for table in database.tables[:MAX_GUESSES]

@@ -97,7 +97,7 @@ class MadeTasks(msgspec.Struct, kw_only=True):
             "difficulty": dict(sorted(Counter(row["difficulty"] for row in rows).items())),
             "tools": {name: tools[name] for name in self.survey.schemas},
             "pairs": sorted(f"{first} -> {then}" for first, then in pairs),
-            "silent": self.survey.silent,
+            "silent": self.survey.unresponsive,
             "changing": sorted(self.survey.changing),
             "reasons": self.reasons,
         }
@@ -139,7 +139,7 @@ async def make_tasks(
     world = ToolWorld(sections)
     try:
         surveyed = await survey(world, request.values, seed=request.seed)
-        for name, why in surveyed.silent.items():
+        for name, why in surveyed.unresponsive.items():
             on_note(
                 f"no task needs {name}: it refuses calls that its schema allows, or fails ({why})"
             )

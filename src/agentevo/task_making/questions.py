@@ -111,7 +111,7 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
         return f"{doing} with {' and '.join(condition_words)}" if condition_words else doing
 
     @property
-    def told_values(self) -> dict[str, Any]:
+    def required_values(self) -> dict[str, Any]:
         """The values that the words must contain."""
         return {
             f"{condition.column} {condition.sign}": condition.value for condition in self.conditions

@@ -51,10 +51,10 @@ class ScenarioStep(msgspec.Struct, frozen=True, kw_only=True):
     SQL."""
 
     @property
-    def told_values(self) -> dict[str, Any]:
+    def required_values(self) -> dict[str, Any]:
         """The arguments that the agent receives. For a question, the values in its words."""
         if self.question is not None:
-            return self.question.told_values
+            return self.question.required_values
         return {
             name: argument for name, argument in self.arguments.items() if name not in self.found
         }
@@ -90,7 +90,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         calls = [
             [
                 step.tool,
-                step.told_values,
+                step.required_values,
                 {name: [source.step, source.name] for name, source in step.found.items()},
                 *([step.question.sql] if step.question is not None else []),
             ]

@@ -46,7 +46,7 @@ class Survey(msgspec.Struct, kw_only=True):
     """Tools that change the results of others."""
     databases: dict[str, SurveyedDatabase] = {}
     """Maps a tool that accepts SQL to its database."""
-    silent: dict[str, str] = {}
+    unresponsive: dict[str, str] = {}
     """Maps a tool that returned no result to the message of its last call."""
 
     @property
@@ -68,7 +68,7 @@ class Survey(msgspec.Struct, kw_only=True):
         ]
 
     @property
-    def asking(self) -> list[str]:
+    def read_only_tools(self) -> list[str]:
         """The usable tools that change nothing."""
         return [name for name in self.usable if name not in self.changing]
 
@@ -131,7 +131,7 @@ async def survey(
                     await _try_tool(tools, surveyed, name, draw)
 
     if not surveyed.answered:
-        lines = "\n".join(f"{name}: {why}" for name, why in surveyed.silent.items())
+        lines = "\n".join(f"{name}: {why}" for name, why in surveyed.unresponsive.items())
         raise ConfigError(
             "no tool of the server answers calls that its schema allows, so no task can be made: "
             f"correct its schemas, or give values by --value\n{lines}"
@@ -150,13 +150,13 @@ async def _try_tool(tools: AttemptTools, surveyed: Survey, name: str, draw: rand
     surveyed.learn(got)
 
     if got.is_error:
-        surveyed.silent[name] = (
+        surveyed.unresponsive[name] = (
             f"{_format_arguments(arguments)} -> {' '.join(got.text.split())[:200]}"
         )
         return
 
     surveyed.answered[name] = got
-    surveyed.silent.pop(name, None)
+    surveyed.unresponsive.pop(name, None)
 
 
 async def _changes(world: ToolWorld, surveyed: Survey, name: str) -> bool:

@@ -113,7 +113,7 @@ def _describe_call(
     if step.question is not None:
         return step.question.words
 
-    arguments = [f"{_plain(name)}: {shown(value)}" for name, value in step.told_values.items()]
+    arguments = [f"{_plain(name)}: {shown(value)}" for name, value in step.required_values.items()]
     for name, origin in step.found.items():
         source = _describe_call(steps, origin.step, descriptions, phrases)
         arguments.append(phrases.found_value.format(name=_plain(name), source=source))
@@ -177,14 +177,16 @@ def named_tools(text: str, tools: Sequence[str]) -> list[str]:
 
 def values_left_out(text: str, scenario: Scenario) -> list[str]:
     """The values that the agent needs and that the text lacks."""
-    values = [shown(value) for step in scenario.steps for value in step.told_values.values()]
+    values = [shown(value) for step in scenario.steps for value in step.required_values.values()]
     return [value for value in values if not _is_in(value, text)]
 
 
 def gives_away(text: str, scenario: Scenario) -> bool:
     """Whether the text says what the agent has to find."""
     hidden = [] if scenario.answer is None else [scenario.answer]
-    told_values = {shown(value) for step in scenario.steps for value in step.told_values.values()}
+    told_values = {
+        shown(value) for step in scenario.steps for value in step.required_values.values()
+    }
     hidden += [
         shown(step.arguments[name])
         for step in scenario.steps

@@ -80,7 +80,7 @@ async def reword_tasks(
 
 
 def _prompt(row: Mapping[str, Any], wrong: str) -> str:
-    values = [value for step in steps_of(row) for value in step.told_values.values()]
+    values = [value for step in steps_of(row) for value in step.required_values.values()]
     persona = f", as somebody would who is {row['persona']}" if row.get("persona") else ""
     return _RULES.format(
         language=row.get("language", "en"),

@@ -19,13 +19,13 @@ import msgspec
 from agentevo.config.mcp_manager import MCPManagerSection
 from agentevo.console import to_stderr
 from agentevo.errors import ToolUnavailableError
-from agentevo.own_loop import OwnLoop
+from agentevo.own_loop import DedicatedLoop
 from agentevo.tools.manager_api import ManagerAPI
 from agentevo.tools.mcp_servers import RESTARTED
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
 from agentevo.types import Task
 
-_loop = OwnLoop("agentevo-manager")
+_loop = DedicatedLoop("agentevo-manager")
 
 
 class MCPManager:

@@ -11,7 +11,7 @@ from agentevo.console import to_stderr
 from agentevo.tracing.first_warning import FirstWarning
 from agentevo.tracing.opening import load_sdk
 
-ASKED_BY = (
+ENABLING_VARIABLES = (
     "OTEL_TRACES_EXPORTER",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_EXPORTER_OTLP_ENDPOINT",
@@ -25,7 +25,7 @@ def traced_as_environment() -> Iterator[None]:
     `otlp`, or it is not set and there is an endpoint. Packages of this process that use
     OpenTelemetry's own API, such as the MCP SDK, then send their spans over OTLP. Raises
     MissingExtraError."""
-    variable = next((name for name in ASKED_BY if os.environ.get(name)), None)
+    variable = next((name for name in ENABLING_VARIABLES if os.environ.get(name)), None)
     exporter = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if variable is None or is_off or exporter.strip().lower() != "otlp":

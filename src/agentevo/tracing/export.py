@@ -87,7 +87,7 @@ async def export_spans(
                 continue
 
             trace = trace_of(run.id, attempt_of(call.trajectory_id), 1.0)
-            traced_message = await conversations.said_in(call) if contents else None
+            traced_message = await conversations.messages_of(call) if contents else None
             batch.append(spans.of(call, trace, traced_message=traced_message))
             num_spans += 1
 
@@ -108,7 +108,7 @@ class _Conversations:
         """Maps an attempt to the messages of each of its turns. The oldest entries are removed
         first."""
 
-    async def said_in(self, call: Call) -> TracedMessage | None:
+    async def messages_of(self, call: Call) -> TracedMessage | None:
         """The messages of a call. None if it is not a call of the policy, or if its turns are
         unknown."""
         first = call.attributes.get("turn")

@@ -182,7 +182,7 @@ class Spans:
                     attributes[name] = self._texts.shown(text)
 
         # Also the facts of the call that the conventions have no name for.
-        named_facts = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
+        named_facts = _NAMED_SCORER_FACTS if call.kind == "scorer" else _NAMED_FACTS
         for fact, value in facts.items():
             if fact not in named_facts and (self._contents or fact not in _OUTPUT):
                 shown = self._texts.shown(value) if isinstance(value, str) else value
@@ -269,8 +269,8 @@ _TOOL_CONTENTS = {
     "result": names.TOOL_RESULT,
     "output": names.TOOL_RESULT,
 }
-_TOLD = frozenset({*_COUNTS, *_TOOL_CONTENTS})
-_TOLD_OF_SCORER = _TOLD | {"reason"}
+_NAMED_FACTS = frozenset({*_COUNTS, *_TOOL_CONTENTS})
+_NAMED_SCORER_FACTS = _NAMED_FACTS | {"reason"}
 
 
 def attempt_of(trajectory_id: str) -> str:

@@ -32,7 +32,7 @@ from agentevo.tracing.spans import Spans, attempt_of
 
 FLUSH_S = 30.0
 """The time in seconds that the end of a run waits for an exporter that still accepts spans."""
-PIECE = 2**22
+EXPORT_CHARS = 2**22
 """The number of characters of the spans that are exported together, because collectors refuse
 larger requests."""
 _SAMPLED = SpanContext(1, 1, False, TraceFlags(TraceFlags.SAMPLED))
@@ -75,7 +75,7 @@ class CallExporter(SpanExporter):
         """The failures since the last successful export."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """See SpanExporter. Exports in pieces of about PIECE characters each."""
+        """See SpanExporter. Exports in pieces of about EXPORT_CHARS characters each."""
         piece = list[ReadableSpan]()
         size = 0
         for waiting in spans:
@@ -87,7 +87,7 @@ class CallExporter(SpanExporter):
                 continue
 
             length = _num_characters(span)
-            if piece and size + length > PIECE:
+            if piece and size + length > EXPORT_CHARS:
                 self._deliver(piece)
                 piece = []
                 size = 0
@@ -133,7 +133,7 @@ class CallExporter(SpanExporter):
         return self._spans.of(
             record,
             trace,
-            traced_message=call.said,
+            traced_message=call.traced_message,
             asker=call.asker,
             around=around.span_id if around and around.trace_id == trace.trace_id else None,
         )

@@ -31,13 +31,13 @@ MAX_WAITING = 1000
 ATTEMPTS = 6
 FIRST_PAUSE_S = 1.0
 """The wait in seconds between the first two attempts at a call. It doubles each time."""
-HANG_S = 60.0
+HANG_TIMEOUT_S = 60.0
 """A tracker is reported as hanging after this many seconds in a call."""
 LONGEST_WORDS = 300
 """The maximum number of characters of an error in a warning."""
 
 
-class Record:
+class TrackingRecord:
     """tracking.json in the run's folder: each tracker's id of the run, and its last step. Threads
     of all trackers write it."""
 
@@ -78,7 +78,7 @@ class TrackerDelivery:
         name: str,
         make: Callable[[], Tracker],
         run: TrackedRun,
-        record: Record,
+        record: TrackingRecord,
         say: Callable[[str, bool], None],
         *,
         first_pause_s: float = FIRST_PAUSE_S,
@@ -116,13 +116,13 @@ class TrackerDelivery:
         if self._left_out:
             self._warn(f"it is {MAX_WAITING} steps behind, and the oldest of these are left out")
 
-        self.look()
+        self.check_for_hang()
 
-    def look(self) -> None:
+    def check_for_hang(self) -> None:
         """Warns of a call that does not return. The run's thread calls this."""
         busy = self._busy
-        if busy is not None and time.monotonic() - busy[0] > HANG_S:
-            self._warn(f"{busy[1]} has not returned for {HANG_S:g} s")
+        if busy is not None and time.monotonic() - busy[0] > HANG_TIMEOUT_S:
+            self._warn(f"{busy[1]} has not returned for {HANG_TIMEOUT_S:g} s")
 
     def finish(self, last: list[Callable[[Tracker], None]]) -> None:
         """Ends the delivery: `last` runs after the waiting rows, and then the thread ends."""
@@ -234,7 +234,7 @@ class TrackerDelivery:
         return False
 
 
-def with_identity(run: TrackedRun, name: str, record: Record, new_id: str) -> TrackedRun:
+def with_identity(run: TrackedRun, name: str, record: TrackingRecord, new_id: str) -> TrackedRun:
     """The facts of the run for the tracker with that name."""
     tracker_id, step = record.of(name)
     return msgspec.structs.replace(

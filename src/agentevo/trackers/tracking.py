@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentevo.trackers.delivery import Record, TrackerDelivery, with_identity
+from agentevo.trackers.delivery import TrackerDelivery, TrackingRecord, with_identity
 from agentevo.trackers.secrets import clean_text, known_secrets
 from agentevo.trackers.tracker import (
     State,
@@ -44,7 +44,7 @@ class Tracking:
         self._warn = warn
         self._flush_s = flush_s
         self._messages: deque[tuple[str, bool]] = deque()
-        record = Record(run.folder / RECORD if keep_record else None)
+        record = TrackingRecord(run.folder / RECORD if keep_record else None)
         self._deliveries = [
             TrackerDelivery(
                 config.name,
@@ -63,12 +63,12 @@ class Tracking:
         """Delivers a committed step. Does not block."""
         for delivery in self._deliveries:
             delivery.put(row)
-        self.hear()
+        self.pass_messages()
 
-    def hear(self) -> None:
+    def pass_messages(self) -> None:
         """Passes on the messages of the trackers since the last call."""
         for delivery in self._deliveries:
-            delivery.look()
+            delivery.check_for_hang()
         while self._messages:
             text, is_warning = self._messages.popleft()
             (self._warn if is_warning else self._note)(text)
@@ -101,7 +101,7 @@ class Tracking:
         for delivery in self._deliveries:
             delivery.wait(until)
 
-        self.hear()
+        self.pass_messages()
 
 
 def merge_rows(before: TrackedRow | None, row: TrackedRow) -> TrackedRow:

@@ -49,7 +49,7 @@ VISITOR = "agentevo.visitor"
 """The key of a request's scope for its visitor."""
 FORM = "agentevo.form"
 """The key of a request's scope for the fields of a POST. The guard reads the body."""
-ENDLESS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
+STREAM_PATHS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
 """The paths with endless answers (live.py, try_page.py), which have their own deadlines."""
 LONGEST_S = 60.0
 """The deadline of every other answer, in seconds."""
@@ -190,7 +190,9 @@ class AccessGuard:
             if scope["method"] == "POST":
                 scope[FORM] = await self._form(receive, headers, visitor)
 
-            async with asyncio.timeout(None if ENDLESS.fullmatch(scope["path"]) else LONGEST_S):
+            async with asyncio.timeout(
+                None if STREAM_PATHS.fullmatch(scope["path"]) else LONGEST_S
+            ):
                 await self._app(scope, receive, sending)
         except FormRefusedError as refused:
             text = f"nothing was changed: {refused}\n"

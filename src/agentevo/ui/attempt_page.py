@@ -18,10 +18,10 @@ from agentevo.observability.attempt_tokens import Training
 from agentevo.runs.annotations import Annotations, read_annotations
 from agentevo.store.calls import StoredCall
 from agentevo.store.records import StoredTrajectory
-from agentevo.ui.attempt_training import Tools, tools_of, training_of
+from agentevo.ui.attempt_training import TokenTools, tools_of, training_of
 from agentevo.ui.attempts_page import reader_of
 from agentevo.ui.context import NotFoundError, dashboard, part, run_of
-from agentevo.ui.index.reader import IndexAway, IndexRow
+from agentevo.ui.index.reader import IndexRow, IndexUnavailableError
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 from agentevo.ui.task_facts import read_task_facts
@@ -41,7 +41,7 @@ async def _attempt_of(
     reader, _ = await reader_of(request, view)
     try:
         row = await in_thread(reader.find, name)
-    except IndexAway:
+    except IndexUnavailableError:
         row = None
 
     async with dashboard(request).stores.reading(view.source) as store:
@@ -76,7 +76,7 @@ async def _siblings(request: Request, view: RunView, row: IndexRow | None) -> li
     if row is None:
         return []
     reader, _ = await reader_of(request, view)
-    with suppress(IndexAway):
+    with suppress(IndexUnavailableError):
         return (await in_thread(reader.group, row.group_id))[:MAX_SIBLINGS]
     return []
 
@@ -133,7 +133,7 @@ async def attempt(
         timeline=attempt_view.timeline(calls),
         num_calls=len(calls),
         ending=attempt_view.ending(trajectory, calls),
-        slips=attempt_view.slips(trajectory),
+        slips=attempt_view.rejected_replies(trajectory),
         limit=attempt_view.limit(trajectory, view.config),
         verdicts=attempt_view.verdicts(calls),
         tree=attempt_view.tree(trajectory.turns, leaf),
@@ -152,7 +152,7 @@ async def _tokens(
     row: IndexRow | None,
     start: tuple[int, int],
     leaf: int | None,
-    tools: Tools,
+    tools: TokenTools,
 ) -> dict[str, Any]:
     """A part of the tokens, and why some of their numbers are missing."""
     reader, _ = await reader_of(request, view)
@@ -303,7 +303,7 @@ async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
         left=left_attempt,
         right=right_attempt,
         rows=rows,
-        slips=attempt_view.slips,
+        slips=attempt_view.rejected_replies,
         limit=attempt_view.limit,
         preferred=(await _annotations(view)).pairs.get(frozenset((a, b))),
     )

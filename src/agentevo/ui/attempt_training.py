@@ -18,7 +18,7 @@ from agentevo.store.records import StoredTrajectory
 from agentevo.store.store import Store
 from agentevo.types import Sample, Trajectory
 from agentevo.ui.index.advantages import Rule, config_of, rule_of, step_samples, without_words
-from agentevo.ui.index.reader import IndexAway, IndexReader, IndexRow
+from agentevo.ui.index.reader import IndexReader, IndexRow, IndexUnavailableError
 from agentevo.ui.run_state import RunView
 
 MAX_ATTEMPTS = 2_048
@@ -26,7 +26,7 @@ MAX_ATTEMPTS = 2_048
 them."""
 
 
-class Tools(NamedTuple):
+class TokenTools(NamedTuple):
     """What is needed to show the tokens of a run."""
 
     decode: Callable[[Sequence[int]], str] | None
@@ -38,14 +38,16 @@ class Tools(NamedTuple):
 READY_S = 2.0
 """The time in seconds that a page waits for the tools, because torch and the tokenizer load slowly
 the first time."""
-_tools: OrderedDict[str, asyncio.Task[Tools]] = OrderedDict()
+_tools: OrderedDict[str, asyncio.Task[TokenTools]] = OrderedDict()
 
 
-async def tools_of(view: RunView) -> Tools | None:
+async def tools_of(view: RunView) -> TokenTools | None:
     """The tools. None while they are loading."""
     task = _tools.get(view.key)
     is_old = task is not None and (
-        task.get_loop() is not asyncio.get_running_loop() or _has_failed(task) or _lacks(task)
+        task.get_loop() is not asyncio.get_running_loop()
+        or _has_failed(task)
+        or _lacks_tokenizer(task)
     )
     if task is None or is_old:
         folder = view.source.folder
@@ -57,16 +59,16 @@ async def tools_of(view: RunView) -> Tools | None:
     return task.result() if task.done() else None
 
 
-def _has_failed(task: asyncio.Task[Tools]) -> bool:
+def _has_failed(task: asyncio.Task[TokenTools]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _lacks(task: asyncio.Task[Tools]) -> bool:
+def _lacks_tokenizer(task: asyncio.Task[TokenTools]) -> bool:
     """Whether to search for a tokenizer again, because a run's first checkpoint may add it."""
     return task.done() and task.result().decode is None
 
 
-def _make_tools(folder: Path | None) -> Tools:
+def _make_tools(folder: Path | None) -> TokenTools:
     from agentevo.runs.folder import saved_tokenizer
 
     rule = rule_of(config_of(folder))
@@ -76,9 +78,9 @@ def _make_tools(folder: Path | None) -> Tools:
             tokenizer = saved_tokenizer(folder)
 
     if tokenizer is None:
-        return Tools(None, rule)
+        return TokenTools(None, rule)
 
-    return Tools(
+    return TokenTools(
         lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)), rule
     )
 
@@ -137,7 +139,7 @@ async def _advantages(
 def _bound(reader: IndexReader, step: int) -> int | None:
     try:
         facts = next((plan for number, _, _, plan in reader.steps() if number == step), {})
-    except IndexAway:
+    except IndexUnavailableError:
         return None
     bound = facts.get("staleness")
     return bound if isinstance(bound, int) else None

@@ -20,7 +20,13 @@ from agentevo.event_loop import in_thread
 from agentevo.pages.histograms import HistogramBar, histogram
 from agentevo.pages.navigation import run_url
 from agentevo.ui.context import NotFoundError, dashboard, is_part, part, run_of
-from agentevo.ui.index.reader import IndexAway, IndexReader, IndexRow, IndexState, Listing
+from agentevo.ui.index.reader import (
+    IndexReader,
+    IndexRow,
+    IndexState,
+    IndexUnavailableError,
+    Listing,
+)
 from agentevo.ui.index.selection import ORDERS, Selection, exact
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
@@ -41,7 +47,7 @@ TITLES = {
     "error": "Error",
     "reason": "Dropped for",
 }
-NOT_OF_ALL = ("error", "reason")
+PARTIAL_FILTERS = ("error", "reason")
 """Filters that most attempts have no word for, so even a single word is a choice."""
 WHY_NOT = {
     "advantage": "no attempt here was trained on, or its advantages can't be recomputed",
@@ -125,7 +131,7 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
     for name, title in TITLES.items():
         chosen = selection.choices.get(name, "")
         words = reader.words(selection, name)
-        if len(words) > 1 or chosen or (words and name in NOT_OF_ALL):
+        if len(words) > 1 or chosen or (words and name in PARTIAL_FILTERS):
             links = [(w, n, link(**{name: None if w == chosen else w})) for w, n in words]
             choices.append(AttemptChoice(title, name, chosen, links))
 
@@ -272,7 +278,7 @@ async def _answer(
     _, (state, trouble) = await ready_index(request, view)
     shown = None
     content = None
-    with suppress(IndexAway):
+    with suppress(IndexUnavailableError):
         if state.at:
             shown, content = await in_thread(read)
 

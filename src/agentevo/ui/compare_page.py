@@ -23,9 +23,9 @@ from agentevo.ui.watching import UnknownRunError
 
 router = APIRouter()
 
-MOST_RUNS = 64
-MOST_CHARTS = 60
-MOST_KEYS = 400
+MAX_RUNS = 64
+MAX_CHARTS = 60
+MAX_KEYS = 400
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ async def compare(
 
     views = []
     missing = []
-    for key in keys[:MOST_RUNS]:
+    for key in keys[:MAX_RUNS]:
         try:
             views.append(await watcher.view(key))
         except UnknownRunError:
@@ -86,9 +86,7 @@ async def compare(
         chosen_names = [name for name in names if all(word in name.lower() for word in words)]
 
     charts = await in_thread(
-        lambda: [
-            chart for name in chosen_names[:MOST_CHARTS] if (chart := chart_of(lines, name, x))
-        ]
+        lambda: [chart for name in chosen_names[:MAX_CHARTS] if (chart := chart_of(lines, name, x))]
     )
     differences, num_same = await in_thread(differing, lines)
     return page(
@@ -96,7 +94,7 @@ async def compare(
         "compare.html",
         lines=lines,
         num_runs=len(views),
-        missing=missing + [f"only {MOST_RUNS} are compared"] * (len(keys) > MOST_RUNS),
+        missing=missing + [f"only {MAX_RUNS} are compared"] * (len(keys) > MAX_RUNS),
         chosen=list(dict.fromkeys(run)),
         sweep=sweep,
         by=by,
@@ -106,7 +104,7 @@ async def compare(
         axes=NAMES,
         names=names[:2000],
         charts=charts,
-        differences=differences[:MOST_KEYS],
+        differences=differences[:MAX_KEYS],
         num_same=num_same,
     )
 

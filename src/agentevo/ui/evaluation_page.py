@@ -22,7 +22,7 @@ from agentevo.ui import held_out
 from agentevo.ui.attempts_page import ready_index
 from agentevo.ui.context import NotFoundError, dashboard, run_of
 from agentevo.ui.held_out import Account, HeldOut, SettingChanges
-from agentevo.ui.index.reader import IndexAway, IndexReader
+from agentevo.ui.index.reader import IndexReader, IndexUnavailableError
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 from agentevo.ui.runs_page import newest_evaluation
@@ -30,8 +30,8 @@ from agentevo.ui.watching import UnknownRunError
 
 router = APIRouter()
 
-MOST_BESIDE = 8
-MOST_OFFERED = 60
+MAX_COMPARED = 8
+MAX_OFFERED = 60
 GREEDY = "greedy"
 
 
@@ -95,7 +95,7 @@ async def evaluation(
     """The results, as a page."""
     view = await run_of(request, run)
     selection = EvaluationQuery(
-        decoding, agent, first, last, tuple(dict.fromkeys(compared))[:MOST_BESIDE]
+        decoding, agent, first, last, tuple(dict.fromkeys(compared))[:MAX_COMPARED]
     )
     attempts, missing, (state, trouble) = await _find(request, view, selection)
     players = newest_evaluation(view) if not view.summary else (view.summary.get("eval") or {})
@@ -130,7 +130,7 @@ async def series(
     """The numbers of the page's chart, in the form for charts.js."""
     view = await run_of(request, run)
     selection = EvaluationQuery(
-        decoding, agent, None, None, tuple(dict.fromkeys(compared))[:MOST_BESIDE]
+        decoding, agent, None, None, tuple(dict.fromkeys(compared))[:MAX_COMPARED]
     )
     attempts, _, _ = await _find(request, view, selection)
     if attempts is None or attempts.chart is None:
@@ -163,7 +163,7 @@ async def _find(
         compared_runs.append((other_view, its))
 
     attempts = None
-    with suppress(IndexAway):
+    with suppress(IndexUnavailableError):
         if state[0].at:
             attempts = await in_thread(_read, view, reader, selection, compared_runs)
 
@@ -233,7 +233,7 @@ def _compared_result(
             return [EvaluationResult(view.title, view.key, steps[-1], account)], held_out.curve(
                 attempts
             )
-    except IndexAway:
+    except IndexUnavailableError:
         return [], []
 
 
@@ -288,7 +288,7 @@ async def _offer_runs(
         )
         offers.append((other_view.title, other_view.key, selection.query(**{"with": keys}), chosen))
 
-    return sorted(offers, key=lambda offer: (not offer[3], offer[0]))[:MOST_OFFERED]
+    return sorted(offers, key=lambda offer: (not offer[3], offer[0]))[:MAX_OFFERED]
 
 
 def _number(value: object) -> float | None:

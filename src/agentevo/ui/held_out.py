@@ -20,11 +20,11 @@ from agentevo.store.records import SPLITS
 from agentevo.ui.index.columns import STATUSES
 from agentevo.ui.index.reader import IndexReader
 
-MOST_DRAWS = 24_000_000
+MAX_DRAWS = 24_000_000
 """The maximum number of resampled values for a chart's intervals. With more tasks, fewer steps are
 drawn."""
-MOST_STEPS = 120
-MOST_CHANGES = 200
+MAX_STEPS = 120
+MAX_CHANGES = 200
 """The maximum number of tasks that are listed as better, and as worse."""
 CACHED = 4_096
 
@@ -144,7 +144,7 @@ def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
     with the first and the last."""
     steps = attempts.steps
     tasks = len(np.unique(attempts.task)) or 1
-    most = int(min(max(MOST_DRAWS // (RESAMPLES * tasks), 8), MOST_STEPS))
+    most = int(min(max(MAX_DRAWS // (RESAMPLES * tasks), 8), MAX_STEPS))
     if len(steps) > most:
         places = np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))
         steps = [steps[place] for place in places.tolist()]
@@ -182,7 +182,7 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
     order = np.argsort(-np.abs(gain), kind="stable")
     changes_by_direction: dict[bool, list[SettingChange]] = {}
     for is_better in (True, False):
-        chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MOST_CHANGES]
+        chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MAX_CHANGES]
         names = _names(reader, "SELECT number, id FROM tasks WHERE number", both[chosen])
         ids = _names(
             reader,

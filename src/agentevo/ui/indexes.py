@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from agentevo.ui.index.indexer import Indexer
-from agentevo.ui.index.reader import IndexAway, IndexReader, IndexState
+from agentevo.ui.index.reader import IndexReader, IndexState, IndexUnavailableError
 
 IDLE_S = 600.0
 """After this many seconds without a page's request, an index is no longer updated."""
@@ -52,7 +52,7 @@ class Indexes:
 
         try:
             return entry.reader.state(), entry.indexer.trouble
-        except IndexAway as error:
+        except IndexUnavailableError as error:
             return IndexState("listing", 0, 0, 0.0, ""), entry.indexer.trouble or str(error)
 
     def close(self) -> None:

@@ -8,8 +8,8 @@ The key `*` means the list of runs: `{"run": "*", "version": 3}` if the list has
 
 A page requests its parts again at a new version, so the selection of its URL (filters, a metric)
 stays. The page itself shows what the run does now, about once a second. An empty comment line comes
-every BEAT_S seconds, so that a client that is gone is detected. A stream ends after LONGEST_S
-seconds, and browsers reopen it automatically.
+every HEARTBEAT_S seconds, so that a client that is gone is detected. A stream ends after
+MAX_STREAM_S seconds, and browsers reopen it automatically.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from agentevo.ui.context import dashboard
 from agentevo.ui.run_state import RunView
 from agentevo.ui.watching import LIST, Watcher
 
-BEAT_S = 15.0
-LONGEST_S = 3600.0
+HEARTBEAT_S = 15.0
+MAX_STREAM_S = 3600.0
 MAX_STREAMS = 200
 LONGEST_WORDS = 160
 LONGEST_REASON = 2000
@@ -70,7 +70,7 @@ class Events(StreamingResponse):
 
 
 async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncIterator[bytes]:
-    ends = time.monotonic() + LONGEST_S
+    ends = time.monotonic() + MAX_STREAM_S
     beat = time.monotonic()
     yield b"retry: 1000\n\n"
 
@@ -82,7 +82,7 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
         elif view is not None:
             yield _event_of(watcher, view)
             beat = now
-        elif now - beat > BEAT_S:
+        elif now - beat > HEARTBEAT_S:
             yield b": still here\n\n"
             beat = now
 

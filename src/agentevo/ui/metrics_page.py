@@ -22,7 +22,7 @@ from agentevo.ui.run_state import RunView
 
 router = APIRouter()
 
-MOST_SHOWN = 400
+MAX_SHOWN = 400
 """The maximum number of charts on a page."""
 
 
@@ -44,7 +44,7 @@ async def metrics(
     view = await run_of(request, run)
     names = [name for name in sorted(view.table.columns) if _is_like(name, q)]
     groups: dict[str, list[ShownMetrics]] = {}
-    for name in names[:MOST_SHOWN]:
+    for name in names[:MAX_SHOWN]:
         groups.setdefault(name.partition("/")[0], []).append(_shown(view, name, x))
 
     data = {
@@ -53,7 +53,7 @@ async def metrics(
         "x": x,
         "axes": NAMES,
         "smooth": min(max(smooth, 0.0), 0.99),
-        "num_left_out": max(len(names) - MOST_SHOWN, 0),
+        "num_left_out": max(len(names) - MAX_SHOWN, 0),
         "total": len(view.table.columns),
         "num_new": 0,
     }

@@ -31,7 +31,7 @@ MAX_PLAYERS = 2
 MAX_REQUESTS = 4
 """The maximum number of concurrent requests of a player."""
 IDLE_S = 600.0
-LOOK_S = 5.0
+POLL_INTERVAL_S = 5.0
 START_S = 60.0
 """The time in seconds in which a process must start, even on a busy machine."""
 LOAD_S = 600.0
@@ -84,7 +84,7 @@ class PlayerProcess:
     ready: words.Ready | None = None
     problem: str = ""
     is_killed: bool = False
-    heard_at: float = 0.0
+    last_event_at: float = 0.0
     used_at: float = 0.0
     """By the monotonic clock."""
     listeners: dict[str, asyncio.Queue[words.Event | None]] = field(default_factory=dict)
@@ -238,7 +238,7 @@ class Players:
             player = await self._begin(key, run)
             self._players[key] = player
             if self._looking is None or self._looking.done():
-                self._looking = asyncio.ensure_future(self._look())
+                self._looking = asyncio.ensure_future(self._end_idle_players())
 
             return player
 
@@ -262,20 +262,20 @@ class Players:
             raise PlayerError(f"no process could be started ({error}): try again") from error
 
         now = time.monotonic()
-        player = PlayerProcess(key, run, process, time.time(), heard_at=now, used_at=now)
+        player = PlayerProcess(key, run, process, time.time(), last_event_at=now, used_at=now)
         player.tasks = [
-            asyncio.ensure_future(self._hear(player)),
+            asyncio.ensure_future(self._read_events(player)),
             asyncio.ensure_future(player.keep_stderr()),
         ]
         return player
 
-    async def _hear(self, player: PlayerProcess) -> None:
+    async def _read_events(self, player: PlayerProcess) -> None:
         """Passes each event to its listener, until the process ends."""
         stdout = player.process.stdout
         assert stdout is not None
         try:
             while line := await stdout.readline():
-                player.heard_at = time.monotonic()
+                player.last_event_at = time.monotonic()
                 self._handle_event(player, self._read(line))
         except (ValueError, msgspec.DecodeError) as error:
             player.problem = f"the player sent a message that can't be read ({error}): ask again"
@@ -320,17 +320,17 @@ class Players:
             if not queue.full():
                 queue.put_nowait(None)
 
-    async def _look(self) -> None:
+    async def _end_idle_players(self) -> None:
         """Ends players without a request for IDLE_S seconds, and silent ones."""
         while True:
-            await asyncio.sleep(min(LOOK_S, IDLE_S / 4))
+            await asyncio.sleep(min(POLL_INTERVAL_S, IDLE_S / 4))
             now = time.monotonic()
             for player in list(self._players.values()):
                 if player.state == "ended":
                     # The player's problem stays visible as long as an idle player would.
                     if now - player.used_at > IDLE_S:
                         await self._forget(player)
-                elif now - player.heard_at > SILENT_S:
+                elif now - player.last_event_at > SILENT_S:
                     await self.end(player, f"it sent nothing for {SILENT_S:g} s", at_once=True)
                 elif not player.is_busy and now - player.used_at > IDLE_S:
                     await self.end(player, "it was no longer used")

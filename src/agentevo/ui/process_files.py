@@ -21,8 +21,8 @@ from agentevo.inference.weight_transport import Latest
 from agentevo.pages.text import shown
 from agentevo.ui.sources import RunSource
 
-MOST_FILES = 1_000
-MOST_JSON = 65_536
+MAX_FILES = 1_000
+MAX_JSON_BYTES = 65_536
 LOG_BYTES = 65_536
 """The number of bytes that are read from the end of a log."""
 _ESCAPES = re.compile(
@@ -30,7 +30,7 @@ _ESCAPES = re.compile(
     r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # titles, links
     r"|\x1b[ -/]*[0-~]"
 )
-MOST_LOG_LINE = 2_000
+MAX_LOG_LINE = 2_000
 """The maximum number of characters of a line of a log."""
 
 
@@ -79,7 +79,7 @@ def engines(source: RunSource) -> list[ListedEngine]:
     listed = []
     for path, what in _files(source.file("engines"), ".json"):
         with suppress(OSError, msgspec.MsgspecError):
-            announcement = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Announcement)
+            announcement = msgspec.json.decode(_end(path, MAX_JSON_BYTES)[0], type=Announcement)
             lives = abs(time.time() - what.st_mtime) <= DEAD_S
             listed.append(
                 ListedEngine(
@@ -102,7 +102,7 @@ def weights(source: RunSource) -> Weights | None:
     folder = source.file("weights")
     for path, what in _files(folder, "latest.json"):
         with suppress(OSError, msgspec.MsgspecError):
-            latest = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Latest)
+            latest = msgspec.json.decode(_end(path, MAX_JSON_BYTES)[0], type=Latest)
             return Weights(latest.version, what.st_mtime, _versions(folder))
     return None
 
@@ -148,7 +148,7 @@ def log_text(data: bytes, *, is_cut: bool, most_lines: int = 400) -> str:
 
     # A carriage return at the end has not overwritten anything yet.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines[-most_lines:]]
-    return "\n".join(shown(line, MOST_LOG_LINE) for line in lines)
+    return "\n".join(shown(line, MAX_LOG_LINE) for line in lines)
 
 
 def _logs(source: RunSource) -> Iterator[tuple[Path, Log]]:
@@ -173,7 +173,7 @@ def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_res
             return
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.name.endswith(ending))[
-                :MOST_FILES
+                :MAX_FILES
             ]
     except OSError:
         return

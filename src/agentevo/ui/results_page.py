@@ -27,13 +27,13 @@ from agentevo.ui.context import NotFoundError, dashboard, page
 
 router = APIRouter()
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """The maximum size of results that are shown task by task, in bytes: about 300,000 attempts."""
-MOST_FOLDERS = 4
+MAX_FOLDERS = 4
 """The number of folders whose results are cached in memory."""
 PAGE = 50
-MOST_CHANGES = 200
-MOST_MODELS = 16
+MAX_CHANGES = 200
+MAX_MODELS = 16
 
 
 class Results(NamedTuple):
@@ -89,7 +89,7 @@ class _ResultsCache:
         loaded = _read(folder)
         with self._lock:
             self._cache[folder] = (signature, loaded)
-            while len(self._cache) > MOST_FOLDERS:
+            while len(self._cache) > MAX_FOLDERS:
                 self._cache.popitem(last=False)
 
         return loaded
@@ -179,7 +179,7 @@ def _read(folder: Path) -> Results:
     by_task: dict[str, dict[str, list[AttemptLine]]] = {}
     by_model: dict[str, list[AttemptLine]] = {}
     size = (folder / RESULTS).stat().st_size if (folder / RESULTS).exists() else 0
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         problem = f"{RESULTS} has {size / 1e6:,.0f} MB: it is too large to be shown task by task"
     else:
         for (model, task, _), line in sorted(
@@ -206,7 +206,7 @@ def _read(folder: Path) -> Results:
     ]
     return Results(
         settings,
-        models[:MOST_MODELS],
+        models[:MAX_MODELS],
         {
             name: float(value)
             for name, value in _dict(summary.get("players")).items()

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from agentevo.config import sources as yaml_sources
 from agentevo.errors import AgentEvoError
 from agentevo.observability.metrics_table import MetricsTable
-from agentevo.observability.moment import OLD_S, PAUSED, Moment, read_moment
-from agentevo.observability.signs import Signs, told_warnings
+from agentevo.observability.moment import LATE_HEARTBEAT_S, PAUSED, Moment, read_moment
+from agentevo.observability.signs import Signs, warnings_in_summary
 from agentevo.observability.summary import is_complete, read_summary
 from agentevo.runs.folder import command_of, resume_command
 from agentevo.runs.lock import LOCK
@@ -206,7 +206,7 @@ class RunReader:
         numbers."""
         if not self._summary:
             return tuple(reversed(self._signs.found))
-        return told_warnings(self._summary)
+        return warnings_in_summary(self._summary)
 
     def _state(
         self, source: RunSource, step: int, planned: int | None, changed_at: float | None
@@ -219,9 +219,9 @@ class RunReader:
             return ("damaged" if "config.yaml" in self._problems else "unknown"), False
 
         goes_on = moment is not None and not moment.ended
-        is_late = moment is None or moment.silent_s() > OLD_S
+        is_late = moment is None or moment.silent_s() > LATE_HEARTBEAT_S
         if is_locked(folder):
-            has_logged = changed_at is not None and time.time() - changed_at <= OLD_S
+            has_logged = changed_at is not None and time.time() - changed_at <= LATE_HEARTBEAT_S
             return "running", goes_on and is_late and not has_logged
 
         if moment is not None and goes_on and not is_late and moment.host != socket.gethostname():

@@ -27,8 +27,8 @@ SORTS = {
     "progress": ("Progress", lambda row: -row.share),
 }
 STATES = ("running", "finished", "interrupted", "failed", "damaged")
-MOST_LIVE = 500
-MOST_SWEEPS = 200
+MAX_LIVE = 500
+MAX_SWEEPS = 200
 """The maximum number of sweeps and evaluations in the list."""
 
 
@@ -75,9 +75,9 @@ async def runs(
         "counts": {name: number for name, number in counts.items() if number},
         "shown": shared.sources.shown,
         "is_cut": shared.sources.is_cut,
-        "sweeps": sweeps_of([row.view for row in rows])[:MOST_SWEEPS],
-        "pipelines": sorted(await in_thread(shared.sources.pipelines))[:MOST_SWEEPS],
-        "evaluations": sorted(await in_thread(shared.sources.own_results))[:MOST_SWEEPS],
+        "sweeps": sweeps_of([row.view for row in rows])[:MAX_SWEEPS],
+        "pipelines": sorted(await in_thread(shared.sources.pipelines))[:MAX_SWEEPS],
+        "evaluations": sorted(await in_thread(shared.sources.own_results))[:MAX_SWEEPS],
     }
     if is_part(request):
         return part("runs_table.html", **data)
@@ -85,7 +85,7 @@ async def runs(
     news = [row.view.key for row in chosen if row.view.state == "running"] or [
         row.view.key for row in chosen
     ]
-    return page(request, "runs.html", news=[LIST, *news[:MOST_LIVE]], **data)
+    return page(request, "runs.html", news=[LIST, *news[:MAX_LIVE]], **data)
 
 
 def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:

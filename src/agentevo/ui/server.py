@@ -14,7 +14,7 @@ from agentevo.event_loop import in_thread, run_coroutine
 from agentevo.inference.admission import AdmissionLimits
 from agentevo.inference.http_server import serving, url_of
 from agentevo.processes.client_door import ClientDoor, client_door
-from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.signals import POLL_INTERVAL_S, catch_stop_signals
 from agentevo.ui.access import Access, names_of_this_machine
 from agentevo.ui.app import make_app
 from agentevo.ui.sources import Sources
@@ -47,7 +47,7 @@ def serve_dashboard(
         note(f"{folder_to_come}: the folder does not exist yet: its runs appear once it does")
 
     with (
-        asked_to_stop() as stop,
+        catch_stop_signals() as stop,
         tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,
         client_door(Path(folder), host, port, tls) as door,
     ):
@@ -95,6 +95,6 @@ async def _serve(
                 "to trust it"
             )
         while not stop():
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     note("stopped")

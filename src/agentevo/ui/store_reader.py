@@ -1,8 +1,8 @@
 """The state of a run without a folder, from the committed steps in its store: their metrics, the
 newest evaluations at each step, and the warnings. Reading never raises an error, see run_state.py.
 
-The reader queries the store at most every LOOK_S seconds, and then rests REST times as long as the
-query took.
+The reader queries the store at most every QUERY_INTERVAL_S seconds, and then rests REST times as
+long as the query took.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from agentevo.errors import AgentEvoError
 from agentevo.observability.metrics_table import MetricsTable
-from agentevo.observability.signs import told_warnings
+from agentevo.observability.signs import warnings_in_summary
 from agentevo.store import Store
 from agentevo.store.records import StepRecord
 from agentevo.ui.run_state import PIECE_S, RunView, State
 from agentevo.ui.sources import RunSource
 from agentevo.ui.stores import Stores
 
-LOOK_S = 1.0
+QUERY_INTERVAL_S = 1.0
 REST = 5.0
 PAGE = 50
 """The number of records in a read. Each contains the whole plan of its step."""
@@ -63,7 +63,9 @@ class StoreReader:
             problem = str(error)
 
         took = time.monotonic() - started
-        self._rest_until = started + took + (0.0 if is_behind else max(LOOK_S, REST * took))
+        self._rest_until = (
+            started + took + (0.0 if is_behind else max(QUERY_INTERVAL_S, REST * took))
+        )
 
         new_view = replace(
             self.view,
@@ -72,7 +74,7 @@ class StoreReader:
             step=self._table.last_step,
             table=self._table,
             num_rows=self._table.num_rows,
-            warnings=told_warnings({"warnings": self._warnings}),
+            warnings=warnings_in_summary({"warnings": self._warnings}),
             changed_at=self._last[1] if self._last else None,
             is_behind=is_behind,
         )

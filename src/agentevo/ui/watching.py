@@ -20,11 +20,11 @@ from agentevo.ui.store_reader import StoreReader
 from agentevo.ui.stores import Stores
 
 POLL_S = 0.5
-LOOK_S = 2.0
+NEWS_INTERVAL_S = 2.0
 FRESH_S = 0.4
 FIRST_S = 1.5
 """The time in seconds that a list waits for the first reading of runs."""
-MOST_KEYS = 1000
+MAX_KEYS = 1000
 """The maximum number of runs that a stream follows, including later ones."""
 MAX_READERS = 1000
 """The maximum number of runs that are remembered while no page shows them."""
@@ -130,21 +130,21 @@ class Watcher:
     async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | int | None]:
         """Yields the changed views of these runs, and all known views first. If LIST is among the
         keys, also yields the version of the list of runs as a number, and follows later runs too.
-        Yields None at least every LOOK_S seconds, so that the listener gets control. Ends with the
-        dashboard."""
+        Yields None at least every NEWS_INTERVAL_S seconds, so that the listener gets control. Ends
+        with the dashboard."""
         sent: dict[str, tuple[int, int]] = {}
         keys = list(keys)
         had = self._listed
         listed = -1
-        self._look(keys, 1)
+        self._count_viewers(keys, 1)
 
         try:
             while not self.is_closed:
                 changed = self._next  # later changes are not missed
                 if LIST in keys and listed != self._list_version:
                     listed = self._list_version
-                    later = sorted(self._listed - had - set(keys))[: max(MOST_KEYS - len(keys), 0)]
-                    self._look(later, 1)
+                    later = sorted(self._listed - had - set(keys))[: max(MAX_KEYS - len(keys), 0)]
+                    self._count_viewers(later, 1)
                     keys += later
                     yield listed
 
@@ -159,12 +159,12 @@ class Watcher:
 
                 yield None
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
+                    async with asyncio.timeout(NEWS_INTERVAL_S):
                         await changed.wait()
         finally:
-            self._look(keys, -1)
+            self._count_viewers(keys, -1)
 
-    def _look(self, keys: Iterable[str], by: int) -> None:
+    def _count_viewers(self, keys: Iterable[str], by: int) -> None:
         """Adds a number of viewers."""
         for key in set(keys):
             viewers = self._viewers.get(key, 0) + by

@@ -36,7 +36,7 @@ TURNS = 32
 """The number of attempts that are read at once with their turns."""
 STEPS = 50
 """The number of steps whose records are read at once."""
-LOOKED_AT = 2_000
+MAX_REREAD_ROWS = 2_000
 """The number of open rows that are read again at once if no step was committed. The next refresh
 continues."""
 END = 2**62
@@ -57,7 +57,7 @@ class StoreFollower:
         self._writer = writer
         self._notify = notify
         self._words: dict[str, TaskWords] = {}
-        self._looked_at = -1
+        self._reread_place = -1
 
     async def refresh(self, *, compare: bool = False) -> None:
         """Updates everything except values from turns. `compare`: whether to compare the numbers of
@@ -165,9 +165,9 @@ class StoreFollower:
         waiting = "alive AND split = 'train' AND state IN ('ready', 'reserved') AND seq > ?"
         rows = self._db.execute(
             f"SELECT seq FROM attempts WHERE {waiting} ORDER BY seq LIMIT ?",
-            (-1, -1) if is_moved else (self._looked_at, LOOKED_AT),
+            (-1, -1) if is_moved else (self._reread_place, MAX_REREAD_ROWS),
         ).fetchall()
-        self._looked_at = rows[-1][0] if len(rows) == LOOKED_AT and not is_moved else -1
+        self._reread_place = rows[-1][0] if len(rows) == MAX_REREAD_ROWS and not is_moved else -1
         await self._read_again(_runs([row[0] for row in rows]))
 
         for gap in self._db.execute("SELECT * FROM gaps").fetchall():

@@ -37,7 +37,7 @@ are committed during it should appear soon."""
 COMPARE_EVERY_S = 120.0
 """The interval in seconds of comparisons of the rows' numbers, which take a second for a million
 rows."""
-AGAIN_S = 5.0
+RETRY_S = 5.0
 """The wait in seconds after a failure, and for the lock."""
 SLICE_S = 0.5
 """The time in seconds for which it reads turns before it checks for new rows again."""
@@ -79,20 +79,20 @@ class Indexer:
             try:
                 self._with_lock()
             except Timeout:
-                self._stop.wait(AGAIN_S)
+                self._stop.wait(RETRY_S)
             except sqlite3.DatabaseError as error:
                 self._note_damage(error)
             except (AgentEvoError, OSError) as error:
                 self.trouble = str(error)
-                self._stop.wait(AGAIN_S)
+                self._stop.wait(RETRY_S)
 
     def _note_damage(self, error: sqlite3.DatabaseError) -> None:
         self.trouble = f"the index {self.path} could not be used ({error})"
         if isinstance(error, sqlite3.OperationalError):  # locked, or the disk is full
-            self._stop.wait(AGAIN_S)
+            self._stop.wait(RETRY_S)
         else:
             self.trouble += ": it is rebuilt"
-            with suppress(AgentEvoError, Timeout), FileLock(self._lock_file(), timeout=AGAIN_S):
+            with suppress(AgentEvoError, Timeout), FileLock(self._lock_file(), timeout=RETRY_S):
                 make(self.path)
 
     def _lock_file(self) -> Path:
@@ -115,11 +115,11 @@ class Indexer:
             async with await open_run_store(
                 self.url,
                 create=False,
-                within_s=AGAIN_S,
+                within_s=RETRY_S,
                 notify=lambda line: None,
                 read_only=True,
             ) as store:
-                follower = StoreFollower(store, connection, writer, _teller(writer))
+                follower = StoreFollower(store, connection, writer, _progress_writer(writer))
                 await self._follow(follower, writer, _Rules(writer, config), _inode(self.url))
 
     async def _follow(
@@ -188,7 +188,7 @@ class _Rules:
         return self._rule
 
 
-def _teller(writer: IndexWriter) -> Callable[[str, int, int], None]:
+def _progress_writer(writer: IndexWriter) -> Callable[[str, int, int], None]:
     """Writes the progress into the file, twice a second."""
     last = 0.0
 

@@ -29,7 +29,7 @@ MAX_FOUND = 200_000
 SNIPPET = 160
 
 
-class IndexAway(AgentEvoError):
+class IndexUnavailableError(AgentEvoError):
     """The index does not exist yet, or is being rebuilt."""
 
 
@@ -440,9 +440,9 @@ class IndexReader:
         except sqlite3.Error as error:
             raise self._away(error) from error
 
-    def _away(self, error: BaseException) -> IndexAway:
+    def _away(self, error: BaseException) -> IndexUnavailableError:
         self._local.connection = None
-        return IndexAway(f"the index is not there yet, or is being rebuilt ({error})")
+        return IndexUnavailableError(f"the index is not there yet, or is being rebuilt ({error})")
 
     def _connection(self) -> sqlite3.Connection:
         """The connection of this thread. A new connection if the file was made again. Raises
