@@ -106,9 +106,9 @@ def format_stack(thread_id: int, below: CodeType = threading.Thread.run.__code__
 def _format_frames(frames: Sequence[traceback.FrameSummary]) -> str:
     """The places in a user's own code. If there are only installed packages, those that are not
     AgentEvo's."""
-    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    user_frames = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
-    lines = traceback.format_list((user_frames or theirs)[-MAX_FRAMES:])
+    foreign_frames = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    user_frames = [frame for frame in foreign_frames if not frame.filename.startswith(_INSTALLED)]
+    lines = traceback.format_list((user_frames or foreign_frames)[-MAX_FRAMES:])
     return storable("".join(lines), LONGEST_PLACE * len(lines)).rstrip()
 
 
@@ -120,13 +120,17 @@ def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def _one_traceback(error: BaseException, *, is_cause: bool) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith((_OURS, *_RELAYS))]
-    user_frames = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
-    if user_frames and theirs[-1] is not user_frames[-1] and frames[-1] is theirs[-1]:
-        user_frames.append(theirs[-1])
+    foreign_frames = [frame for frame in frames if not frame.filename.startswith((_OURS, *_RELAYS))]
+    user_frames = [frame for frame in foreign_frames if not frame.filename.startswith(_INSTALLED)]
+    if (
+        user_frames
+        and foreign_frames[-1] is not user_frames[-1]
+        and frames[-1] is foreign_frames[-1]
+    ):
+        user_frames.append(foreign_frames[-1])
 
     is_said = isinstance(error, AgentEvoError) or hasattr(error, "__notes__") or is_cause
-    shown = (user_frames or theirs or ([] if is_said else list(frames)))[-MAX_FRAMES:]
+    shown = (user_frames or foreign_frames or ([] if is_said else list(frames)))[-MAX_FRAMES:]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)]
 
     error_text = "".join(traceback.format_exception_only(type(error), error))

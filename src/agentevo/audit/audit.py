@@ -134,7 +134,7 @@ async def _check_step(
             f"its record counts {record.num_trajectories} trajectories, its plan {len(plan.ids)}"
         )
 
-    places = {name: place for place, name in enumerate(plan.ids)}
+    places = {name: index for index, name in enumerate(plan.ids)}
     digests: dict[str, bytes] = {}
     contents: dict[str, list[str]] = {}
     masked = 0

@@ -102,15 +102,15 @@ def list_unproven(
     last = records[-1].step if records else 0
     checkpoints = Checkpoints(folder / "checkpoints", 1)
     saved = checkpoints.folders()
-    looked_at = {checkpoints.path(step) for step in saved if step <= last}
-    looked_at |= {folder / name_of(record.step) for record in records}
-    looked_at |= {
+    checked_paths = {checkpoints.path(step) for step in saved if step <= last}
+    checked_paths |= {folder / name_of(record.step) for record in records}
+    checked_paths |= {
         folder / TEXTS_FOLDER / f"{digest}.txt"
         for digests in report.texts.values()
         for digest in digests
     }
     for name in ("checkpoints", NUMBERS_FOLDER, TEXTS_FOLDER):
-        unproven_paths = {*(folder / name).glob("*")} - looked_at
+        unproven_paths = {*(folder / name).glob("*")} - checked_paths
         if name == "checkpoints" and saved:
             unproven_paths.add(checkpoints.folder / INDEX)  # also lists a file that was deleted
         for path in sorted(unproven_paths):

@@ -86,11 +86,11 @@ class TrajectoryReplay(msgspec.Struct, kw_only=True):
 
     def line(self) -> str:
         """The result as one line to print."""
-        drawn = (
+        summary = (
             f"{self.tokens} tokens of {len(self.versions)} version{'s' * (len(self.versions) != 1)}"
         )
         if self.difference is not None:
-            return f"{self.trajectory}: DIFFERS ({drawn}): {self.difference.what}"
+            return f"{self.trajectory}: DIFFERS ({summary}): {self.difference.what}"
 
         ties = f", {self.ties} of them within rounding" if self.ties else ""
         reward = (
@@ -101,7 +101,7 @@ class TrajectoryReplay(msgspec.Struct, kw_only=True):
         remote = f"{self.remote_turns} answers of remote models from the record; "
 
         return (
-            f"{self.trajectory}: same ({drawn}{ties}; {remote if self.remote_turns else ''}"
+            f"{self.trajectory}: same ({summary}{ties}; {remote if self.remote_turns else ''}"
             f"{reward if self.played else f'not played again: {self.unplayed}'})"
         )
 
@@ -143,11 +143,11 @@ async def replay(
         async with aclosing(rebuilding) as rebuilt:
             sources = _sources(versions, stored, missing, rebuilt)
             with bar("replay: sampling again"):
-                drawn, chat, context = await _draw_again(
+                summary, chat, context = await _draw_again(
                     config, policy, policy_trajectories, sources
                 )
 
-        replays |= drawn
+        replays |= summary
 
     player = _player(config, agent)
     for trajectory in over(chosen, "replay", len(chosen), "trajectories"):

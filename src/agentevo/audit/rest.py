@@ -266,11 +266,12 @@ async def _check_tasks(
             errors = report.poison if stored.state == "poison" else report.failed
             errors[name] = stored.error or "no error"
             if not stored.error:
-                fate = "was set aside" if stored.state == "poison" else "failed"
-                add_violation(f"{fate}, and no error is recorded")
+                outcome = "was set aside" if stored.state == "poison" else "failed"
+                add_violation(f"{outcome}, and no error is recorded")
 
-    for gone in sorted(recorded.keys() - seen_names):
+    for lost_id in sorted(recorded.keys() - seen_names):
         what = (
-            f"task {gone} was played, according to the record of its step, but is not in the store"
+            f"task {lost_id} was played, according to the record of its step, but is not in the "
+            "store"
         )
         report.violations.append(AuditViolation(what))

@@ -292,9 +292,9 @@ def _read_parquet(path: Path) -> Iterator[SourceRow]:
         number = 0
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                for place in range(batch.num_rows):
+                for index in range(batch.num_rows):
                     number += 1
-                    yield SourceRow(f"{path}:row {number}", _parsed_row(batch.slice(place, 1)))
+                    yield SourceRow(f"{path}:row {number}", _parsed_row(batch.slice(index, 1)))
     except arrow.ArrowException as error:
         raise ConfigError(
             f"{path} can't be read as Parquet ({type(error).__name__}: {error}): write it again"

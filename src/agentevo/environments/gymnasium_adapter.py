@@ -304,8 +304,8 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         if self._names:
             return rng.choice(self._names)
         self._world.action_space.seed(rng.randrange(2**31))
-        drawn = self._world.action_space.sample()
-        return write_action(drawn) if self._is_structured else str(drawn)
+        sample = self._world.action_space.sample()
+        return write_action(sample) if self._is_structured else str(sample)
 
     def optimal_action(self) -> str | None:
         if self._tables is None or not self._running:

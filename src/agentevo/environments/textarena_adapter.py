@@ -155,7 +155,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
         with _global_generators:
-            theirs = random.getstate(), np.random.get_state()
+            other_states = random.getstate(), np.random.get_state()
             random.setstate(self._random_state[0])
             np.random.set_state(self._random_state[1])
 
@@ -163,8 +163,8 @@ class TextArenaEnvironment(EpisodicEnvironment):
                 yield
             finally:
                 self._random_state = random.getstate(), np.random.get_state()
-                random.setstate(theirs[0])
-                np.random.set_state(theirs[1])
+                random.setstate(other_states[0])
+                np.random.set_state(other_states[1])
 
     def start(self, seed: int) -> None:
         config = self.config

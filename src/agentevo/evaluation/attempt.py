@@ -165,19 +165,19 @@ class LiveAttempt:
         tokens = trajectory.num_completion_tokens() or trajectory.metrics.get("policy_tokens", 0)
         parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.reward_parts.items())
         if trajectory.status != "completed":
-            worth = f"{trajectory.status}: {trajectory.error}"
+            outcome = f"{trajectory.status}: {trajectory.error}"
         elif not scorer:
-            worth = "completed, but not scored (give --answer, or a recipe's own task)"
+            outcome = "completed, but not scored (give --answer, or a recipe's own task)"
         else:
             success = "success" if trajectory.success else "no success"
-            worth = f"reward {trajectory.reward:g}{f' ({parts})' if parts else ''}, {success}"
+            outcome = f"reward {trajectory.reward:g}{f' ({parts})' if parts else ''}, {success}"
 
         limit_note = ", ended by a limit" if trajectory.truncated else ""
-        who = f"{trajectory.agent}: " if trajectory.agent else ""
+        name_prefix = f"{trajectory.agent}: " if trajectory.agent else ""
         turns = len(trajectory.turns)
         self._line(
-            f"{who}{worth}{limit_note}; {turns} turn{'s' * (turns != 1)}, {tokens:g} tokens, "
-            f"{duration(trajectory.duration_s)}"
+            f"{name_prefix}{outcome}{limit_note}; {turns} turn{'s' * (turns != 1)}, "
+            f"{tokens:g} tokens, {duration(trajectory.duration_s)}"
         )
 
     def _show_reply(self, call: RunningCall) -> None:

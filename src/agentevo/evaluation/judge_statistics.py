@@ -92,10 +92,10 @@ def place_slope(rotations: Sequence[Sequence[float]]) -> float:
     for turned in range(len(scores)):
         by_attempt[turned] = np.roll(scores[turned], turned)  # column: the number of the attempt
 
-    worth = by_attempt.mean(axis=0)
+    attempt_means = by_attempt.mean(axis=0)
     places = np.linspace(-0.5, 0.5, num)
     slope = 0.0
     for turned in range(len(scores)):
-        slope += float(places @ (scores[turned] - np.roll(worth, -turned)))
+        slope += float(places @ (scores[turned] - np.roll(attempt_means, -turned)))
 
     return slope / (len(scores) * float(places @ places))

@@ -111,9 +111,9 @@ def _compare_lines(first: Lines, second: Lines) -> list[DiffRow]:
             rows += _same(first[a:b])
             continue
 
-        for place in range(max(b - a, d - c)):
-            old = first[a + place] if a + place < b else None
-            new = second[c + place] if c + place < d else None
+        for index in range(max(b - a, d - c)):
+            old = first[a + index] if a + index < b else None
+            new = second[c + index] if c + index < d else None
             who = (old or new or ("", ""))[0]
             what = "changed" if old and new else "gone" if old else "new"
             rows.append(DiffRow(what, who, old[1] if old else "", new[1] if new else ""))

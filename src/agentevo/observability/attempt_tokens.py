@@ -83,19 +83,19 @@ def tokens_part(
     order, shared = select_turns(trajectory.turns, leaf)
     blocks: list[TokenBlock] = []
     budget = most
-    for place in range(start[0], len(order)):
-        turn = trajectory.turns[order[place]]
-        first = start[1] if place == start[0] else 0
+    for index in range(start[0], len(order)):
+        turn = trajectory.turns[order[index]]
+        first = start[1] if index == start[0] else 0
         if budget <= 0:
-            return TurnTokens(blocks, (place, 0))
+            return TurnTokens(blocks, (index, 0))
 
         size = min(budget, len(turn.completion_ids) - first)
-        before = order[place - 1] if place else None
-        blocks.append(block_of(turn, first, size, before, order[place] in shared, decode, training))
+        before = order[index - 1] if index else None
+        blocks.append(block_of(turn, first, size, before, order[index] in shared, decode, training))
         budget -= size + 20
 
         if first + size < len(turn.completion_ids):
-            return TurnTokens(blocks, (place, first + size))
+            return TurnTokens(blocks, (index, first + size))
 
     return TurnTokens(blocks, None)
 

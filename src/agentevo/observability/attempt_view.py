@@ -239,8 +239,8 @@ def _uses(trajectory: Trajectory, calls: Sequence[StoredCall]) -> dict[tuple[int
     requested: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for turn in trajectory.turns:
         names = [call.name for message in turn.messages for call in message.tool_calls]
-        for place, name in enumerate(names):
-            requested[name].append((turn.index, place))
+        for index, name in enumerate(names):
+            requested[name].append((turn.index, index))
 
     recorded: dict[str, list[StoredCall]] = defaultdict(list)
     for stored in sorted(calls, key=lambda stored: stored.call.started_at):

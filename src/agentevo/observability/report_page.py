@@ -80,7 +80,7 @@ def report_html(
     """The whole page."""
     run = columns_of(rows)
     segments = run_now.timeline(run)
-    drawn = [
+    drawn_segments = [
         (
             segment.start_s,
             segment.lasted_s,
@@ -108,7 +108,7 @@ def report_html(
         data=rows_of_data(summary),
         attempts=attempts,
         timings=timings(rows),
-        timeline=timeline(drawn),
+        timeline=timeline(drawn_segments),
         shares=run_now.shares(segments),
         came_in=rollouts(rows),
         failures=[

@@ -80,8 +80,8 @@ def seconds_left(view: RunUnderWay, now: float | None = None) -> float | None:
     if not math.isfinite(pace) or pace <= 0:
         return None
 
-    gone = max((time.time() if now is None else now) - ends[-1], 0.0)
-    return max((view.planned - view.step) * pace - gone, 0.0)
+    elapsed_s = max((time.time() if now is None else now) - ends[-1], 0.0)
+    return max((view.planned - view.step) * pace - elapsed_s, 0.0)
 
 
 def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
@@ -125,11 +125,11 @@ def timeline(view: Measured) -> list[RunSegment]:
             continue
 
         at = end - duration_s
-        for place, (name, words_of_it) in enumerate(PHASES):
+        for index, (name, words_of_it) in enumerate(PHASES):
             value = view.table.value_at(f"timing_s/{name}", row)
             if value is None or value <= 0:
                 continue
-            segments.append(RunSegment(view.table.steps[row], words_of_it, place, at, value))
+            segments.append(RunSegment(view.table.steps[row], words_of_it, index, at, value))
             at += value
 
     segments += _evaluations(view, shown)

@@ -99,10 +99,14 @@ def outcome(trajectory: Trajectory) -> str:
 
     turns = len(trajectory.turns)
     tokens = trajectory.num_completion_tokens()
-    drawn = [
+    logprobs_of_turns = [
         logprobs for turn in trajectory.turns if (logprobs := shown_logprobs(turn)) is not None
     ]
-    logprob = f"log-prob {sum(map(sum, drawn)):.2f}" if drawn or not turns else "greedy"
+    logprob = (
+        f"log-prob {sum(map(sum, logprobs_of_turns)):.2f}"
+        if logprobs_of_turns or not turns
+        else "greedy"
+    )
     limit_note = ", ended by a limit" if trajectory.truncated else ""
 
     return (

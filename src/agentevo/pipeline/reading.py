@@ -301,8 +301,8 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, instance: Instance) -> 
     )
     kind.check(config, options, model)
 
-    looked_at = instance.measures is not None or stage.kind in ("train", "sample", "sft")
-    if looked_at and not list(references_in(tree)):
+    is_checked = instance.measures is not None or stage.kind in ("train", "sample", "sft")
+    if is_checked and not list(references_in(tree)):
         from agentevo.orchestration.checks import check_parts, check_sft_parts
 
         later = bool(list(references_in(stage.model)))  # the model does not exist yet

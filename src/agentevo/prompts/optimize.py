@@ -378,13 +378,13 @@ async def _compare_held_out(
                 [attempt for attempt in each[task.id] if attempt.status == "completed"]
                 for each in played
             ]
-            for place, completed in enumerate(of_it):
-                failed[place] += len(played[place][task.id]) - len(completed)
+            for index, completed in enumerate(of_it):
+                failed[index] += len(played[index][task.id]) - len(completed)
                 if all(of_it):
-                    means[place].append(
+                    means[index].append(
                         sum(attempt.reward for attempt in completed) / len(completed)
                     )
-                    successes[place].append(
+                    successes[index].append(
                         sum(attempt.success for attempt in completed) / len(completed)
                     )
 

@@ -174,14 +174,14 @@ def shown_attempts(tasks: Sequence[Task], played: Sequence[Sequence[PlayedAttemp
     parts = []
     for task, of_it in zip(tasks, played, strict=True):
         for attempt in of_it:
-            worth = (
+            result_text = (
                 f"worth {attempt.reward:g}"
                 if attempt.status == "completed"
                 else f"failed: {attempt.error}"
             )
             talk = "\n".join(f"[{row['role']}] {_said(row)}" for row in attempt.messages)
             expected = f"\nexpected: {str(task.answer)[:300]}" if task.answer is not None else ""
-            parts.append(f"{fence(_shorten(talk) + expected)}\n({worth})")
+            parts.append(f"{fence(_shorten(talk) + expected)}\n({result_text})")
 
     return "\n\n".join(parts)
 

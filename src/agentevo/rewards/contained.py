@@ -150,16 +150,16 @@ def _is_listed(masked: str, num_words: int) -> bool:
     def is_short(item: str, extra_words: int) -> bool:
         return _MASK not in item and len(words_of(item)) <= num_words + extra_words
 
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if _MASK not in item:
             continue
 
         sides = []
         if item.endswith(_MASK):
-            sides.append((joints[place : place + 2], items[place + 1 : place + 3]))
+            sides.append((joints[index : index + 2], items[index + 1 : index + 3]))
         if item.startswith(_MASK):
-            first = max(0, place - 2)
-            sides.append((joints[first:place][::-1], items[first:place][::-1]))
+            first = max(0, index - 2)
+            sides.append((joints[first:index][::-1], items[first:index][::-1]))
 
         num_siblings = 0
         for side_joints, neighbours in sides:

@@ -180,7 +180,7 @@ class Ruler:
             schema=_SCHEMA,
         )
         by_place = dict(zip(order, answered.value, strict=True))
-        return Vote(answered.model, order, tuple(by_place[place] for place in range(num)))
+        return Vote(answered.model, order, tuple(by_place[index] for index in range(num)))
 
     def _score(self, votes: Sequence[Vote], place: int) -> Score | Unscored:
         scores = [vote.marks[place].score for vote in votes]

@@ -69,7 +69,7 @@ def repeated_share(text: str, size: int) -> float:
     number = len(words) - size + 1
     if number <= 0:
         return 0.0
-    return 1 - len({tuple(words[place : place + size]) for place in range(number)}) / number
+    return 1 - len({tuple(words[index : index + size]) for index in range(number)}) / number
 
 
 def share_of_language(text: str, language: str) -> float:

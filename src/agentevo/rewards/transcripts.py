@@ -94,9 +94,9 @@ def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) ->
     distinct = sorted(
         set(wholes), key=lambda text: blake2b(text.encode("utf-8", "replace")).digest()
     )
-    places = {text: place for place, text in enumerate(distinct)}
+    places = {text: index for index, text in enumerate(distinct)}
     of = tuple(places[text] for text in wholes)
-    firsts = [of.index(place) for place in range(len(distinct))]
+    firsts = [of.index(index) for index in range(len(distinct))]
     common = _common([history for index in firsts for history in all_histories[index]])
     attempts = tuple(
         tuple(

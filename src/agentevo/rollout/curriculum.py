@@ -57,7 +57,7 @@ class TaskCurriculum:
         self._seed = seed
         self._lag = lag
         self._groups = min(groups, len(self.tasks))
-        self._index_by_id = {task.id: place for place, task in enumerate(self.tasks)}
+        self._index_by_id = {task.id: index for index, task in enumerate(self.tasks)}
         self._parents = [task.metadata.get(VARIANT_OF) for task in self.tasks]
         self._history: dict[int, list[TaskStepResult]] = defaultdict(list)
         self._last_step = 0
@@ -126,17 +126,17 @@ class TaskCurriculum:
             raise ValueError(f"the tasks of step {step} are not decided: learn() comes first")
 
         if step not in self._order_cache:
-            state = [self._weigh(place, step) for place in range(len(self.tasks))]
+            state = [self._weigh(index, step) for index in range(len(self.tasks))]
             draws = np.random.RandomState(
                 derive_seed(self._seed, "curriculum", step) % 2**32
             ).random_sample(len(self.tasks))
             keys = []
-            for place, (weight, is_retired) in enumerate(state):
-                parent = self._parents[place]
+            for index, (weight, is_retired) in enumerate(state):
+                parent = self._parents[index]
                 is_locked = parent is not None and not state[self._index_by_id[str(parent)]][1]
                 rank = 2 if is_locked else 1 if is_retired else 0
-                key = -math.log(max(float(draws[place]), 1e-300)) / weight
-                keys.append((rank, key, place))
+                key = -math.log(max(float(draws[index]), 1e-300)) / weight
+                keys.append((rank, key, index))
 
             # no caller asks for an earlier step again
             self._order_cache = {step: [place for _, _, place in sorted(keys)]}
@@ -146,11 +146,11 @@ class TaskCurriculum:
     def standing(self) -> list[bool]:
         """Whether each task is retired after all committed steps."""
         step = self._last_step + self._lag + 1
-        return [self._weigh(place, step)[1] for place in range(len(self.tasks))]
+        return [self._weigh(index, step)[1] for index in range(len(self.tasks))]
 
     def metrics(self, step: int) -> dict[str, float]:
         """The state of the tasks when the step's tasks were chosen."""
-        state = [self._weigh(place, step) for place in range(len(self.tasks))]
+        state = [self._weigh(index, step) for index in range(len(self.tasks))]
         retired = [is_retired for _, is_retired in state]
         locked = sum(not retired[self._index_by_id[parent]] for _, parent in self._variant_pairs())
         chosen = self.order(step)[: self._groups]
@@ -159,7 +159,7 @@ class TaskCurriculum:
             "curriculum/retired": float(sum(retired)),
             "curriculum/locked": float(locked),
             "curriculum/untried": float(
-                sum(not self._results_before(place, step) for place in range(len(self.tasks)))
+                sum(not self._results_before(index, step) for index in range(len(self.tasks)))
             ),
             "curriculum/weight": sum(state[place][0] for place in chosen) / len(chosen),
         }

@@ -91,7 +91,7 @@ def permutation(size: int, seed: int) -> list[int]:
     this seed (Fisher-Yates with 32-bit draws of MT19937). For processes without torch."""
     draws = np.random.RandomState(seed % 2**32).randint(2**32, size=size, dtype=np.uint32)
     order = list(range(size))
-    for place, draw in enumerate(draws[: max(size - 1, 0)].tolist()):
-        target = place + draw % (size - place)
-        order[place], order[target] = order[target], order[place]
+    for index, draw in enumerate(draws[: max(size - 1, 0)].tolist()):
+        target = index + draw % (size - index)
+        order[index], order[target] = order[target], order[index]
     return order

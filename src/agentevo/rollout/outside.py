@@ -181,10 +181,10 @@ class OutsideAgent:
             with policy.waiting():
                 await self._wait_until_claimed(session)
 
-            door = policy.session
-            assert isinstance(door, GatewaySession)
+            gateway_session = policy.session
+            assert isinstance(gateway_session, GatewaySession)
 
-            session.gateway_session = door
+            session.gateway_session = gateway_session
             session.opened_at = time.time()
             session.trace = trace_headers()
             session.opened.set()
@@ -193,7 +193,7 @@ class OutsideAgent:
             if session.failure is not None:
                 raise OutsideFailure(session.failure)
 
-            return outcome_of_rewards(door.posted, policy.received)
+            return outcome_of_rewards(gateway_session.posted, policy.received)
         finally:
             session.over.set()
 

@@ -235,11 +235,11 @@ def reward_proposals(
             continue
 
         p = fmean(tries)
-        same = repeats[trajectory.group_id, proposal.cluster]
-        worth = learnability(p, section.reward)
-        taken = min(worth, section.repetition * same / size[trajectory.group_id])
-        facts = {"task": task, "attempts": len(tries), "solved": sum(tries), "repeats": same}
-        parts = {"learnability": worth, "repetition": -taken}
+        num_same = repeats[trajectory.group_id, proposal.cluster]
+        value_of_question = learnability(p, section.reward)
+        penalty = min(value_of_question, section.repetition * num_same / size[trajectory.group_id])
+        facts = {"task": task, "attempts": len(tries), "solved": sum(tries), "repeats": num_same}
+        parts = {"learnability": value_of_question, "repetition": -penalty}
         paid.append(_with_reward(trajectory, parts, facts, success=0.0 < p < 1.0))
 
     return RewardedProposals(paid, dropped, _metrics(proposals, solved, repeats))

@@ -35,14 +35,14 @@ async def export_pairs(
     with atomic_file(path) as file:
         for name, members in groups.items():
             members.sort(key=lambda member: (-member.reward, member.id))
-            for place in range(min(per_group, len(members) // 2)):
-                better = members[place]
-                worse = members[-1 - place]
+            for index in range(min(per_group, len(members) // 2)):
+                better = members[index]
+                worse = members[-1 - index]
                 report.rows += 1
                 try:
                     row = await _row(store, better, worse, margin, read)
                 except RowError as error:
-                    report.add(f"{name}, pair {place + 1}", error)
+                    report.add(f"{name}, pair {index + 1}", error)
                     continue
 
                 file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")

@@ -211,15 +211,15 @@ async def _with_values(
     """The columns of a table with some of their values. A single query reads them all. If it fails
     (the result is too long, or a column can't be read), two queries read half of the columns
     each."""
-    drawn = []
+    expressions = []
     for column in columns:
         name = quote_identifier(column.name)
         is_value = f"{name} IS NOT NULL AND {name} <> '' AND length({name}) <= {MAX_VALUE_CHARS}"
         values = f"SELECT DISTINCT {name} AS one FROM {quote_identifier(table)} WHERE {is_value}"
         values += f" ORDER BY 1 LIMIT {MAX_VALUES}"
-        drawn.append(f"json((SELECT json_group_array(one) FROM ({values})))")
+        expressions.append(f"json((SELECT json_group_array(one) FROM ({values})))")
 
-    columns_values = _read(await ask(f"json_array({', '.join(drawn)})"))
+    columns_values = _read(await ask(f"json_array({', '.join(expressions)})"))
     if len(columns_values) == len(columns):
         return tuple(
             column._replace(
@@ -252,8 +252,8 @@ async def answer_of(
 async def _value(tools: AttemptTools, tool: str, parameter: str, sql: str) -> str | None:
     """The value of an expression, or of a statement with a single value. Empty for NULL, None if
     the result contains no value."""
-    got = await call_tool(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
-    match = _MARKED_VALUE.search(got.text)
+    result = await call_tool(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
+    match = _MARKED_VALUE.search(result.text)
     return bytes.fromhex(match[1]).decode("utf-8", "replace") if match else None
 
 

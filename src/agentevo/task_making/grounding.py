@@ -108,8 +108,8 @@ async def _run_steps(
             if value != step.arguments[name]:
                 raise UngroundedError("what is to be found is not what is found first")
 
-        got = await call_tool(tools, step.tool, step.arguments)
-        if got.is_error:
+        result = await call_tool(tools, step.tool, step.arguments)
+        if result.is_error:
             raise UngroundedError("a call is refused without the calls that were left out")
 
         carried_out.append(
@@ -117,7 +117,7 @@ async def _run_steps(
                 tool=step.tool,
                 arguments=step.arguments,
                 found=step.found,
-                result=got.text,
+                result=result.text,
                 changes=step.changes,
                 question=step.question,
             )

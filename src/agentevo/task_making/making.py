@@ -187,8 +187,8 @@ class _Maker:
 
             walked = await asyncio.gather(*map(self._walk, numbers))
             for (scenario, results), draw in zip(walked, map(self._draw, numbers), strict=True):
-                for got in results:
-                    self._survey.learn(got)
+                for result in results:
+                    self._survey.learn(result)
                 is_kept = scenario is not None and self._keep(scenario, draw)
                 if results and not is_kept:
                     self._coverage.fruitless[results[-1].tool] += 1

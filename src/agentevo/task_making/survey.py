@@ -146,16 +146,16 @@ async def survey(
 
 async def _try_tool(tools: AttemptTools, surveyed: Survey, name: str, draw: random.Random) -> None:
     arguments = surveyed.draw_arguments(name, draw)
-    got = await call_tool(tools, name, arguments)
-    surveyed.learn(got)
+    result = await call_tool(tools, name, arguments)
+    surveyed.learn(result)
 
-    if got.is_error:
+    if result.is_error:
         surveyed.unresponsive[name] = (
-            f"{_format_arguments(arguments)} -> {' '.join(got.text.split())[:200]}"
+            f"{_format_arguments(arguments)} -> {' '.join(result.text.split())[:200]}"
         )
         return
 
-    surveyed.answered[name] = got
+    surveyed.answered[name] = result
     surveyed.unresponsive.pop(name, None)
 
 

@@ -86,8 +86,10 @@ async def walk(
         ]
         (name,) = draw.choices(names, weights)
         if name in survey.databases:
-            step, got = await _ask_database(tools, survey, name, survey.databases[name].draw(draw))
-            results.append(got)
+            step, result = await _ask_database(
+                tools, survey, name, survey.databases[name].draw(draw)
+            )
+            results.append(result)
             steps += [step] if step is not None else []
             refusals += step is None
             continue
@@ -99,13 +101,13 @@ async def walk(
                 fixed[parameter] = draw.choice(named[parameter])
 
         arguments = survey.draw_arguments(name, draw, fixed)
-        got = await call_tool(tools, name, arguments)
-        results.append(got)
+        result = await call_tool(tools, name, arguments)
+        results.append(result)
 
-        if got.is_error or len(got.text) > MAX_RESULT_CHARS:
+        if result.is_error or len(result.text) > MAX_RESULT_CHARS:
             refusals += 1
             for parameter, schema in properties(survey.schemas[name]).items():
-                if values := list(values_in_text(got.text, parameter, schema)):
+                if values := list(values_in_text(result.text, parameter, schema)):
                     named[parameter] = values
             continue
 
@@ -114,7 +116,7 @@ async def walk(
                 tool=name,
                 arguments=arguments,
                 found={parameter: source for parameter, (source, _) in sources.items()},
-                result=got.text,
+                result=result.text,
                 changes=name in survey.changing,
             )
         )
@@ -136,8 +138,8 @@ async def extend_question(
     if question.clauses <= last.question.clauses:
         return [], []
 
-    step, got = await _ask_database(tools, survey, last.tool, question)
-    return ([*start[:-1], step] if step is not None else []), [got]
+    step, result = await _ask_database(tools, survey, last.tool, question)
+    return ([*start[:-1], step] if step is not None else []), [result]
 
 
 async def _ask_database(
@@ -145,10 +147,12 @@ async def _ask_database(
 ) -> tuple[ScenarioStep | None, CallResult]:
     """A question to a database, and its result. No step if the database returns no answer."""
     arguments = {survey.databases[tool].parameter: question.sql}
-    got = await call_tool(tools, tool, arguments)
-    if got.is_error or len(got.text) > MAX_RESULT_CHARS:
-        return None, got
-    return ScenarioStep(tool=tool, arguments=arguments, question=question, result=got.text), got
+    result = await call_tool(tools, tool, arguments)
+    if result.is_error or len(result.text) > MAX_RESULT_CHARS:
+        return None, result
+    return ScenarioStep(
+        tool=tool, arguments=arguments, question=question, result=result.text
+    ), result
 
 
 def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
@@ -162,7 +166,7 @@ def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
             kept_steps.add(number)
             kept_steps |= {source.step for source in steps[number].found.values()}
 
-    places = {number: place for place, number in enumerate(sorted(kept_steps))}
+    places = {number: index for index, number in enumerate(sorted(kept_steps))}
     return [
         msgspec.structs.replace(
             steps[number],

@@ -174,35 +174,39 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
         sides.append((tasks, shares, done.place[places]))
 
     (tasks, before, place_before), (tasks_after, after, place_after) = sides
-    both, mine, theirs = np.intersect1d(tasks, tasks_after, assume_unique=True, return_indices=True)
-    before = before[mine]
+    shared_tasks, before_places, after_places = np.intersect1d(
+        tasks, tasks_after, assume_unique=True, return_indices=True
+    )
+    before = before[before_places]
 
-    after = after[theirs]
+    after = after[after_places]
     gain = after - before
     order = np.argsort(-np.abs(gain), kind="stable")
     changes_by_direction: dict[bool, list[SettingChange]] = {}
     for is_better in (True, False):
         chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MAX_CHANGES]
-        names = _names(reader, "SELECT number, id FROM tasks WHERE number", both[chosen])
+        names = _names(reader, "SELECT number, id FROM tasks WHERE number", shared_tasks[chosen])
         ids = _names(
             reader,
             "SELECT place, id FROM attempts WHERE place",
-            np.concatenate([place_before[mine[chosen]], place_after[theirs[chosen]]]),
+            np.concatenate(
+                [place_before[before_places[chosen]], place_after[after_places[chosen]]]
+            ),
         )
         changes_by_direction[is_better] = [
             SettingChange(
-                names.get(int(both[i]), ""),
+                names.get(int(shared_tasks[i]), ""),
                 float(before[i]),
                 float(after[i]),
-                ids.get(int(place_before[mine[i]]), ""),
-                ids.get(int(place_after[theirs[i]]), ""),
+                ids.get(int(place_before[before_places[i]]), ""),
+                ids.get(int(place_after[after_places[i]]), ""),
             )
             for i in chosen.tolist()
         ]
 
     return SettingChanges(
         _difference(before, after),
-        len(both),
+        len(shared_tasks),
         changes_by_direction[True],
         int(np.count_nonzero(gain > 0)),
         changes_by_direction[False],

@@ -29,7 +29,7 @@ async def now(request: Request, run: str) -> HTMLResponse:
     view = await run_of(request, run)
     charts = [chart for name in TITLES if (chart := chart_of(view, name))]
     segments = run_now.timeline(view)
-    drawn = [
+    drawn_segments = [
         (
             segment.start_s,
             segment.lasted_s,
@@ -51,7 +51,7 @@ async def now(request: Request, run: str) -> HTMLResponse:
         warnings=view.warnings[:SHOWN_WARNINGS],
         failures=run_now.counts_below(view, "rollout/failed/"),
         drops=run_now.counts_below(view, "rollout/dropped/"),
-        timeline=timeline(drawn),
+        timeline=timeline(drawn_segments),
         shares=run_now.shares(segments),
         plays=view.command not in ("sft", "rm"),
     )

@@ -29,12 +29,14 @@ class Derived(NamedTuple):
 
 def derive(trajectory: Trajectory) -> Derived:
     """Computes the values in one pass over the turns."""
-    drawn = [
+    logprobs_of_turns = [
         np.asarray(turn.logprobs, dtype=np.float32)
         for turn in trajectory.turns
         if turn.temperature > 0 and len(turn.logprobs)
     ]
-    logprobs = np.concatenate(drawn) if drawn else np.zeros(0, dtype=np.float32)
+    logprobs = (
+        np.concatenate(logprobs_of_turns) if logprobs_of_turns else np.zeros(0, dtype=np.float32)
+    )
     logprobs = logprobs[np.isfinite(logprobs)]
     versions = [min(turn.versions) for turn in trajectory.turns if len(turn.versions)]
 
