@@ -43,10 +43,10 @@ def _is_same(first: object, second: object) -> bool:
 def installed_points(group: str) -> Iterable[EntryPoint]:
     """The entry points of the installed packages. Reading them takes 10 ms, which adds up for a
     recipe with ten kinds of names. So they are read only once for the same folders."""
-    return _points(tuple(map(_with_time, sys.path)), group)
+    return _points(tuple(map(_with_modification_time, sys.path)), group)
 
 
-def _with_time(folder: str) -> tuple[str, int]:
+def _with_modification_time(folder: str) -> tuple[str, int]:
     """A folder that packages are found in, and the time when a package was last added or
     removed."""
     try:

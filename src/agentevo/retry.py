@@ -16,7 +16,7 @@ T = TypeVar("T")
 STORE_RETRY_S = 600.0
 """The time in seconds that a run's processes wait for an unavailable database before they fail."""
 FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 5.0
+MAX_PAUSE_S = 5.0
 SILENT_S = 5.0
 """A call that has neither answered nor failed for this time, in seconds, is reported."""
 REPORT_INTERVAL_S = 15.0
@@ -31,7 +31,7 @@ async def with_retries(
     notify: Callable[[str], None] = to_stderr,
 ) -> T:
     """Awaits `call()` repeatedly while the store can't be reached or is too slow, with pauses that
-    double from FIRST_PAUSE_S to LONGEST_PAUSE_S. Refusals are raised at once. An error that remains
+    double from FIRST_PAUSE_S to MAX_PAUSE_S. Refusals are raised at once. An error that remains
     after `within_s` seconds is raised as StoreUnavailableError.
 
     `notify` receives a line with the name of the call, the reason of the wait and the time at which
@@ -55,7 +55,7 @@ async def with_retries(
                 return result
 
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            pause = min(2 * pause, MAX_PAUSE_S)
     finally:
         reporter.stop()
 

@@ -17,7 +17,7 @@ import agentevo
 from agentevo.errors import AgentEvoError, ToolUnavailableError, describe_error, storable
 
 MAX_FRAMES = 20
-LONGEST_PLACE = 1000
+PLACE_CHARS = 1000
 """The average number of characters of a place."""
 CAUSED_BY = "\n\nIt came of:\n\n"
 MAX_CAUSES = 4
@@ -109,7 +109,7 @@ def _format_frames(frames: Sequence[traceback.FrameSummary]) -> str:
     foreign_frames = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     user_frames = [frame for frame in foreign_frames if not frame.filename.startswith(_INSTALLED)]
     lines = traceback.format_list((user_frames or foreign_frames)[-MAX_FRAMES:])
-    return storable("".join(lines), LONGEST_PLACE * len(lines)).rstrip()
+    return storable("".join(lines), PLACE_CHARS * len(lines)).rstrip()
 
 
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -143,7 +143,7 @@ async def replay(
         async with aclosing(rebuilding) as rebuilt:
             sources = _sources(versions, stored, missing, rebuilt)
             with bar("replay: sampling again"):
-                summary, chat, context = await _draw_again(
+                summary, chat, context = await _sample_again(
                     config, policy, policy_trajectories, sources
                 )
 
@@ -152,7 +152,7 @@ async def replay(
     player = _player(config, agent)
     for trajectory in over(chosen, "replay", len(chosen), "trajectories"):
         result = replays[trajectory.id]
-        if reason := _not_alone(config, trajectory.agent):
+        if reason := _why_not_replayable(config, trajectory.agent):
             result.unplayed = reason
         elif player is None or chat is None:
             result.unplayed = "its agent is a function, which was not passed"
@@ -173,7 +173,7 @@ async def replay(
     return [replays[trajectory.id] for trajectory in chosen]
 
 
-def _not_alone(config: RunConfig, agent: str) -> str:
+def _why_not_replayable(config: RunConfig, agent: str) -> str:
     """Why an attempt of one of several agents can't be played again. Empty if it can."""
     if config.tasks.self_play is not None:
         is_proposer = agent == PROPOSER
@@ -249,7 +249,7 @@ def versions_of(trajectory: Trajectory) -> list[int]:
     return sorted({version for turn in trajectory.turns for version in turn.versions})
 
 
-async def _draw_again(
+async def _sample_again(
     config: RunConfig,
     policy: str,
     trajectories: Sequence[Trajectory],

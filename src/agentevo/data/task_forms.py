@@ -116,13 +116,17 @@ def row_of(task: Task, form: str) -> dict[str, Any]:
     if form == "verl":
         return _as_verl(task, set_fields, rest, chat)
     if form == "agentrl":
-        return {"query": _asked_once(task, chat), **_one_answer(task, set_fields), **rest}
+        return {
+            "query": _check_single_question(task, chat),
+            **_check_single_answer(task, set_fields),
+            **rest,
+        }
 
     asks_once = chat is None or chat == [{"role": "user", "content": task.query}]
     return {"query": task.query if asks_once else chat, **set_fields, **rest}
 
 
-def _asked_once(task: Task, chat: list[Any] | None) -> str | None:
+def _check_single_question(task: Task, chat: list[Any] | None) -> str | None:
     if chat is not None and len(chat) > 1:
         raise RowError(
             "unknown_form",
@@ -132,7 +136,7 @@ def _asked_once(task: Task, chat: list[Any] | None) -> str | None:
     return task.query
 
 
-def _one_answer(task: Task, set_fields: dict[str, Any]) -> dict[str, Any]:
+def _check_single_answer(task: Task, set_fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(task.answer, list):
         raise RowError(
             "unknown_form",

@@ -37,7 +37,7 @@ class BanditConfig(EnvironmentConfig):
     """The probability that the high arm pays, from 0 to 1."""
 
     @pydantic.model_validator(mode="after")
-    def _arms_differ(self) -> BanditConfig:
+    def _check_arms(self) -> BanditConfig:
         if self.low_arm.casefold() == self.high_arm.casefold():
             raise ValueError(
                 f"low_arm and high_arm are both {self.low_arm!r}: give the arms different names"

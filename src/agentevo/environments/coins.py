@@ -64,7 +64,7 @@ class CoinsConfig(EnvironmentConfig):
     answer's letters. With 0, only exact names get a reward."""
 
     @pydantic.model_validator(mode="after")
-    def _values_fit(self) -> CoinsConfig:
+    def _check_values_fit(self) -> CoinsConfig:
         needed = self.num_coins - 1 + self.min_gap
         if self.max_value < needed:
             raise ValueError(

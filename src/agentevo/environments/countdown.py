@@ -51,7 +51,7 @@ class CountdownConfig(EnvironmentConfig):
     """The allowed operations, a subset of `+-*/`."""
 
     @pydantic.model_validator(mode="after")
-    def _targets_exist(self) -> CountdownConfig:
+    def _check_targets(self) -> CountdownConfig:
         if self.min_target > self.max_target:
             raise ValueError(
                 f"min_target={self.min_target} is above max_target={self.max_target}: swap or "

@@ -37,7 +37,7 @@ BAD_ACTION = "VALIDATION_ERROR"
 RETRY_S = 0.2
 """The pause in seconds before the next request to a server without a free session."""
 CLOSE_S = 1.0
-LARGEST_SEED = 2**31
+MAX_SEED = 2**31
 """Seeds are taken modulo this number, because numpy's generators accept no larger ones."""
 
 
@@ -128,7 +128,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
 
     def start(self, seed: int) -> None:
         self._has_reward = False
-        message = {"seed": seed % LARGEST_SEED, **self.config.reset}
+        message = {"seed": seed % MAX_SEED, **self.config.reset}
         ends_at = time.monotonic() + self.config.session_timeout_s
         while True:
             self.close()

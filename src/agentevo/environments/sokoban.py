@@ -63,7 +63,7 @@ class SokobanConfig(EnvironmentConfig):
     symbols of RAGEN's generalization test, `W.GCBA@`."""
 
     @pydantic.model_validator(mode="after")
-    def _room_is_possible(self) -> SokobanConfig:
+    def _check_room(self) -> SokobanConfig:
         height, width = self.dim
         if min(height, width) < 4 or height * width > PLAYER_MASK + 1:
             raise ValueError(

@@ -68,7 +68,7 @@ class TextArenaConfig(EnvironmentConfig):
     observation."""
 
     @pydantic.model_validator(mode="after")
-    def _seat_exists(self) -> TextArenaConfig:
+    def _check_seat(self) -> TextArenaConfig:
         if self.seat >= self.num_players:
             raise ValueError(
                 f"seat={self.seat}, but num_players={self.num_players}: seats count from 0"

@@ -10,7 +10,7 @@ from typing import Any
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
 from agentevo.evaluation.contestants import Contestant, find_contestants
-from agentevo.evaluation.play import LABEL, check_play, open_player, playing, scorer_of
+from agentevo.evaluation.play import LABEL, check_play, config_for_playing, open_player, scorer_of
 from agentevo.event_loop import run_coroutine
 from agentevo.observability.call_view import duration
 from agentevo.observability.trajectory_view import message_text, visible
@@ -41,7 +41,7 @@ def _task_to_try(
                 f"--number {number}: there are {len(tasks)} held-out tasks, counted from 0"
             )
         return config, tasks[number]
-    config = playing(config, ("--task",))
+    config = config_for_playing(config, ("--task",))
     return config, Task(id="try", query=text, answer=answer, seed=number)
 
 

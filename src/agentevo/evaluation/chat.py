@@ -63,7 +63,7 @@ def chat(
         max_new_tokens=max_new_tokens or max(MAX_NEW_TOKENS, config.sampling.max_new_tokens),
     )
     is_terminal = sys.stdin.isatty()
-    for line in _remarks(contestant, system):
+    for line in _opening_notes(contestant, system):
         note(line)
 
     with ChatModel(contestant, overrides_of_answers, note) as model:
@@ -113,7 +113,7 @@ def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Conte
     return contestant
 
 
-def _remarks(contestant: Contestant, system: str | None) -> Iterator[str]:
+def _opening_notes(contestant: Contestant, system: str | None) -> Iterator[str]:
     """Notes for the user before the first line."""
     agent = contestant.config.agent
     folder = contestant.checkpoint

@@ -63,11 +63,11 @@ def find_contestants(
 ) -> list[Contestant]:
     """The models, the target first. Raises ConfigError for words that name no model, before
     anything is created."""
-    first = _target(target, overrides, tasks)
+    first = _resolve_target(target, overrides, tasks)
     if checkpoint:
         first = _with_checkpoint(first, target, checkpoint)
 
-    contestants = [first, *(_other(word, first.config) for word in against)]
+    contestants = [first, *(_resolve_opponent(word, first.config) for word in against)]
     labels = [contestant.label for contestant in contestants]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
@@ -89,7 +89,7 @@ def find_contestants(
     return contestants
 
 
-def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contestant:
+def _resolve_target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contestant:
     run, step = run_of(word)
     if run is not None:
         config = run_config(run, overrides)
@@ -107,7 +107,7 @@ def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contes
         raise ConfigError(f"{word}: a model alone has no tasks: give --tasks FILE, or environment=")
 
     config = build_config(tree, overrides, where=word, needs_environment=not tasks)
-    return _other(word, config)
+    return _resolve_opponent(word, config)
 
 
 def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
@@ -116,7 +116,7 @@ def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
 
     run, _ = run_of(target)
     if which in first.config.remote_models or _is_url(which):
-        return _other(which, first.config)
+        return _resolve_opponent(which, first.config)
 
     if run is not None:
         path = checkpoint_of(run, first.config, which)
@@ -131,7 +131,7 @@ def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
     return Contestant(f"{target}@{which}", first.config, path)
 
 
-def _other(word: str, base: RunConfig) -> Contestant:
+def _resolve_opponent(word: str, base: RunConfig) -> Contestant:
     """A model that plays the tasks of `base`."""
     if word in base.remote_models:
         return Contestant(word, base, remote=word)

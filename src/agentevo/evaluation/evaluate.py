@@ -17,7 +17,7 @@ from agentevo.config.sections import EvaluationSection, SamplingSection
 from agentevo.errors import AttemptsFailedError, ConfigError
 from agentevo.evaluation.contestants import Contestant, find_contestants
 from agentevo.evaluation.parts import parts_of_tasks
-from agentevo.evaluation.play import PlaySettings, check_play, find_tasks, play, playing
+from agentevo.evaluation.play import PlaySettings, check_play, config_for_playing, find_tasks, play
 from agentevo.evaluation.results import AttemptLine, ResultsFolder, task_digest
 from agentevo.evaluation.summary import numbers_of, summarise
 from agentevo.event_loop import run_coroutine
@@ -131,7 +131,7 @@ def check_attempts(summary: Mapping[str, Any]) -> None:
 
 
 def _played_config(contestant: Contestant, what: EvaluationRun) -> RunConfig:
-    config = playing(contestant.config, what.words_of_tasks)
+    config = config_for_playing(contestant.config, what.words_of_tasks)
     if not what.sampling:
         return config
 

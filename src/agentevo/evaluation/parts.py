@@ -42,7 +42,7 @@ def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
             "(none)" if value is None else str(value): frozenset(
                 name for name, task_value in values.items() if _hashable(task_value) == value
             )
-            for value in sorted({*map(_hashable, values.values())}, key=_in_order)
+            for value in sorted({*map(_hashable, values.values())}, key=_sort_key)
         }
 
     return parts
@@ -52,7 +52,7 @@ def _hashable(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
-def _in_order(value: Any) -> tuple[int, float, str]:
+def _sort_key(value: Any) -> tuple[int, float, str]:
     """Numbers by size, then texts, then tasks without a value."""
     if isinstance(value, (int, float)):
         return (0, float(value), "")

@@ -83,7 +83,7 @@ def find_tasks(
     return read.train[:limit], sources, lines
 
 
-def playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
+def config_for_playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
     """The configuration for playing. With task files, no other part provides tasks. An agent of an
     environment is replaced by an agent that sends a single prompt."""
     if not files:

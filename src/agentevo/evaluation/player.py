@@ -37,7 +37,13 @@ from agentevo.evaluation import player_words as words
 from agentevo.evaluation.attempt import is_judged, play_attempt
 from agentevo.evaluation.contestants import Contestant, find_contestants
 from agentevo.evaluation.live_turns import LiveTurns, tokens_of
-from agentevo.evaluation.play import check_play, local_parts, playing, run_folder, scorer_of
+from agentevo.evaluation.play import (
+    check_play,
+    config_for_playing,
+    local_parts,
+    run_folder,
+    scorer_of,
+)
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.models.resolve import missing_model
@@ -77,15 +83,15 @@ def main(argv: Sequence[str]) -> int:
     """Runs the player until its client is gone."""
     input_pipe, teller = _own_pipes()
     inbox = _Inbox(input_pipe)
-    threading.Thread(target=_beat, args=(teller,), daemon=True, name="beat").start()
+    threading.Thread(target=_send_heartbeats, args=(teller,), daemon=True, name="beat").start()
 
     try:
         run_coroutine(_serve(Path(argv[0]), argv[1], argv[2:], inbox, teller))
     except AgentEvoError as error:
-        teller(words.Broken(_said(str(error))))
+        teller(words.Broken(_clean_text(str(error))))
         return 1
     except Exception as error:
-        teller(words.Broken(_said(describe_error(error))))
+        teller(words.Broken(_clean_text(describe_error(error))))
         raise
 
     return 0
@@ -141,7 +147,7 @@ class _Inbox:
         return await self._queue.get()
 
 
-def _beat(teller: EventWriter) -> None:
+def _send_heartbeats(teller: EventWriter) -> None:
     while True:
         teller(words.Beat(_memory()))
         time.sleep(HEARTBEAT_S)
@@ -158,7 +164,7 @@ def _memory() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _said(text: str) -> str:
+def _clean_text(text: str) -> str:
     return without_passwords(text)[: words.MAX_TEXT]
 
 
@@ -214,7 +220,7 @@ def _playable(config: RunConfig) -> RunConfig:
     """The configuration for playing. A recipe without a task source gets an agent that sends a
     single prompt."""
     has_none = config.environment is None and isinstance(config.agent, EnvironmentAgentSection)
-    return playing(config, ("--task",)) if has_none else config
+    return config_for_playing(config, ("--task",)) if has_none else config
 
 
 class CheckpointPlayer:
@@ -235,7 +241,7 @@ class CheckpointPlayer:
         that sends a single prompt."""
         from agentevo.orchestration.players import find_agent
 
-        config = playing(self._parts.config, ("--task",))
+        config = config_for_playing(self._parts.config, ("--task",))
         agent = find_agent(config, None)
         return replace(self._parts, config=config, agent=agent, tasks=TaskSource(config, None))
 
@@ -300,9 +306,9 @@ class CheckpointPlayer:
             else:
                 await self._play(request)
         except AgentEvoError as error:
-            self._send(words.FailedPlay(request.id, _said(str(error))))
+            self._send(words.FailedPlay(request.id, _clean_text(str(error))))
         except Exception as error:  # noqa: BLE001 (a recipe's own code, too)
-            self._send(words.FailedPlay(request.id, _said(describe_error(error))))
+            self._send(words.FailedPlay(request.id, _clean_text(describe_error(error))))
 
     async def _chat(self, request: words.Chat) -> None:
         started_at = time.monotonic()

@@ -128,7 +128,7 @@ class EvolveSection(Section):
     """Stages to skip: try, choose, show, prompts, improve, merge."""
 
     @model_validator(mode="after")
-    def _a_teacher_where_there_is_one(self) -> Self:
+    def _check_teacher(self) -> Self:
         shown = self.demonstrations
         if (shown.source == "teacher") != (shown.teacher is not None):
             raise ValueError(
@@ -137,7 +137,7 @@ class EvolveSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_server_or_documents(self) -> Self:
+    def _check_source(self) -> Self:
         if not self.documents:
             return self
 
@@ -158,7 +158,7 @@ class EvolveSection(Section):
 
     @field_validator("budget")
     @classmethod
-    def _known_budgets(cls, value: dict[str, float]) -> dict[str, float]:
+    def _check_budgets(cls, value: dict[str, float]) -> dict[str, float]:
         unknown = sorted(set(value) - {"hours", "tokens", "cost"})
         if unknown:
             raise ValueError(f"{unknown[0]} is not known: give hours, tokens or cost")

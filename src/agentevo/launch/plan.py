@@ -23,7 +23,7 @@ from agentevo.parsing import ParseError, dump_yaml, parse_yaml, read_text
 
 NODES_FILE = "nodes.yaml"
 RECIPE_FILE = "recipe.yaml"
-LONGEST_NAME = 50
+MAX_NAME = 50
 """The maximum length of a job's name, in characters. With Kubernetes' suffix, it must fit into a
 DNS label of 63 characters."""
 
@@ -128,7 +128,7 @@ def read_plan(path: Path) -> LaunchPlan:
 
 def _job_name(name: str) -> str:
     """A name that is valid for Kubernetes, the strictest cluster."""
-    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_NAME].strip("-")
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:MAX_NAME].strip("-")
     return plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
 
 

@@ -19,7 +19,7 @@ from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet
 from agentevo.launch.plan import NODES_FILE, PlannedLaunch
 
-LARGEST_CONFIG = 1_000_000
+MAX_CONFIG_BYTES = 1_000_000
 """In bytes. Kubernetes' limit of a ConfigMap is 1 MiB."""
 
 
@@ -146,7 +146,7 @@ class KubernetesCluster(Cluster):
     """Number of pod replacements before the Job fails."""
 
     def check(self, launch: PlannedLaunch, folder: str) -> None:
-        if sum(len(text.encode()) for text in launch.files.values()) > LARGEST_CONFIG:
+        if sum(len(text.encode()) for text in launch.files.values()) > MAX_CONFIG_BYTES:
             raise ConfigError(
                 "import: the recipe and the files that it names have more than 1 MB, the limit of "
                 "a ConfigMap: put the code into the image and import it by its module's name, and "

@@ -18,8 +18,8 @@ Ended = Literal["", "finished", "stopped", "failed"]
 
 PAUSED = "paused"
 """The phase of a run that was paused by a request."""
-LONGEST_REASON = 2000
-LARGEST_BYTES = 100_000
+MAX_REASON_CHARS = 2000
+MAX_FILE_BYTES = 100_000
 """AgentEvo does not write a larger file."""
 MAX_TIME = 1e11
 """A Unix time in seconds that is later than any run."""
@@ -118,7 +118,7 @@ def failure(error: BaseException) -> str:
     """The sentence about an error, for `reason`."""
     message = storable(str(error)) if isinstance(error, AgentEvoError) else describe_error(error)
     text = " ".join(message.split())
-    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
 
 
 def read_moment(path: Path) -> Moment | None:
@@ -126,7 +126,7 @@ def read_moment(path: Path) -> Moment | None:
     OSError for a file that can't be read."""
     try:
         what = path.stat()
-        if not stat.S_ISREG(what.st_mode) or what.st_size > LARGEST_BYTES:
+        if not stat.S_ISREG(what.st_mode) or what.st_size > MAX_FILE_BYTES:
             return None
         moment = msgspec.convert(json.loads(path.read_bytes()), Moment)
     except FileNotFoundError:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 HEAD = ("run", "state", "step", "reward", "success", "tok/s", "stale", "playing", "failed", "warns")
 SHOWN_WARNINGS = 3
-LONGEST_NAME = 40
+MAX_NAME_CHARS = 40
 LIVING = ("running", "paused", "silent")
 """The states of a run whose process has its lock."""
 SPARKS_SHOWN = 20
@@ -50,7 +50,7 @@ class RunLine:
 
     def cells(self) -> tuple[str, ...]:
         return (
-            visible(self.name)[:LONGEST_NAME],
+            visible(self.name)[:MAX_NAME_CHARS],
             self.state,
             str(self.step) if self.planned is None else f"{self.step}/{self.planned}",
             _number(self.reward, "{:.3f}"),
@@ -79,7 +79,7 @@ def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
     ]
     for run in runs:
         run_lines = [*run.words(), *(run.calls if calls else ())]
-        lines += [f"{visible(run.name)[:LONGEST_NAME]}: {line}" for line in run_lines]
+        lines += [f"{visible(run.name)[:MAX_NAME_CHARS]}: {line}" for line in run_lines]
 
     return lines
 

@@ -59,7 +59,7 @@ class Leaks:
         on."""
         held_out = TaskQuestion()
         trained = TaskQuestion()
-        if config.tasks.given and _are_there(config.tasks.train):
+        if config.tasks.given and _exist(config.tasks.train):
             source = TaskSource(config, None)
             tasks = source.held_out()
             for task in tasks:
@@ -110,13 +110,13 @@ def _data_of(config: RunConfig, trains_on: TrainsOn) -> Iterator[str]:
     """The questions in the conversations or pairs that a stage trains on."""
     if trains_on == "conversations":
         for source in config.data.train:
-            if _are_there([source]):
+            if _exist([source]):
                 for row in read_conversations(source, config.data.format, RowReport("data.train")):
                     yield from _questions(row.messages)
 
     files_by_kind = {"pairs": config.rm.pairs, "tasks": config.data.pairs}
     pairs = files_by_kind.get(trains_on)
-    if pairs is not None and _are_there([str(pairs)]):
+    if pairs is not None and _exist([str(pairs)]):
         for line in read_rows(str(pairs)):
             prompt = line.value.get("prompt") if isinstance(line.value, dict) else None
             if isinstance(prompt, str):
@@ -136,7 +136,7 @@ def _last_question(messages: Iterable[object]) -> str:
     return questions[-1] if questions else ""
 
 
-def _are_there(sources: Iterable[str]) -> bool:
+def _exist(sources: Iterable[str]) -> bool:
     """Whether the sources can be read now. A file that a later stage makes does not exist yet, and
     a dataset of the hub is not downloaded for this check."""
     return all(Path(source).exists() for source in sources)

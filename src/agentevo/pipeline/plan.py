@@ -155,7 +155,7 @@ def make_plan(config: PipelineConfig, where: str) -> PipelinePlan:
         needs = {instance.id: _needs(plan, instance, config, problems) for instance in bare}
         if not problems:
             measured = tuple(_with_measurements(bare, needs, config))
-            return PipelinePlan(_in_order(measured, where))
+            return PipelinePlan(_sort_instances(measured, where))
 
     lines = dict.fromkeys(problems)
     raise ConfigError("\n".join(f"{where}: {line}" for line in lines))
@@ -328,7 +328,7 @@ def _with_measurements(
             )
 
 
-def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]:
+def _sort_instances(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]:
     """Each instance after those that it waits for, otherwise in the order of the file. Raises
     ConfigError for a cycle."""
     place = {instance.id: number for number, instance in enumerate(instances)}
@@ -355,7 +355,7 @@ def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]
                 heappush(ready, place[name])
 
     if len(ordered) < len(instances):
-        ring = _ring({name: needs for name, needs in waits.items() if needs})
+        ring = _find_cycle({name: needs for name, needs in waits.items() if needs})
         raise ConfigError(
             f"{where}: stages: {' -> '.join(ring)} wait for each other, so none can start: remove "
             "one of these references or needs"
@@ -364,7 +364,7 @@ def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]
     return tuple(ordered)
 
 
-def _ring(waits: Mapping[str, set[str]]) -> list[str]:
+def _find_cycle(waits: Mapping[str, set[str]]) -> list[str]:
     """A cycle of waiting names: each waits for the next."""
     name = next(iter(waits))
     path = list[str]()

@@ -53,7 +53,7 @@ class Recipes:
 
         tree, folder = self._recipe(name)
         for key, change in changes:
-            change_tree = self._own(nest_keys(change), key)
+            change_tree = self._own_change(nest_keys(change), key)
             tree = with_changes(tree, change_tree)
 
         if instance.measures is not None:
@@ -90,7 +90,7 @@ class Recipes:
 
         return self._read[name]
 
-    def _own(self, change: dict[str, Any], key: str) -> dict[str, Any]:
+    def _own_change(self, change: dict[str, Any], key: str) -> dict[str, Any]:
         """The change with absolute paths in place of those relative to the pipeline's folder.
         Raises ConfigError for keys that the pipeline sets."""
         for leaf in sources.leaves(change):

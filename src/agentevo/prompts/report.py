@@ -8,7 +8,7 @@ from typing import Any
 
 from agentevo.prompts.search import Judged
 
-MOST_ROWS = 30
+MAX_ROWS = 30
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
@@ -60,10 +60,10 @@ def report_of(summary: Mapping[str, Any], pool: Sequence[Judged]) -> str:
     parts += [
         f"| {judged.candidate.id} | {judged.mean:.3f} | {judged.candidate.parent} | "
         f"{_cell(judged.candidate.how)} |"
-        for judged in ranked[:MOST_ROWS]
+        for judged in ranked[:MAX_ROWS]
     ]
-    if len(ranked) > MOST_ROWS:
-        parts.append(f"\n{len(ranked) - MOST_ROWS} more are in log.jsonl.")
+    if len(ranked) > MAX_ROWS:
+        parts.append(f"\n{len(ranked) - MAX_ROWS} more are in log.jsonl.")
 
     for failure in summary["search"]["writer_failures"]:
         parts.append(f"\nThe writer: {_cell(failure)}")

@@ -42,7 +42,7 @@ class FormatConfig(RewardConfig):
 
     @field_validator("pattern")
     @classmethod
-    def _compiles(cls, value: str) -> str:
+    def _check_pattern(cls, value: str) -> str:
         Pattern(value)
         return value
 

@@ -60,7 +60,7 @@ class JudgeOptions(RewardConfig):
 
     @field_validator("models", mode="before")
     @classmethod
-    def _one_is_a_list(cls, value: object) -> object:
+    def _to_tuple(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
 

@@ -118,7 +118,7 @@ class JudgeConfig(JudgeOptions, AnswerConfig):
 
     @field_validator("judge_prompt_template")
     @classmethod
-    def _has_its_placeholders(cls, value: str) -> str:
+    def _check_placeholders(cls, value: str) -> str:
         if not value:
             return value
 
@@ -145,7 +145,7 @@ class JudgeConfig(JudgeOptions, AnswerConfig):
         return value
 
     @model_validator(mode="after")
-    def _asks_for_what_is_read(self) -> JudgeConfig:
+    def _check_asks_for_score(self) -> JudgeConfig:
         if self.form == "score" and "<score>" not in self.template:
             raise ValueError(
                 "judge_prompt_template: it does not ask for <score>...</score>, which contains "

@@ -32,7 +32,7 @@ class LengthConfig(RewardConfig):
     or characters of its last reply."""
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> LengthConfig:
+    def _check_range(self) -> LengthConfig:
         if self.min_length > self.max_length:
             raise ValueError(
                 f"min_length={self.min_length} is above max_length={self.max_length}: swap them"
@@ -56,7 +56,7 @@ class LanguageConfig(RewardConfig):
 
     @field_validator("language")
     @classmethod
-    def _is_known(cls, value: str) -> str:
+    def _check_language(cls, value: str) -> str:
         if value not in SCRIPTS:
             raise ValueError(f"{value!r} is not known: give one of {', '.join(SCRIPTS)}")
         return value

@@ -256,7 +256,7 @@ def register_scorer(name: str, function: Callable[..., Any]) -> None:
 def check_reward(name: str, item: Any) -> None:
     """Raises ConfigError for an item that can't be a reward."""
     if not inspect.isclass(item):
-        unknown = [name for name in _asked_for(item) if name not in PARAMETERS]
+        unknown = [name for name in _parameter_names(item) if name not in PARAMETERS]
         if unknown:
             raise ConfigError(
                 f"the parameters {', '.join(unknown)} of the reward {name!r} are unknown: a reward "
@@ -323,7 +323,7 @@ def call_function(
         "extra_info": lambda: task.metadata.get("extra_info"),
         "models": lambda: models,
     }
-    names = _asked_for(function)
+    names = _parameter_names(function)
     return lambda: function(**{name: available[name]() for name in names})
 
 
@@ -338,7 +338,7 @@ def call_scorer(
     """The coroutine of a scorer's `score`. The scorer gets the remote models, the policy and
     sandboxes if it has parameters for them."""
     available = {"models": models, "policy": policy, "sandboxes": sandboxes}
-    return scorer.score(trajectory, task, **_asked_of(scorer.score, available))
+    return scorer.score(trajectory, task, **_arguments_for(scorer.score, available))
 
 
 def call_group_scorer(
@@ -349,11 +349,11 @@ def call_group_scorer(
 ) -> Any:
     """The coroutine of a scorer's `score_group`. The scorer gets the remote models if it has a
     parameter for them."""
-    arguments = _asked_of(scorer.score_group, {"models": models})
+    arguments = _arguments_for(scorer.score_group, {"models": models})
     return scorer.score_group(trajectories, task, **arguments)
 
 
-def _asked_of(method: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_for(method: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(method).parameters
     return {name: value for name, value in available.items() if name in parameters}
 
@@ -399,7 +399,7 @@ def score_of(returned: Any) -> Score:
     return Score(plain_number(returned, "its value"))
 
 
-def _asked_for(function: Any) -> list[str]:
+def _parameter_names(function: Any) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:

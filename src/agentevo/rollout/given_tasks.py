@@ -42,7 +42,7 @@ RESERVED_KEYS = {
     QUEUED_FOR_STEP: "the step that a task is queued for",
     PROPOSES: "the step that a proposer is asked for",
 }
-RECORD = "tasks.json"
+TASKS_FILE = "tasks.json"
 BAD_ROWS = "bad_rows.jsonl"
 
 
@@ -61,7 +61,7 @@ class GivenTasks:
 
     @property
     def digest(self) -> str:
-        """The digests of all tasks, in order."""
+        """The digest of all tasks, in order."""
         return hashlib.sha256(msgspec.json.encode([self.train, self.held_out])).hexdigest()
 
 
@@ -291,7 +291,7 @@ def check_and_report(config: RunConfig, tasks: GivenTasks, note: Callable[[str],
 def check_same_tasks(config: RunConfig, tasks: GivenTasks) -> None:
     """Records the tasks in the run's folder, or compares them with an existing record. Raises
     ConfigError if the tasks and the record differ."""
-    record = config.run_dir / RECORD
+    record = config.run_dir / TASKS_FILE
     now = {"digest": tasks.digest, "train": len(tasks.train), "eval": len(tasks.held_out)}
     if not record.is_file():
         create_atomic(record, json.dumps(now))

@@ -23,7 +23,7 @@ async def write_storable(
     except StoreUnavailableError:
         raise
     except StoreError:
-        storable = [_storable(attempt) for attempt in attempts]
+        storable = [_storable_or_failed(attempt) for attempt in attempts]
         if storable == attempts:
             raise
         attempts = storable
@@ -32,7 +32,7 @@ async def write_storable(
     return attempts
 
 
-def _storable(trajectory: Trajectory) -> Trajectory:
+def _storable_or_failed(trajectory: Trajectory) -> Trajectory:
     try:
         encode_trajectories([trajectory], "train", 0)
     except StoreError as error:

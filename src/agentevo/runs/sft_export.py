@@ -99,10 +99,12 @@ def conversations_of(
         messages: list[dict[str, Any]] = []
         for turn in reversed(path):
             context_rows = map(as_row, turn.messages[:-1])
-            messages += [_untaught(m) if m["role"] == "assistant" else m for m in context_rows]
+            messages += [_is_untrained(m) if m["role"] == "assistant" else m for m in context_rows]
             last = turn.messages[-1]
             reply_row = read(turn, tools) if isinstance(turn, Turn) else as_row(last)
-            messages.append(_untaught(reply_row) if turn.finish_reason == "length" else reply_row)
+            messages.append(
+                _is_untrained(reply_row) if turn.finish_reason == "length" else reply_row
+            )
 
         yield {
             "messages": messages,
@@ -115,7 +117,7 @@ def _model_of(turn: Turn | RemoteTurn) -> str:
     return turn.model if isinstance(turn, RemoteTurn) else POLICY
 
 
-def _untaught(message: dict[str, Any]) -> dict[str, Any]:
+def _is_untrained(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"weight": 0}
 
 
@@ -135,17 +137,17 @@ async def export_sft(
     export."""
     summaries = await store.summaries(split=split)
     if not summaries:
-        raise ConfigError(await _nothing(store, split))
+        raise ConfigError(await _no_attempt_message(store, split))
 
     report = RowReport("export")
-    good = _good(summaries, report, min_reward)
+    good = _select_good(summaries, report, min_reward)
     if per_task is not None:
         taught = {
-            stored.trajectory.id: _taught(stored.trajectory, read, model)
+            stored.trajectory.id: _digests_to_train(stored.trajectory, read, model)
             async for stored in store.trajectories(split=split, status="completed")
             if stored.trajectory.id in good
         }
-        good = _best(good, taught, per_task, report)
+        good = _select_best(good, taught, per_task, report)
 
     with atomic_file(path) as file:
         rows = _ExportRows(file, report, read, model)
@@ -169,14 +171,14 @@ def export_played(
     """Like `export_sft`, for attempts that an evaluation has stored. Raises ConfigError if there is
     nothing to export."""
     report = RowReport("export")
-    good = _good(trajectories, report, min_reward)
+    good = _select_good(trajectories, report, min_reward)
     if per_task is not None:
         taught = {
-            trajectory.id: _taught(trajectory, read, model)
+            trajectory.id: _digests_to_train(trajectory, read, model)
             for trajectory in trajectories
             if trajectory.id in good
         }
-        good = _best(good, taught, per_task, report)
+        good = _select_best(good, taught, per_task, report)
 
     with atomic_file(path) as file:
         rows = _ExportRows(file, report, read, model)
@@ -224,7 +226,7 @@ class _ExportRows:
             raise ConfigError("\n".join(["nothing was written:", *self._report.lines()]))
 
 
-def _good(
+def _select_good(
     summaries: Sequence[TrajectorySummary | Trajectory],
     report: RowReport,
     min_reward: float | None,
@@ -250,7 +252,7 @@ def _good(
     return good
 
 
-def _taught(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]:
+def _digests_to_train(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]:
     """Digests of an attempt's rows that can be trained on."""
     digests = set()
     for row in conversations_of(trajectory, read, model):
@@ -259,7 +261,7 @@ def _taught(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]
     return digests
 
 
-def _best(
+def _select_best(
     good: Mapping[str, str], taught: Mapping[str, set[bytes]], per_task: int, report: RowReport
 ) -> dict[str, str]:
     """The first attempts of each task, until `per_task` of them have new content. Attempts without
@@ -316,7 +318,7 @@ def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str
     return json.dumps({**row, **about}, ensure_ascii=False)
 
 
-async def _nothing(store: Store, split: Split) -> str:
+async def _no_attempt_message(store: Store, split: Split) -> str:
     counts: Counter[str] = Counter(summary.split for summary in await store.summaries())
     contents = ", ".join(f"{count} of the split {name}" for name, count in sorted(counts.items()))
     remedy = f"it has {contents}: choose one with --split" if contents else "it has no attempt yet"

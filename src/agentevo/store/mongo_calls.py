@@ -56,7 +56,7 @@ class MongoCalls(Transactions, Streaming):
         `changing`."""
         from pymongo import UpdateOne
 
-        first = await self._numbers("calls", len(rows))
+        first = await self._reserve_numbers("calls", len(rows))
 
         def update(row: Document, seq: int) -> Any:
             fields = {name: value for name, value in row.items() if name != "id"}

@@ -8,9 +8,8 @@ the transaction of `session`.
     meta                  {_id: "schema", version}, {_id: "tasks", "trajectories" or "calls", seq},
                           {_id: "trainer", turn}
 
-A transaction sees a snapshot. MongoDB retries a transaction if it writes a document that another
-transaction has written in the same time. It does not retry a transaction that only reads what
-another one writes. So reserve, commit, release, drop, rewind and gc all write `meta.trainer`, and
+A transaction sees a snapshot. If it writes a document that another transaction has changed since
+then, it is retried. If it only reads such a document, it is not retried. So reserve, commit, release, drop, rewind and gc all write `meta.trainer`, and
 run one after the other.
 """
 

@@ -174,7 +174,7 @@ class Transactions:
         seconds = (await self._client.admin.command("hello"))["localTime"].timestamp()
         return Now(seconds, seconds)
 
-    async def _numbers(self, kind: str, count: int) -> int:
+    async def _reserve_numbers(self, kind: str, count: int) -> int:
         """The first of `count` numbers for new rows. No other caller gets these numbers. It runs
         outside transactions: a gap in the numbers does no harm, but waiting would."""
         if not count:

@@ -123,7 +123,7 @@ class MongoDBStore(MongoCalls):
 
     async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
         encoded = [encode_task(task) for task in tasks]
-        first = await self._numbers("tasks", len(encoded))
+        first = await self._reserve_numbers("tasks", len(encoded))
         return await self._run(
             "add_tasks", lambda rows: rows.insert_tasks(encoded, first, queue=queue)
         )
@@ -142,7 +142,7 @@ class MongoDBStore(MongoCalls):
         async def work() -> list[Lease]:
             now = await self._read_clock()
             leases: list[Lease] = []
-            while len(leases) < limit and (lease := await self._take(worker, now, lease_s)):
+            while len(leases) < limit and (lease := await self._lease_next(worker, now, lease_s)):
                 leases.append(lease)
             if not leases:
                 await self._restart_future_leases(now)
@@ -150,7 +150,7 @@ class MongoDBStore(MongoCalls):
 
         return await self._retry("lease_tasks", work)
 
-    async def _take(self, worker: str, now: Now, lease_s: float) -> Lease | None:
+    async def _lease_next(self, worker: str, now: Now, lease_s: float) -> Lease | None:
         """Leases a task: one whose lease expired, one whose retry is due, or the oldest."""
         tasks = self._database["tasks"]
         times = {"lease_started_at": now.steady, "lease_expires_at": now.steady + lease_s}
@@ -248,7 +248,7 @@ class MongoDBStore(MongoCalls):
         lease: Lease | None = None,
     ) -> int:
         encoded = await in_thread(encode_trajectories, list(trajectories), split, step)
-        first = await self._numbers("trajectories", len(encoded))
+        first = await self._reserve_numbers("trajectories", len(encoded))
         now = await self._now()
 
         async def work(rows: MongoRows) -> int:
@@ -359,8 +359,8 @@ class MongoDBStore(MongoCalls):
         encoded_tasks = [encode_stored_task(stored) for stored in tasks]
         encoded = await in_thread(lambda: [encode_stored(stored) for stored in trajectories])
         new_steps = [encode_step(step) for step in steps]
-        first_task = await self._numbers("tasks", len(encoded_tasks))
-        first = await self._numbers("trajectories", len(encoded))
+        first_task = await self._reserve_numbers("tasks", len(encoded_tasks))
+        first = await self._reserve_numbers("trajectories", len(encoded))
 
         async def work(rows: MongoRows) -> int:
             new = await rows.insert_tasks(encoded_tasks, first_task) if encoded_tasks else 0

@@ -109,10 +109,10 @@ class SQLStore(Streaming):
         except TimeoutError as error:
             if retried_errors and self._is_unreachable(retried_errors[-1]):
                 raise self._unavailable(what, retried_errors[-1]) from retried_errors[-1]
-            raise self._too_late(what, started_at) from error
+            raise self._timeout_error(what, started_at) from error
         except (DBAPIError, OSError, UnicodeDecodeError) as error:
             if self._is_late(error):
-                raise self._too_late(what, started_at) from error
+                raise self._timeout_error(what, started_at) from error
             if self._is_unreachable(error):
                 raise self._unavailable(what, error) from error
 
@@ -132,7 +132,7 @@ class SQLStore(Streaming):
             f"repeat the call"
         )
 
-    def _too_late(self, what: str, started_at: float) -> DeadlineExceededError:
+    def _timeout_error(self, what: str, started_at: float) -> DeadlineExceededError:
         waited_s = time.monotonic() - started_at
         limit_s = self._away_s if waited_s < 2 * self._away_s else self._timeout_s
         return DeadlineExceededError(

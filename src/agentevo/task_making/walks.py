@@ -180,7 +180,9 @@ def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
 
 
 def _chains(survey: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
-    gives = any(_first(survey, steps, tool, name) for name in properties(survey.schemas[tool]))
+    gives = any(
+        _first_source(survey, steps, tool, name) for name in properties(survey.schemas[tool])
+    )
     return CHAIN_WEIGHT if gives else 1.0
 
 
@@ -190,13 +192,13 @@ def _find_argument(
     """Arguments from earlier calls, each with its value."""
     taken = {}
     for name in properties(survey.schemas[tool]):
-        first = _first(survey, steps, tool, name)
+        first = _first_source(survey, steps, tool, name)
         if first is not None and draw.random() < REUSE_PROBABILITY:
             taken[name] = first
     return taken
 
 
-def _first(
+def _first_source(
     survey: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
 ) -> tuple[ValueSource, Any] | None:
     """The source of a value: the newest call that changes nothing and names the parameter, with the

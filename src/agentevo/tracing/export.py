@@ -32,7 +32,7 @@ from agentevo.tracing.spans import RunFacts, Spans, attempt_of, run_resource
 from agentevo.tracing.texts import SpanTexts
 from agentevo.types import Call, Message, Turn
 
-REMEMBERED = 512
+CACHED_ATTEMPTS = 512
 """The number of attempts whose messages are cached while calls are read: as many as run at the same
 time."""
 
@@ -117,7 +117,7 @@ class _Conversations:
             return None
 
         if call.trajectory_id not in self._turns:
-            if len(self._turns) == REMEMBERED:
+            if len(self._turns) == CACHED_ATTEMPTS:
                 del self._turns[next(iter(self._turns))]
             self._turns[call.trajectory_id] = await self._read(call.trajectory_id)
 

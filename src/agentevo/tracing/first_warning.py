@@ -9,7 +9,7 @@ from typing import Self
 from agentevo.credentials import without_passwords
 from agentevo.errors import describe_error
 
-LONGEST_WORDS = 500
+MAX_PROBLEM_CHARS = 500
 """The maximum number of characters of a reported failure, which may be a server's answer."""
 _PACKAGE = logging.getLogger("opentelemetry")
 _HEADERS_LOGGER = "opentelemetry.util.re"
@@ -51,7 +51,7 @@ class FirstWarning(logging.Handler):
             return
 
         words = problem if isinstance(problem, str) else describe_error(problem)
-        words = without_passwords(words)[:LONGEST_WORDS]
+        words = without_passwords(words)[:MAX_PROBLEM_CHARS]
         self.problem = "".join(c if c.isprintable() else "?" for c in words)
         self._notify(f"tracing: spans may be missing (reported once): {self.problem}")
 

@@ -26,7 +26,7 @@ from opentelemetry.util.types import Attributes
 from agentevo.errors import ConfigError
 
 PATH = "/v1/traces"
-LONGEST_ANSWER = 65536
+MAX_ANSWER_BYTES = 65536
 """The maximum number of bytes of a collector's answer that are read."""
 
 
@@ -80,10 +80,10 @@ def _is_http(endpoint: str) -> bool:
 
 
 def _bounded_session() -> requests.Session:
-    """A session that reads at most LONGEST_ANSWER bytes of an answer."""
+    """A session that reads at most MAX_ANSWER_BYTES bytes of an answer."""
 
     def read_head(answer: requests.Response, *_: Any, **__: Any) -> None:
-        answer.raw.read(LONGEST_ANSWER)
+        answer.raw.read(MAX_ANSWER_BYTES)
         answer.close()  # keeps the connection if the whole answer was read
 
     session = requests.Session()

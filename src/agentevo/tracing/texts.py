@@ -21,11 +21,11 @@ from agentevo.errors import storable
 from agentevo.types import Message, ToolCall
 
 HIDDEN = "***"
-SHORTEST_SECRET = 8
+MIN_SECRET_CHARS = 8
 """The minimum number of characters of a secret. A shorter value may be an ordinary word."""
-REMEMBERED = 1024
+CACHE_SIZE = 1024
 """The number of texts whose form without secrets is cached."""
-LONGEST_REMEMBERED = 4096
+MAX_CACHED_CHARS = 4096
 """The maximum length of a cached text, in characters."""
 _SECRET_NAME = re.compile(
     r"(?i)(?:^|_)(?:key|apikey|token|secret|password|passwd|pwd|pat|credentials?|headers)(?:_|$)"
@@ -50,7 +50,7 @@ class SpanTexts:
         values = {
             value
             for name, value in environment.items()
-            if _SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET
+            if _SECRET_NAME.search(name) and len(value) >= MIN_SECRET_CHARS
         }
         secret_values = sorted(values, key=len, reverse=True)
         self._secret_pattern = (
@@ -58,14 +58,14 @@ class SpanTexts:
         )
 
         # Caches names, and the messages that every turn of an attempt repeats.
-        self._remembered = lru_cache(REMEMBERED)(self._without_secrets)
+        self._remembered = lru_cache(CACHE_SIZE)(self._without_secrets)
 
     def shown(self, text: str, longest: int | None = None) -> str:
         """The text without credentials, storable, and shortened in its middle."""
         longest = self.longest if longest is None else longest
         # The search covers the text near the cut, so that no half of a secret remains.
-        text = shorten_middle(text, longest + 2 * LONGEST_SECRET)
-        short = len(text) <= LONGEST_REMEMBERED
+        text = shorten_middle(text, longest + 2 * MAX_SECRET_CHARS)
+        short = len(text) <= MAX_CACHED_CHARS
         text = self._remembered(text) if short else self._without_secrets(text)
         return storable(shorten_middle(text, longest), longest)
 
@@ -134,7 +134,7 @@ class SpanTexts:
         return record | ({"id": self.shown(call.id, 200)} if call.id else {})
 
 
-LONGEST_SECRET = 4096
+MAX_SECRET_CHARS = 4096
 """The number of characters beyond a text's limit in which the end of a secret is searched that
 begins within the limit."""
 

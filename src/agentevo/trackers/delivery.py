@@ -33,7 +33,7 @@ FIRST_PAUSE_S = 1.0
 """The wait in seconds between the first two attempts at a call. It doubles each time."""
 HANG_TIMEOUT_S = 60.0
 """A tracker is reported as hanging after this many seconds in a call."""
-LONGEST_WORDS = 300
+MAX_ERROR_CHARS = 300
 """The maximum number of characters of an error in a warning."""
 
 
@@ -223,8 +223,8 @@ class TrackerDelivery:
                 call()
             except BaseException as error:  # noqa: BLE001 (a tracker can raise anything)
                 words = without_passwords(describe_error(error)).split("\n")[0]
-                if len(words) > LONGEST_WORDS:
-                    words = f"{words[:LONGEST_WORDS]}..."
+                if len(words) > MAX_ERROR_CHARS:
+                    words = f"{words[:MAX_ERROR_CHARS]}..."
                 self._warn(f"{what} failed: {words}")
             else:
                 return True

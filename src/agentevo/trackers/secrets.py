@@ -22,7 +22,7 @@ _SECRET_NAME = re.compile(
 _KNOWN_BEGINNING = re.compile(
     r"(?i)\b(bearer\s+|basic\s+)\S+|\b(sk-|hf_|ghp_|github_pat_|xox[a-z]-|glpat-|AKIA)[\w-]{12,}"
 )
-SHORTEST = 8
+MIN_SECRET_CHARS = 8
 """The minimum number of characters. A shorter value of an environment variable would match ordinary
 texts."""
 
@@ -39,7 +39,7 @@ def known_secrets() -> list[str]:
     secret_values = {
         value
         for name, value in os.environ.items()
-        if len(value) >= SHORTEST and _SECRET_NAME.search(name)
+        if len(value) >= MIN_SECRET_CHARS and _SECRET_NAME.search(name)
     }
     return sorted(secret_values, key=lambda value: (-len(value), value))
 

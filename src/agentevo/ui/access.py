@@ -51,7 +51,7 @@ FORM = "agentevo.form"
 """The key of a request's scope for the fields of a POST. The guard reads the body."""
 STREAM_PATHS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
 """The paths with endless answers (live.py, try_page.py), which have their own deadlines."""
-LONGEST_S = 60.0
+ANSWER_TIMEOUT_S = 60.0
 """The deadline of every other answer, in seconds."""
 SEND_S = 30.0
 """A client that does not read its answer for this time, in seconds, is disconnected."""
@@ -191,7 +191,7 @@ class AccessGuard:
                 scope[FORM] = await self._form(receive, headers, visitor)
 
             async with asyncio.timeout(
-                None if STREAM_PATHS.fullmatch(scope["path"]) else LONGEST_S
+                None if STREAM_PATHS.fullmatch(scope["path"]) else ANSWER_TIMEOUT_S
             ):
                 await self._app(scope, receive, sending)
         except FormRefusedError as refused:
@@ -200,7 +200,7 @@ class AccessGuard:
             await answer(scope, receive, sending)
         # the deadline above has passed; the application's own timeouts have answers of their own
         except TimeoutError:
-            to_stderr(f"ui: {scope['path']}: no complete answer within {LONGEST_S:g} s")
+            to_stderr(f"ui: {scope['path']}: no complete answer within {ANSWER_TIMEOUT_S:g} s")
         except Exception:  # noqa: BLE001 (app.py has reported and answered it)
             pass
         finally:

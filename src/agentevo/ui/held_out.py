@@ -136,7 +136,7 @@ def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
         difficulty_word = attempts.words.get(difficulty, "")
         accounts.append((kind_word, difficulty_word, account(attempts.part(is_in_part))))
 
-    return sorted(accounts, key=lambda row: (row[0], _in_order(row[1])))
+    return sorted(accounts, key=lambda row: (row[0], _sort_key(row[1])))
 
 
 def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
@@ -251,7 +251,7 @@ def _cached_difference(before: bytes, after: bytes) -> Estimate | None:
     return paired_difference(np.frombuffer(before).tolist(), np.frombuffer(after).tolist())
 
 
-def _in_order(word: str) -> tuple[int, float, str]:
+def _sort_key(word: str) -> tuple[int, float, str]:
     """Numbers by size, then words."""
     try:
         return 0, float(word), ""

@@ -31,8 +31,8 @@ from agentevo.ui.watching import LIST, Watcher
 HEARTBEAT_S = 15.0
 MAX_STREAM_S = 3600.0
 MAX_STREAMS = 200
-LONGEST_WORDS = 160
-LONGEST_REASON = 2000
+MAX_ACTIVITY_CHARS = 160
+MAX_REASON_CHARS = 2000
 MAX_RUNS = 501
 """The maximum number of runs of a stream."""
 
@@ -101,7 +101,7 @@ def _event_of(watcher: Watcher, view: RunView) -> bytes:
         "version": view.version,
         "step": view.step,
         "state": view.badge,
-        "why": shown(view.reason, LONGEST_REASON),
+        "why": shown(view.reason, MAX_REASON_CHARS),
         "at": round(time.time(), 3),
         "now": _doing(view),
     }
@@ -114,7 +114,7 @@ def _event_of(watcher: Watcher, view: RunView) -> bytes:
 def _doing(view: RunView) -> dict[str, object] | None:
     if (moment := view.doing) is None or view.is_silent:
         return None
-    words = one_line(moment.words(), LONGEST_WORDS)
+    words = one_line(moment.words(), MAX_ACTIVITY_CHARS)
     return {"words": words, "share": moment.share(), "since": moment.since}
 
 

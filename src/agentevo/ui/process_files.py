@@ -79,7 +79,9 @@ def engines(source: RunSource) -> list[ListedEngine]:
     listed = []
     for path, what in _files(source.file("engines"), ".json"):
         with suppress(OSError, msgspec.MsgspecError):
-            announcement = msgspec.json.decode(_end(path, MAX_JSON_BYTES)[0], type=Announcement)
+            announcement = msgspec.json.decode(
+                _read_end(path, MAX_JSON_BYTES)[0], type=Announcement
+            )
             lives = abs(time.time() - what.st_mtime) <= DEAD_S
             listed.append(
                 ListedEngine(
@@ -102,7 +104,7 @@ def weights(source: RunSource) -> Weights | None:
     folder = source.file("weights")
     for path, what in _files(folder, "latest.json"):
         with suppress(OSError, msgspec.MsgspecError):
-            latest = msgspec.json.decode(_end(path, MAX_JSON_BYTES)[0], type=Latest)
+            latest = msgspec.json.decode(_read_end(path, MAX_JSON_BYTES)[0], type=Latest)
             return Weights(latest.version, what.st_mtime, _versions(folder))
     return None
 
@@ -130,7 +132,7 @@ def log_end(source: RunSource, name: str, *, num_bytes: int = LOG_BYTES) -> LogE
     is. Raises OSError."""
     for path, log in _logs(source):
         if log.name == name:
-            data, size = _end(path, num_bytes)
+            data, size = _read_end(path, num_bytes)
             return LogEnd(log._replace(size=size), data, size > len(data))
     return None
 
@@ -185,7 +187,7 @@ def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_res
                 yield folder / name, what
 
 
-def _end(path: Path, most: int) -> tuple[bytes, int]:
+def _read_end(path: Path, most: int) -> tuple[bytes, int]:
     """The last bytes of a regular file, and its size."""
     with open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)

@@ -6,8 +6,8 @@ seconds gets the page again, unless the state of the run has changed.
 
 Invariants. A shared page does not depend on the viewer. The application sees only the address,
 whether htmx sent the request, and the theme, so no page can contain a viewer's own data. Visitors
-with control get their own pages, which are never cached. At most MOST answers with at most
-MOST_BYTES bytes together are cached. A viewer who leaves does not cancel the page for others who
+with control get their own pages, which are never cached. At most MAX_ANSWERS answers with at most
+MAX_BYTES bytes together are cached. A viewer who leaves does not cancel the page for others who
 wait for it.
 """
 
@@ -32,9 +32,9 @@ PATHS = re.compile(
     r"(?:/(?:work|metrics|series|attempts|evaluation|evaluation/series|data|processes|steps/\d+))?"
 )
 KEPT_S = 0.5
-MOST = 64
-MOST_BYTES = 32_000_000
-LONGEST_QUERY = 2_000
+MAX_ANSWERS = 64
+MAX_BYTES = 32_000_000
+MAX_QUERY_BYTES = 2_000
 """The maximum number of bytes of a query whose answer is cached."""
 MADE_S = 60.0
 """The deadline in seconds of a page that other requests wait for."""
@@ -86,7 +86,7 @@ class SharedAnswers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match = PATHS.fullmatch(scope["path"])
-        is_ours = scope["method"] == "GET" and len(scope["query_string"]) <= LONGEST_QUERY
+        is_ours = scope["method"] == "GET" and len(scope["query_string"]) <= MAX_QUERY_BYTES
         if match is None or not is_ours or scope[self._visitor_key].may_change:
             await self.app(scope, receive, send)
             return
@@ -133,7 +133,7 @@ class SharedAnswers:
             if entry.making.done() and now - entry.at >= KEPT_S:
                 del self._answers[key]
         size = sum(entry.size for entry in self._answers.values())
-        while self._answers and (len(self._answers) >= MOST or size > MOST_BYTES):
+        while self._answers and (len(self._answers) >= MAX_ANSWERS or size > MAX_BYTES):
             size -= self._answers.pop(next(iter(self._answers))).size
 
     async def _make(self, key: AnswerKey, scope: Scope) -> SharedAnswer:

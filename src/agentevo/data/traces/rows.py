@@ -45,7 +45,7 @@ def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
     spans: dict[str, opentelemetry.ImportedSpan] = {}
     for row in (row for source in sources for row in _rows(source)):
         try:
-            with _of_no_form():
+            with _refusing_unknown_forms():
                 row_calls = _read(row, form, spans)
             report.rows += len(row_calls)
             calls += row_calls
@@ -61,7 +61,7 @@ def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
 
         report.rows += 1
         try:
-            with _of_no_form():
+            with _refusing_unknown_forms():
                 calls.append(opentelemetry.call_of(span))
         except RowError as error:
             report.add(span.where, error)
@@ -90,7 +90,7 @@ def _read(
 
 
 @contextmanager
-def _of_no_form() -> Iterator[None]:
+def _refusing_unknown_forms() -> Iterator[None]:
     """A block in which an unexpected value of a record raises RowError for an unknown form."""
     try:
         yield
