@@ -10,7 +10,7 @@ from agentevo.agents.texts import FOLDER as TEXTS_FOLDER
 from agentevo.audit.findings import Audit, AuditViolation
 from agentevo.errors import CheckpointError, StoreError
 from agentevo.observability.metrics import digests_by_step
-from agentevo.rollout.given_tasks import TASKS_FILE as TASKS_FILE
+from agentevo.rollout.given_tasks import TASKS_FILE
 from agentevo.runs.chain import HEAD, KEY, LOG, NUMBERS, Head, file_digest
 from agentevo.runs.lock import LOCK
 from agentevo.store.records import StepRecord

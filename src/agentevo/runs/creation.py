@@ -13,7 +13,7 @@ from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.files import PARTIAL, remove_leftovers
 from agentevo.paths import check_new_folder, short
-from agentevo.rollout.given_tasks import TASKS_FILE as TASKS_FILE
+from agentevo.rollout.given_tasks import TASKS_FILE
 from agentevo.runs.chain import HEAD, HeadFile, is_given_up
 from agentevo.runs.folder import MADE_BY
 from agentevo.runs.lock import LOCK, check_free, only_trainer

@@ -9,8 +9,8 @@ the transaction of `session`.
                           {_id: "trainer", turn}
 
 A transaction sees a snapshot. If it writes a document that another transaction has changed since
-then, it is retried. If it only reads such a document, it is not retried. So reserve, commit, release, drop, rewind and gc all write `meta.trainer`, and
-run one after the other.
+then, it is retried. If it only reads such a document, it is not retried. So reserve, commit,
+release, drop, rewind and gc all write `meta.trainer`, and run one after the other.
 """
 
 from __future__ import annotations
