@@ -91,7 +91,7 @@ def test_what_contradicts_a_curriculum_is_refused(tmp_path):
         with pytest.raises(ConfigError, match=words):
             build_config(tree | {"tasks": tasks}, keys)
 
-    with pytest.raises(ConfigError, match="variant_of is no task"):
+    with pytest.raises(ConfigError, match="variant_of does not name a task"):
         curriculum([Task(id="a"), Task(id="b", metadata={"variant_of": "c"})])
 
 
