@@ -49,7 +49,7 @@ def import_traces(
     from agentevo.data.rows import check_not_a_source, check_source
     from agentevo.data.traces import FORMS
     from agentevo.data.traces import import_traces as imported_of
-    from agentevo.store.export import whole_file
+    from agentevo.store.export import atomic_file
 
     if form not in FORMS:
         raise ConfigError(f"--form {form}: there are {', '.join(FORMS)}")
@@ -63,7 +63,7 @@ def import_traces(
     if not imported.rows:
         raise ConfigError("\n".join(["nothing was written:", *imported.report.lines()]))
 
-    with whole_file(out) as file:
+    with atomic_file(out) as file:
         for row in imported.rows:
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 
@@ -276,7 +276,7 @@ def demonstrate_command(
     from agentevo.config import load_config
     from agentevo.console import to_stderr
     from agentevo.orchestration.demonstrations import demonstration_rows
-    from agentevo.store.export import whole_file
+    from agentevo.store.export import atomic_file
 
     config = load_config(recipe, overrides or [])
     if config.environment is None:
@@ -286,7 +286,7 @@ def demonstrate_command(
     if not rows:
         raise ConfigError(f"data demonstrate: none of {episodes} episodes was solved: play more")
 
-    with whole_file(out) as file:
+    with atomic_file(out) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 

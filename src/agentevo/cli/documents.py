@@ -96,7 +96,7 @@ def from_documents(
 ) -> None:
     """Make training and held-out tasks from documents: cloze sentences, or, with --writer, a
     model's questions. Also writes the passages as a corpus for the tool `search`."""
-    from agentevo.task_making.afterwards import questions_left
+    from agentevo.task_making.afterwards import remaining_questions
     from agentevo.task_making.document_files import read_documents
     from agentevo.task_making.documents import check_made
     from agentevo.task_making.files import check_new, write_made
@@ -105,7 +105,7 @@ def from_documents(
     if after is not None and held_out:
         raise ConfigError("--after makes tasks to train on: give --held-out 0")
 
-    remaining = None if after is None else questions_left(after)
+    remaining = None if after is None else remaining_questions(after)
     model = open_writer(writer, writer_model, writer_key, after)
 
     documents = read_documents(files)
@@ -162,14 +162,16 @@ def _make_tasks(
 ) -> ReadDocuments:
     from agentevo.event_loop import run_coroutine
     from agentevo.progress import bar
-    from agentevo.task_making.documents import asked_from, tasks_from
+    from agentevo.task_making.documents import tasks_from_gaps, tasks_from_model
 
     with bar("making tasks", task_options["train"] + task_options["held_out"], "tasks") as so_far:
         task_options = {**task_options, "earlier_questions": asked_questions, "progress": so_far.to}
         if model is None:
-            return tasks_from(passages, **task_options)
+            return tasks_from_gaps(passages, **task_options)
         try:
-            return run_coroutine(asked_from(passages, model, language=language, **task_options))
+            return run_coroutine(
+                tasks_from_model(passages, model, language=language, **task_options)
+            )
         finally:
             model.close()
 

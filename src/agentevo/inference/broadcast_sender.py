@@ -25,7 +25,7 @@ from torch import nn
 
 from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError
-from agentevo.event_loop import in_thread, to_its_end
+from agentevo.event_loop import in_thread, run_to_end
 from agentevo.inference.broadcast_files import (
     MOST_PLACES,
     BroadcastFiles,
@@ -106,7 +106,7 @@ class BroadcastSender:
     async def _sent(self, asks: Sequence[PlaceRequest]) -> bool:
         """See `_send`. A round that has begun reads the model to its end: a caller that is
         cancelled waits for that, and may change the model then."""
-        return await to_its_end(in_thread(self._send, asks))
+        return await run_to_end(in_thread(self._send, asks))
 
     async def _still_asking(self) -> set[str]:
         """Engines that wait for the announced version, and will want the next one."""

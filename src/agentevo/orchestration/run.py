@@ -53,7 +53,7 @@ from agentevo.orchestration.submissions import Submissions
 from agentevo.orchestration.tracking import only_trainer_here, track
 from agentevo.orchestration.training_run import Command, TrainingRun
 from agentevo.paths import short
-from agentevo.rollout.given_tasks import begin_with
+from agentevo.rollout.given_tasks import check_and_report
 from agentevo.runs.chain import SUMMARY, is_given_up
 from agentevo.runs.control import RunControl
 from agentevo.runs.creation import check_place, kind_of, new_folder, write_config
@@ -212,7 +212,7 @@ async def run_training(
             uses_run_engines=uses_run_engines,
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
-                begin_with(config, parts.tasks.read, view.note)
+                check_and_report(config, parts.tasks.read, view.note)
 
             run = TrainingRun(
                 parts,

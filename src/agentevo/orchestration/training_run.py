@@ -60,7 +60,7 @@ from agentevo.runs.chain import KEY as CHAIN
 from agentevo.runs.chain import LOG, NUMBERS, ROWS, End, HeadFile, RecordedRows, file_digest
 from agentevo.runs.control import RunControl
 from agentevo.runs.creation import kind_of
-from agentevo.signals import LOOK_S, finished_before_stop
+from agentevo.signals import POLL_INTERVAL_S, finishes_before_stop
 from agentevo.store.records import StepRecord
 from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.checkpoint import Checkpoints
@@ -297,7 +297,7 @@ class TrainingRun:
 
     async def run(self) -> None:
         """Runs from the step in `progress` to the last step, or until the run is asked to stop."""
-        self.view.stands_at(self.progress.step, self._num_steps)
+        self.view.set_progress(self.progress.step, self._num_steps)
         if self.is_stopped() and (not self.progress.begun or self.progress.step < self.end.step):
             return  # the signal came during loading, cold start or repeated steps
         stop_after = self.parts.config.evaluation.stop_after
@@ -321,7 +321,7 @@ class TrainingRun:
             self.progress.rate(self._value_of(before))
             self.progress.begun = True
 
-        self.log.hand_over(self.progress.step)
+        self.log.deliver_to_trackers(self.progress.step)
         async with self.rollouts.running():
             with self.profiling:
                 while self.progress.step < self._num_steps and not self._early_stop():
@@ -395,11 +395,11 @@ class TrainingRun:
                 PAUSED, f"after step {step}; agentevo control {folder} resume continues"
             )
             started = time.perf_counter()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             self._clock += time.perf_counter() - started  # a pause is no part of `wall_s`
 
         if has_paused:
-            control.goes_on()
+            control.note_resume()
 
     def keep_checkpoint(self) -> None:
         """Saves the committed weights, between two steps, if no checkpoint has them."""
@@ -574,7 +574,7 @@ class TrainingRun:
             work = asyncio.create_task(
                 evaluate(self.parts, step, samples=samples, players=self.players, label=label)
             )
-            if not await finished_before_stop(work, self.is_stopped):
+            if not await finishes_before_stop(work, self.is_stopped):
                 raise StopAskedError("stopped while evaluating")
             return work.result()
 
@@ -705,5 +705,5 @@ class TrainingRun:
             record[NUMBERS] = self._numbers_digest
         self.end = await commit(self.parts.store, self.end, plan, record)
         self.head.note_commit(self.end)
-        self.log.hand_over(self.end.step)
+        self.log.deliver_to_trackers(self.end.step)
         self._recorded += len(new)

@@ -233,7 +233,7 @@ def _tell(
 ) -> None:
     """The messages, for the call's span if there is one."""
     if (tracing := call.tracing) is not None:
-        call.said = TracedMessage(
+        call.traced_message = TracedMessage(
             messages=tuple(messages) if tracing.contents else (),
             answers=[reply.message for reply in replies] if tracing.contents else (),
             tools=tools if tracing.contents else "",
