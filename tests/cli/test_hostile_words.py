@@ -88,7 +88,7 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.processes.gateway._serve",
         "agentevo.launch.node.catch_stop_signals",
         "agentevo.launch.writer.submit",
-        "agentevo.loop.server.run_coroutine",
+        "agentevo.loop.server.Gateway",
         "agentevo.processes.sample._sample",
         "agentevo.processes.sandbox_server.run_coroutine",
         "agentevo.prompts.optimize.run_coroutine",
