@@ -77,7 +77,7 @@ async def play(log: CallLog, contents: bool) -> float:
                 with record_call("policy", "generate", prompt_tokens=400) as call:
                     call.note(turn=turn, completion_tokens=40, completions=1, version=3)
                     if (tracing := call.tracing) is not None and tracing.contents:
-                        call.said = TracedMessage(
+                        call.traced_message = TracedMessage(
                             messages=[Message("user", WORDS)] * (turn + 1),
                             answers=[Message("assistant", WORDS)],
                             finish_reasons=["stop"],

@@ -68,7 +68,7 @@ def test_recipes_know_the_names_that_are_found() -> None:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *there: str) -> None:
-    monkeypatch.setattr(devices, "is_there", lambda kind: kind in there)
+    monkeypatch.setattr(devices, "is_available", lambda kind: kind in there)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,20 +101,20 @@ def test_auto_takes_the_first_that_is_there_and_mps_only_when_asked(
 def test_ascend_is_there_only_with_a_package_that_can_be_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert not devices.is_there("npu")
+    assert not devices.is_available("npu")
 
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "torch_npu.py"
     package.write_text("raise ImportError('libhccl.so: cannot open shared object file')")
 
     with pytest.raises(ModelError, match=r"can't be loaded \(libhccl.so.*CANN"):
-        devices.is_there("npu")
+        devices.is_available("npu")
 
     package.write_text(
         "import torch, types\ntorch.npu = types.SimpleNamespace(is_available=lambda: True)"
     )
     try:
-        assert devices.is_there("npu")
+        assert devices.is_available("npu")
     finally:
         sys.modules.pop("torch_npu", None)
         del torch.npu
@@ -163,7 +163,7 @@ def test_all_kinds_take_the_same_calls(monkeypatch: pytest.MonkeyPatch, kind: st
         assert part.state == 5
         raise ValueError("inside")
 
-    with pytest.raises(ValueError, match="inside"), devices.drawing_by(device, 5):
+    with pytest.raises(ValueError, match="inside"), devices.seeded_by(device, 5):
         fail()
 
     assert part.state == 7
@@ -177,7 +177,7 @@ def test_draws_of_a_block_are_its_seeds_and_later_ones_are_undisturbed() -> None
     torch.manual_seed(1)
     drawn = []
     for _ in range(2):
-        with devices.drawing_by(cpu, 9):
+        with devices.seeded_by(cpu, 9):
             drawn.append(torch.rand(3))
 
     assert torch.equal(*drawn)

@@ -126,7 +126,7 @@ def test_timeouts_inside_a_scope_work():
 
 
 def test_what_swallows_its_cancellation_or_hangs_in_a_thread_is_left_behind(monkeypatch):
-    monkeypatch.setattr(event_loop, "CLOSING_S", 0.1)
+    monkeypatch.setattr(event_loop, "CLOSE_TIMEOUT_S", 0.1)
     go = threading.Event()
 
     async def main() -> str:
@@ -142,7 +142,7 @@ def test_what_swallows_its_cancellation_or_hangs_in_a_thread_is_left_behind(monk
 
 
 def test_calls_of_to_thread_that_hang_keep_nobody_waiting(monkeypatch, tmp_path):
-    monkeypatch.setattr(event_loop, "CLOSING_S", 0.1)
+    monkeypatch.setattr(event_loop, "CLOSE_TIMEOUT_S", 0.1)
     go = threading.Event()
 
     async def main() -> int:

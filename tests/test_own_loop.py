@@ -10,7 +10,7 @@ import pytest
 
 from agentevo import own_loop
 from agentevo.errors import EnvironmentFailure, OverreachError
-from agentevo.own_loop import OwnLoop
+from agentevo.own_loop import DedicatedLoop
 
 
 async def where():
@@ -19,7 +19,7 @@ async def where():
 
 def test_all_share_one_loop_on_a_thread_of_its_own():
     async def both():
-        own = OwnLoop("world")
+        own = DedicatedLoop("world")
         return await own.run(where), await own.run(where), await where()
 
     first, second, ours = asyncio.run(both())
@@ -28,14 +28,14 @@ def test_all_share_one_loop_on_a_thread_of_its_own():
 
 def test_what_blocks_holds_up_nobody_else_and_the_next_one_has_another_loop(monkeypatch):
     monkeypatch.setattr(own_loop, "ANSWER_S", 1.0)
-    monkeypatch.setattr(own_loop, "MAX_LEFT", 2)
+    monkeypatch.setattr(own_loop, "MAX_ABANDONED", 2)
     free = threading.Event()
 
     async def blocks():
         free.wait(300)
 
     async def attempts():
-        own = OwnLoop("world")
+        own = DedicatedLoop("world")
         ticks = 0
         first = await own.run(where)
         hung = asyncio.ensure_future(own.run(blocks))
@@ -73,7 +73,7 @@ def test_an_attempt_that_is_broken_off_is_cancelled_and_the_loop_stays():
             ended.append(True)
 
     async def attempts():
-        own = OwnLoop("world")
+        own = DedicatedLoop("world")
         first = await own.run(where)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
@@ -93,7 +93,7 @@ def test_an_exit_ends_its_attempt_alone():
         raise SystemExit(3)
 
     async def attempts():
-        own = OwnLoop("world")
+        own = DedicatedLoop("world")
         with pytest.raises(OverreachError, match="can't end the process"):
             await own.run(leaves)
         return await own.run(where)

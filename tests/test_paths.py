@@ -37,8 +37,8 @@ def test_a_text_that_can_be_no_path(path, expected):
     [
         ("file", "file is a file: give another run.dir"),
         ("file/a/b", "file is a file"),
-        ("/dev/null", "is no folder"),
-        ("/dev/null/a", "/dev/null is no folder"),
+        ("/dev/null", "is not a folder"),
+        ("/dev/null/a", "/dev/null is not a folder"),
         ("loop", "can't be read"),
         ("loop/a", "can't be read"),
         ("dangling", "a link to nothing"),

@@ -66,7 +66,7 @@ def test_patience_ends(monkeypatch):
 
 
 def test_waiting_is_told_at_once_and_then_every_so_often(monkeypatch):
-    monkeypatch.setattr(patience, "TELL_S", 0.2)
+    monkeypatch.setattr(patience, "REPORT_INTERVAL_S", 0.2)
     told = []
 
     async def call():

@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from agentevo.signals import (
-    asked_to_stop,
+    catch_stop_signals,
     collect_signals,
     end_stopped,
-    finished_before_stop,
+    finishes_before_stop,
     stop_on_interrupt,
 )
 
@@ -42,19 +42,19 @@ def test_signals_are_collected_and_what_they_did_before_comes_back():
 def test_a_service_is_asked_by_signals_or_by_the_death_of_its_parent(monkeypatch):
     before = handlers()
     for number in (signal.SIGTERM, signal.SIGINT):
-        with asked_to_stop() as stop:
+        with catch_stop_signals() as stop:
             assert not stop()
             send(number)
             assert stop()
 
-    with asked_to_stop() as stop:
+    with catch_stop_signals() as stop:
         send(signal.SIGINT)
         assert stop()
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
 
     assert handlers() == before
-    with asked_to_stop(parent=os.getppid()) as stop:
+    with catch_stop_signals(parent=os.getppid()) as stop:
         assert not stop()
         monkeypatch.setattr(os, "getppid", lambda: 1)
         assert stop()
@@ -96,7 +96,7 @@ def test_other_threads_hear_nothing_and_work():
     entered = []
 
     def use():
-        with asked_to_stop() as stop, collect_signals(signal.SIGINT) as received:
+        with catch_stop_signals() as stop, collect_signals(signal.SIGINT) as received:
             entered.append((stop(), list(received)))
 
     thread = threading.Thread(target=use)
@@ -108,10 +108,10 @@ def test_other_threads_hear_nothing_and_work():
 def test_work_is_waited_for_unless_it_is_to_stop():
     async def scenario():
         quick = asyncio.create_task(asyncio.sleep(0, "done"))
-        assert await finished_before_stop(quick, lambda: False)
+        assert await finishes_before_stop(quick, lambda: False)
         assert quick.result() == "done"
         endless = asyncio.create_task(asyncio.Event().wait())
-        assert not await finished_before_stop(endless, lambda: True)
+        assert not await finishes_before_stop(endless, lambda: True)
         assert endless.cancelled()
 
     asyncio.run(scenario())

@@ -19,7 +19,7 @@ from agentevo.config.tools import FunctionToolSection
 from agentevo.rollout.task_files import write_rows
 from agentevo.task_making.demonstrations import show_lookups
 from agentevo.task_making.document_files import read_documents
-from agentevo.task_making.documents import tasks_from
+from agentevo.task_making.documents import tasks_from_gaps
 from tiny import arguments, evolve
 
 FIRST = ("Alder", "Birch", "Cedar", "Dune", "Ember", "Falcon", "Glen", "Heron", "Iris", "Juniper")
@@ -49,7 +49,7 @@ def reading(folder: Path, corpus: Path) -> list[dict[str, Any]]:
     passages = read_documents([folder]).passages
     rows = [{"id": one.id, "title": one.title, "text": one.text} for one in passages]
     write_rows(rows, corpus)
-    made = tasks_from(passages, train=10_000, held_out=10_000, per_passage=100, seed=999)
+    made = tasks_from_gaps(passages, train=10_000, held_out=10_000, per_passage=100, seed=999)
     search = FunctionToolSection(name="search", options={**SEARCH, "corpus": str(corpus)})
     asked = [*made.train, *made.held_out]
     found, _ = asyncio.run(show_lookups(asked, passages, [search], count=4 * len(asked), seed=999))

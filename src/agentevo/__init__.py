@@ -4,8 +4,8 @@
     run = agentevo.train("coins", model="smollm2-135m-instruct", trainer={"steps": 20})
     print(run.summary, run.checkpoint)
 
-Invariant: importing this package imports none of its subpackages; each name below loads what it
-needs when it is first used.
+Invariant: importing this package imports none of its subpackages. Each name below is loaded when it
+is first used.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'agentevo' has no attribute {name!r}")
-    if name == "rollout":  # the room of that name, which can be called
+    if name == "rollout":  # the package of that name, which can be called
         return import_module("agentevo.rollout")
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value

@@ -1,5 +1,5 @@
-"""Output for a terminal or a log: lines with the time on stderr, next to any view, and the parts
-that views and bars are made of."""
+"""Output for a terminal or a log: lines with the time on stderr, next to any view, and the parts of
+views and bars."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Characters that move a terminal's cursor, change its state, or change the reading order; line
+"""Characters that move a terminal's cursor, change its state, or change the reading order. Line
 breaks and tabs are not among them."""
 
 
@@ -30,12 +30,13 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def listen(listener: Callable[[str], None]) -> None:
-    """From now on the listener receives each line of `to_stderr`, on the thread that prints it."""
+    """From now on, calls the listener with each line of `to_stderr`, on the thread that prints the
+    line."""
     _listeners.append(listener)
 
 
 def unlisten(listener: Callable[[str], None]) -> None:
-    """The listener receives no more lines."""
+    """Ends the calls of the listener."""
     _listeners.remove(listener)
 
 
@@ -64,8 +65,8 @@ def format_duration(seconds: float) -> str:
 
 
 def open_console(stream: TextIO, plain: bool | None) -> Console | None:
-    """A console that draws on `stream`; None if plain lines are printed, because the caller wants
-    them or `stream` is not a terminal that can draw."""
+    """A console that draws on `stream`. None if plain lines are printed, because the caller
+    requests them or `stream` is not a terminal that can draw."""
     if not stream.isatty() if plain is None else plain:
         return None
     from rich.console import Console
@@ -76,7 +77,7 @@ def open_console(stream: TextIO, plain: bool | None) -> Console | None:
 
 
 def print_line(stream: TextIO, text: str, end: str = "\n") -> None:
-    """Prints one line, with escapes for characters that the stream's encoding lacks."""
+    """Prints a line, with escapes for characters that the stream's encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(
         text.encode(encoding, "backslashreplace").decode(encoding), file=stream, end=end, flush=True

@@ -11,7 +11,7 @@ from agentevo.types import Task, Trajectory, Turn
 
 
 def copy_of_task(task: Task) -> Task:
-    """A task for a user's code: changes to its answer and metadata do not affect other users of the
+    """A task for a user's code. Changes to its answer and metadata do not affect other users of the
     task."""
     return msgspec.structs.replace(
         task, answer=copy.deepcopy(task.answer), metadata=copy.deepcopy(task.metadata)
@@ -19,8 +19,7 @@ def copy_of_task(task: Task) -> Task:
 
 
 def copy_of_turn(turn: Turn) -> Turn:
-    """A turn for a user's code: changes to its columns and messages do not affect what is
-    recorded."""
+    """A turn for a user's code. Changes to its columns and messages do not affect the record."""
     return msgspec.structs.replace(
         turn,
         messages=list(turn.messages),
@@ -29,7 +28,7 @@ def copy_of_turn(turn: Turn) -> Turn:
 
 
 def copy_of_trajectory(trajectory: Trajectory) -> Trajectory:
-    """An attempt for a user's code: changes to it do not affect what is stored or trained."""
+    """An attempt for a user's code. Changes to it do not affect what is stored or trained."""
     return msgspec.structs.replace(
         trajectory,
         turns=[copy_of_turn(turn) for turn in trajectory.turns],

@@ -1,8 +1,9 @@
-"""The threads that a process may compute with on a CPU, and settings of OpenMP that spoil them.
+"""The threads that a process may compute with on a CPU, and settings of OpenMP that make results
+wrong.
 
 PyTorch's products are wrong, without an error, if OpenMP starts fewer threads than requested:
-oneDNN leaves out the missing threads' share. OMP_THREAD_LIMIT, OMP_MAX_ACTIVE_LEVELS and
-OMP_DYNAMIC (OpenMP 5.2, chapter 21) allow OpenMP that.
+oneDNN then leaves out the missing threads' share. OMP_THREAD_LIMIT, OMP_MAX_ACTIVE_LEVELS and
+OMP_DYNAMIC (OpenMP 5.2, chapter 21) allow OpenMP to do that.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from agentevo.errors import ModelError
 
 
 def allowed_cpus() -> int:
-    """Logical CPUs that this process may use."""
+    """The number of logical CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def missing_threads(num_threads: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why OpenMP may start fewer threads than PyTorch requests, and the remedy; None if it starts
-    all. `num_threads` are PyTorch's. A lower number is no remedy: a thread that starts later first
-    requests OpenMP's own number."""
+    """Why OpenMP may start fewer threads than PyTorch requests, and the remedy. None if it starts
+    all of them. `num_threads` is PyTorch's number. A lower number is not a remedy, because a thread
+    that starts later first requests OpenMP's own number."""
     omp_variables = {
         name: value.strip().lower() for name, value in environment.items() if "OMP_" in name
     }
@@ -47,6 +48,6 @@ def _number(text: str | None) -> int | None:
 
 
 def check_threads(num_threads: int) -> None:
-    """Raises ModelError if `missing_threads` finds something."""
+    """Raises ModelError if `missing_threads` returns a reason."""
     if why := missing_threads(num_threads):
         raise ModelError(f"PyTorch's results on a CPU are wrong under {why}")

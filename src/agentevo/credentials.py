@@ -1,10 +1,10 @@
-"""Passwords in URLs: `${env:NAME}` takes the password's place, and the code that opens the URL
-inserts the value of that environment variable.
+"""Passwords in URLs. `${env:NAME}` replaces the password, and the code that opens the URL inserts
+the value of that environment variable.
 
-A configuration keeps the URL as written, and so does everything that is derived from it:
-config.yaml, reports, messages, the arguments of child processes. A URL with the password itself is
-refused if it could be stored; so is the key of a server (`api_key`) in any other form. A URL is
-printed only through `without_password`.
+A configuration keeps the URL as it is written, and so does everything that is derived from the
+configuration: config.yaml, reports, messages, the arguments of child processes. A URL with the
+password itself is refused if it could be stored. So is the key of a server (`api_key`) in any form
+other than `${env:NAME}`. URLs are printed only through `without_password`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from agentevo.errors import ConfigError
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 EXAMPLE = "${env:STORE_PASSWORD}"
 API_KEYS = ("api_key", "admin_api_key", "engine_secret")
-"""The name of a server's key in a configuration, in every section."""
+"""The names of a server's key in a configuration, in every section."""
 _WITH_KEYS = ("tools", "engine", "remote_models", "sandbox", "mcp")
-"""Sections of servers into whose URLs no code inserts a value: their keys are `api_key`."""
+"""Sections of servers whose keys are `api_key`. No code inserts a value into their URLs."""
 _HIDDEN = "***"
 _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]++:/{1,2}\S+")
-"""Matches from the start of a name without backtracking, so a name of a megabyte is read once."""
+"""Matches from the start of a name without backtracking, so a name of a megabyte is read only
+once."""
 _ONE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*")
 _SECRET_OPTION = re.compile(
     r"(?i)(?<=[?&;,:=])"
@@ -36,8 +37,8 @@ _SECRET_OPTION = re.compile(
 
 
 def with_environment(url: str) -> str:
-    """The URL to connect to: each `${env:NAME}` is replaced by the variable's value, which is
-    escaped in the place of a user's name or password. Raises ConfigError for a variable that is not
+    """The URL to connect to. Each `${env:NAME}` is replaced by the variable's value, which is
+    escaped if it is a user's name or password. Raises ConfigError for a variable that is not
     set."""
 
     def value(reference: re.Match[str]) -> str:
@@ -56,8 +57,8 @@ def with_environment(url: str) -> str:
 
 
 def key_of(name: str, reference: str | None) -> str | None:
-    """The key that the environment holds for the configuration's key `name`, which is written as
-    `${env:NAME}`; None for none. Raises ConfigError."""
+    """The value of the environment variable that the configuration's key `name` refers to as
+    `${env:NAME}`. None if the key is not set. Raises ConfigError."""
     if reference is None:
         return None
 
@@ -76,12 +77,12 @@ def key_of(name: str, reference: str | None) -> str | None:
 
 
 def without_password(url: str) -> str:
-    """The URL for messages: without the password; `${env:NAME}` in its place is kept."""
+    """The URL for messages, without the password. A `${env:NAME}` in its place is kept."""
     return _with_password_as(url, _HIDDEN)
 
 
 def without_passwords(text: str) -> str:
-    """The text with every URL in it replaced by its `without_password` form."""
+    """The text with every URL in its `without_password` form."""
     return _URL.sub(lambda url: without_password(url[0]), text)
 
 
@@ -91,13 +92,13 @@ def is_same_place(first_url: str, second_url: str) -> bool:
 
 
 def all_but_password(url: str) -> str:
-    """The URL as if it had no password, whichever way it gives one."""
+    """The URL as if it had no password, in whatever form it contains one."""
     return _with_password_as(url, "", references=True).replace(":@", "@")
 
 
 def credential_problems(tree: Mapping[str, object]) -> list[str]:
-    """Values of a configuration that would store a password, or that have `${env:NAME}` in a place
-    that no code fills in, as 'key: problem: remedy'."""
+    """The values of a configuration that would store a password, or that have `${env:NAME}` in a
+    place that no code fills in. Each is given as 'key: problem: remedy'."""
     problems = []
     for key, text in _texts(tree):
         if key.rpartition(".")[2] in API_KEYS:
@@ -125,7 +126,7 @@ def credential_problems(tree: Mapping[str, object]) -> list[str]:
 
 
 def _remedy(key: str, url: str) -> str:
-    """How the password of this URL is given."""
+    """The correct way to give the password of this URL."""
     name = key.rpartition(".")[2]
     if name == "base_url" or (name == "url" and key.startswith(_WITH_KEYS)):
         return (
@@ -140,7 +141,8 @@ def _remedy(key: str, url: str) -> str:
 
 
 def refuse_password(url: str) -> str:
-    """The URL, from a command line. Raises ConfigError if it has a password in it."""
+    """Returns the URL, which is from a command line. Raises ConfigError if it contains a
+    password."""
     problems = credential_problems({"store": {"url": url}})
     if problems:
         raise ConfigError(problems[0].removeprefix("store.url: "))
@@ -148,7 +150,8 @@ def refuse_password(url: str) -> str:
 
 
 def _with_password_as(url: str, shown: str, *, references: bool = False) -> str:
-    """The URL with `shown` in place of a password, also of a reference to one if asked."""
+    """The URL with `shown` in place of a password. With `references`, also in place of a reference
+    to a password."""
 
     def stays(password: str) -> bool:
         return not password or (not references and REFERENCE.fullmatch(password) is not None)

@@ -1,8 +1,8 @@
-"""Runs a user's blocking code on a thread of its own: code that hangs blocks only its caller.
+"""Runs a user's blocking code on a separate thread, so code that hangs blocks only its caller.
 
-A thread has the context of its caller: calls that are recorded in it (store/call_log.py) belong to
-the attempt. A thread can't be killed: one without a waiting caller is abandoned, and a process
-tolerates MAX_LEFT threads that never end.
+A thread has the context of its caller, so calls that are recorded in it (store/call_log.py) belong
+to the attempt. A thread can't be killed. A thread without a waiting caller is abandoned, and a
+process tolerates MAX_ABANDONED such threads that never end.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from agentevo.tracebacks import format_stack
 
 T = TypeVar("T")
 
-MAX_LEFT = 500
-"""Abandoned threads of one process, which have no waiting caller."""
+MAX_ABANDONED = 500
+"""The maximum number of abandoned threads in a process."""
 
-_left: set[threading.Thread] = set()
+_abandoned: set[threading.Thread] = set()
 
 
-class OwnThread:
-    """Runs functions one after the other on one thread: some objects require one thread. `who`
-    names the code's owner in messages, such as "agent"."""
+class DedicatedThread:
+    """Runs functions one after the other on the same thread, because some objects require that.
+    `who` names the code's owner in messages, such as "agent"."""
 
     def __init__(self, who: str) -> None:
-        """Raises AgentEvoError if too many threads were abandoned already."""
-        _left.intersection_update(threading.enumerate())
-        if len(_left) >= MAX_LEFT:
+        """Raises AgentEvoError if too many threads are abandoned already."""
+        _abandoned.intersection_update(threading.enumerate())
+        if len(_abandoned) >= MAX_ABANDONED:
             raise AgentEvoError(
-                f"{len(_left)} {who}s of attempts that have ended still run and keep their "
+                f"{len(_abandoned)} {who}s of attempts that have ended still run and keep their "
                 "threads: give each of their waits a deadline, and restart this process"
             )
 
@@ -52,8 +52,8 @@ class OwnThread:
         return self._given_up is not None and not self._given_up.done()
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Calls the function, and returns or raises its result. If cancelled, it abandons the
-        thread."""
+        """Calls the function, and returns its result or raises its exception. If the call is
+        cancelled, the thread is abandoned."""
         answer = self._ask(function)
         try:
             return await asyncio.wrap_future(answer)
@@ -61,7 +61,8 @@ class OwnThread:
             self._leave_unless_done(answer)
 
     def call_now(self, function: Callable[[], T], within_s: float) -> T:
-        """The same outside of an event loop. Raises TimeoutError when it takes longer."""
+        """Like `call`, outside of an event loop. Raises TimeoutError if the call takes longer than
+        `within_s` seconds."""
         answer = self._ask(function)
         try:
             _, waiting = wait([answer], timeout=within_s)
@@ -76,16 +77,16 @@ class OwnThread:
         return answer.result()
 
     def format_stack(self) -> str:
-        """The thread's current place in a user's code, see format_stack."""
+        """The thread's current place in a user's code, see tracebacks.format_stack."""
         return format_stack(self._thread.ident or 0)
 
     def has_ended(self, within_s: float) -> bool:
-        """Whether the thread has ended; waits at most that long."""
+        """Whether the thread has ended. Waits at most that long."""
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
     def end(self, last: Callable[[], object] = lambda: None) -> None:
-        """The thread runs `last` after its calls and then ends. No caller waits for that."""
+        """Ends the thread, which runs `last` after its calls. No caller waits for the end."""
 
         def work() -> None:
             with suppress(BaseException):
@@ -100,7 +101,7 @@ class OwnThread:
 
         def work() -> None:
             if not answer.set_running_or_notify_cancel():
-                return  # no caller waits for it, and it has not begun
+                return  # no caller waits for the call, and it has not started
 
             try:
                 result = context.run(function)
@@ -115,14 +116,14 @@ class OwnThread:
     def _leave_unless_done(self, answer: Future[Any]) -> None:
         if not answer.done():
             self._given_up = answer
-            _left.add(self._thread)
+            _abandoned.add(self._thread)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
 
     def _as_failure(self, error: BaseException) -> Exception:
-        """The exception as one that a coroutine may raise and that fails only its attempt."""
+        """The exception in a form that a coroutine may raise and that fails only its attempt."""
         article = "an" if self._who[0] in "aeiou" else "a"
         if isinstance(error, StopIteration):
             failure: Exception = RuntimeError(
@@ -138,8 +139,8 @@ class OwnThread:
 
 
 async def run_in_thread(function: Callable[[], T], who: str) -> T:
-    """The result of the function, or its exception, on a thread of its own."""
-    thread = OwnThread(who)
+    """Runs the function on a new thread. Returns its result, or raises its exception."""
+    thread = DedicatedThread(who)
     try:
         return await thread.call(function)
     finally:
@@ -147,8 +148,9 @@ async def run_in_thread(function: Callable[[], T], who: str) -> T:
 
 
 def call_in_thread(function: Callable[[], T], who: str, within_s: float) -> T:
-    """The same outside of an event loop. Raises TimeoutError when it takes longer."""
-    thread = OwnThread(who)
+    """Like `run_in_thread`, outside of an event loop. Raises TimeoutError if the call takes longer
+    than `within_s` seconds."""
+    thread = DedicatedThread(who)
     try:
         return thread.call_now(function, within_s)
     finally:

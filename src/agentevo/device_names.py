@@ -1,5 +1,5 @@
-"""The names in recipes for the devices that models compute on. `devices` finds them; this module
-does not import torch."""
+"""The names in recipes for the devices that models compute on. `devices` finds the devices. This
+module does not import torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from typing import Literal
 
 DeviceName = Literal["auto", "cpu", "cuda", "npu", "xpu", "mps"]
-"""`cuda` is NVIDIA's, and AMD's with PyTorch for ROCm; `npu` Huawei's Ascend; `xpu` Intel's; `mps`
-Apple's. `auto` takes the first available of cuda, npu and xpu, else the CPU."""
+"""`cuda` is NVIDIA's, and AMD's with PyTorch for ROCm. `npu` is Huawei's Ascend, `xpu` Intel's, and
+`mps` Apple's. `auto` takes the first available of cuda, npu and xpu, else the CPU."""
 CUDA = "cuda"
-"""The kind that vLLM and SGLang are fastest on."""
+"""The kind on which vLLM and SGLang are fastest."""
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-"""Environment variables by which a process sees some of a machine's devices."""
+"""The environment variables that restrict which of a machine's devices a process sees."""
 
 
 def visible(devices: Sequence[int]) -> dict[str, str]:
-    """The environment in which a process sees these devices alone, by their numbers among those
-    that this process sees (a cluster may have given it some of the machine's); empty for a
-    CPU's."""
+    """The environment in which a process sees only these devices. They are numbers among the
+    devices that this process sees, because a cluster may have given it only some of the machine's.
+    Empty for a CPU."""
     if not devices:
         return {}
 

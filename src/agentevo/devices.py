@@ -1,10 +1,10 @@
 """The devices that models compute on, and their differences.
 
-No other module names a kind of accelerator or calls its part of torch: this module provides the
-device of a recipe, memory, seeds, waiting and profiling. A kind's part of torch is found by
-`torch.get_device_module`, so ROCm (which PyTorch calls cuda), Ascend (the package torch_npu), XPU
-and MPS take the same paths; if a kernel supports only one kind, the others take the CPU's path,
-which the tests cover. ROCm, Ascend, XPU and MPS have not been tested on any machine.
+No other module names a kind of accelerator or calls its part of torch. This module provides the
+device of a recipe, memory, seeds, waiting and profiling. `torch.get_device_module` returns a kind's
+part of torch, so ROCm (which PyTorch calls cuda), Ascend (the package torch_npu), XPU and MPS use
+the same code. If a kernel supports only one kind, the other kinds use the CPU's code, which the
+tests cover. ROCm, Ascend, XPU and MPS have not been tested on any machine.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ _WHOSE = {
 }
 _AUTOCASTS = ("cpu", *_WHOSE)
 _PINNED = AUTOMATIC
-"""Kinds to which pinned memory of the host is copied while the CPU continues."""
+"""The kinds that can copy from pinned memory of the host while the CPU continues."""
 _COMPILED = (CUDA,)
-"""Kinds for which PyTorch's compiler makes kernels: FlexAttention, log-probs, decoder layers."""
+"""The kinds for which PyTorch's compiler makes kernels: FlexAttention, log-probs, decoder
+layers."""
 
 
 def find(device_type: str, key: str = "model.device") -> torch.device:
     """The device that a recipe names. Raises ModelError if there is none."""
     if device_type == "auto":
-        device_type = next((kind for kind in AUTOMATIC if is_there(kind)), "cpu")
-    elif device_type != "cpu" and not is_there(device_type):
+        device_type = next((kind for kind in AUTOMATIC if is_available(kind)), "cpu")
+    elif device_type != "cpu" and not is_available(device_type):
         what, remedy = _WHOSE[device_type]
         raise ModelError(
             f"{key}={device_type}, but PyTorch sees no {what}: set {key}=auto or cpu, or {remedy}"
@@ -53,7 +54,7 @@ def find(device_type: str, key: str = "model.device") -> torch.device:
     return torch.device(device_type)
 
 
-def is_there(kind: str) -> bool:
+def is_available(kind: str) -> bool:
     """Whether PyTorch sees an accelerator of that kind."""
     if kind == "npu":
         _add_ascend()
@@ -68,8 +69,8 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def take(device: torch.device, number: int) -> None:
-    """From now on this process computes on the device of that number, among those of its kind."""
+def use_device(device: torch.device, number: int) -> None:
+    """Makes this process compute on the device with that number, among those of its kind."""
     if is_accelerator(device):
         _module(device).set_device(number)
 
@@ -109,7 +110,7 @@ def memory(device: torch.device) -> tuple[float, float]:
 
     if is_accelerator(device):
         module = _module(device)
-        # some kinds' functions take no None for the device that this process is at
+        # some kinds' functions don't accept None for the current device
         at = () if device.index is None else (device.index,)
         free, total = module.mem_get_info(*at)
         return float(free), float(total)
@@ -133,7 +134,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 def name_of(device: torch.device) -> str:
-    """The maker's name of it, such as NVIDIA H100 80GB HBM3."""
+    """The maker's name of the device, such as NVIDIA H100 80GB HBM3."""
     module = _module(device) if is_accelerator(device) else None
     if module is None or not hasattr(module, "get_device_name"):
         return device.type
@@ -141,7 +142,7 @@ def name_of(device: torch.device) -> str:
 
 
 def identity(device: torch.device) -> str:
-    """Its kind and, where it has a number that is unique among all machines, that number: `cuda
+    """The device's kind and, if there is one, a number that is unique among all machines: `cuda
     GPU-...`."""
     if device.type != CUDA:
         return device.type
@@ -149,7 +150,8 @@ def identity(device: torch.device) -> str:
 
 
 def are_joined_by_nccl(identities: Iterable[str]) -> bool:
-    """Whether NCCL accepts devices of these identities as one group: CUDA devices, each once."""
+    """Whether NCCL accepts devices with these identities as a group: only CUDA devices, each
+    once."""
     identity_list = list(identities)
     are_apart = len(set(identity_list)) == len(identity_list)
     return (
@@ -177,8 +179,8 @@ def can_pin(device: torch.device) -> bool:
 
 
 def compiles(kind: str) -> bool:
-    """Whether such devices compute attention over trees by a compiled FlexAttention, and other
-    groups of operations by one compiled kernel."""
+    """Whether such devices compute attention over trees with a compiled FlexAttention, and other
+    groups of operations with a single compiled kernel."""
     return kind in _COMPILED
 
 
@@ -188,13 +190,13 @@ def allows_tf32() -> bool:
 
 
 def autocasting() -> list[str]:
-    """Kinds of devices on which this thread computes in autocast's dtypes."""
+    """The kinds of devices on which this thread computes in autocast's dtypes."""
     return [kind for kind in _AUTOCASTS if _is_known(kind) and torch.is_autocast_enabled(kind)]
 
 
 @contextmanager
-def drawing_by(device: torch.device, seed: int) -> Iterator[None]:
-    """A block in which only the seed determines random numbers, on the CPU and on this device.
+def seeded_by(device: torch.device, seed: int) -> Iterator[None]:
+    """A block in which the seed alone determines random numbers, on the CPU and on this device.
     Random numbers after the block are the same as without it."""
     module = _module(device) if is_accelerator(device) else None
     with torch.random.fork_rng(devices=[]):
@@ -213,19 +215,20 @@ def drawing_by(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def profiled_activity(device: torch.device) -> torch.profiler.ProfilerActivity | None:
-    """PyTorch's profiler's name for this device's kernels; None if it does not see them."""
+    """The name of this device's kernels in PyTorch's profiler. None if the profiler does not see
+    them."""
     activity = torch.profiler.ProfilerActivity
     return {CUDA: activity.CUDA, "xpu": activity.XPU}.get(device.type)
 
 
 def has_nvtx(device: torch.device) -> bool:
-    """Whether NVIDIA's Nsight can look at it."""
+    """Whether NVIDIA's Nsight can profile the device."""
     return device.type == CUDA and torch.version.hip is None
 
 
 @contextmanager
 def marked_for_nsight() -> Iterator[None]:
-    """A block that Nsight captures, whose profiled spans and operators are NVTX ranges."""
+    """A block that Nsight captures. Its profiled spans and operators are NVTX ranges."""
     with ExitStack() as opened:
         cuda_profiler.start()
         opened.callback(cuda_profiler.stop)
@@ -238,25 +241,25 @@ def _module(device: torch.device) -> Any:
 
 
 def _is_known(kind: str) -> bool:
-    """Whether this PyTorch has the kind; without torch_npu it does not know Ascend's."""
+    """Whether this PyTorch knows the kind. Without torch_npu, it does not know Ascend's."""
     return kind != "npu" or hasattr(torch, "npu")
 
 
 def _has_begun(kind: str) -> bool:
     if kind == "mps":
-        return False  # a query would initialise it, and `auto` never chooses it
+        return False  # a query would initialise the device, and `auto` never chooses it
     module = getattr(torch, kind, None)
     return module is not None and bool(module.is_available()) and bool(module.is_initialized())
 
 
 def _add_ascend() -> None:
-    """torch_npu puts Ascend's devices into torch when it is imported."""
+    """Adds Ascend's devices to torch by importing torch_npu."""
     if hasattr(torch, "npu") or importlib.util.find_spec("torch_npu") is None:
         return
 
     try:
         importlib.import_module("torch_npu")
-    except (ImportError, OSError, RuntimeError) as error:  # CANN's libraries are not there
+    except (ImportError, OSError, RuntimeError) as error:  # CANN's libraries are not installed
         raise ModelError(
             f"torch_npu is installed and can't be loaded ({error}): install the version of CANN "
             "that it is for and source its set_env.sh, or uninstall it"

@@ -1,7 +1,7 @@
 """The tree of all errors that AgentEvo raises on purpose.
 
-Policy: a bad configuration is fatal before anything is created; a bad rollout is data (a `failed`
-trajectory with its reason); a bad step never commits. Each message says what is wrong, where, and
+Policy: a bad configuration is fatal before anything is created. A bad rollout is data (a `failed`
+trajectory with its reason). A bad step never commits. Each message says what is wrong, where, and
 how to fix it.
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LONGEST = 4000
-"""Characters of a message that are kept."""
+"""The maximum number of stored characters of a message."""
 SHOWN = 200
-"""Characters of a value that a message shows."""
+"""The maximum number of characters of a value in a message."""
 
 
 def describe_error(error: BaseException) -> str:
-    """`Kind: message` of anything that a user's code raised, as a text that every database
+    """`Kind: message` for anything that a user's code raised, as a text that every database
     accepts."""
     if isinstance(error, OverreachError):
         return str(error)
@@ -54,7 +54,7 @@ class AgentEvoError(Exception):
 
 class OverreachError(AgentEvoError):
     """A user's code tried to end more than its own attempt, by SystemExit, KeyboardInterrupt or
-    another BaseException: only its own attempt ends."""
+    another BaseException. Only its own attempt ends."""
 
     def __init__(self, error: BaseException, who: str) -> None:
         what = f"SystemExit({shown(error.code)})" if isinstance(error, SystemExit) else ""
@@ -64,7 +64,7 @@ class OverreachError(AgentEvoError):
 
 
 class ConfigError(AgentEvoError):
-    """The configuration is invalid. Nothing was created; the command line exits with code 2."""
+    """The configuration is invalid. Nothing was created. The command line exits with code 2."""
 
 
 class LoadingTimeoutError(ConfigError):
@@ -72,7 +72,7 @@ class LoadingTimeoutError(ConfigError):
 
 
 class SeveralProblemsError(ConfigError):
-    """Independent checks have refused a configuration: their messages, in order."""
+    """Independent checks have refused a configuration. The message has their messages, in order."""
 
     def __init__(self, problems: Sequence[ConfigError]) -> None:
         super().__init__("\n".join(dict.fromkeys(map(str, problems))))
@@ -84,7 +84,8 @@ class UnknownNameError(ConfigError):
 
 
 class MissingExtraError(ConfigError):
-    """An optional package is needed; the message gives the `pip install 'agentevo[extra]'` line."""
+    """An optional package is needed. The message contains the line `pip install
+    'agentevo[extra]'`."""
 
 
 class ModelError(ConfigError):
@@ -96,7 +97,7 @@ class BadRequestError(AgentEvoError):
 
 
 class NoCallError(AgentEvoError):
-    """An agent that has to call the policy with its own client never called it."""
+    """An agent that has to call the policy with its own client never called the policy."""
 
 
 class CommandFailedError(AgentEvoError):
@@ -120,38 +121,41 @@ class DeadlineExceededError(EngineError, TimeoutError):
 
 
 class EngineUnavailableError(EngineError):
-    """No engine answers: the infrastructure's failure, not the agent's."""
+    """No engine answers. That is the infrastructure's failure, not the agent's."""
 
 
 class WeightsNotSentError(EngineError):
-    """A trainer that sends weights on request has not sent these yet: the receiver asks again."""
+    """A trainer that sends weights on request has not sent the requested weights yet. The receiver
+    requests them again."""
 
 
 class WeightsLostError(EngineError):
-    """Weights were damaged on the way. The weights themselves may be good, so the receiver requests
-    them again."""
+    """Weights were damaged during the transfer. The trainer's weights may be undamaged, so the
+    receiver requests them again."""
 
 
 class StreamDivergedError(EngineUnavailableError):
-    """A streamed request ended with other tokens than its listener received, and those can't be
-    withdrawn."""
+    """A streamed request ended with other tokens than its listener received, and the received
+    tokens can't be withdrawn."""
 
 
 class ListenerError(AgentEvoError):
-    """A listener of a request's tokens raised: its own request ends, and the engine continues."""
+    """A listener of a request's tokens raised an error. Its own request ends, and the engine
+    continues."""
 
 
 class AttemptsFailedError(AgentEvoError):
-    """Every attempt of a run's first evaluation or first step failed: agent, environment or scorer
-    is broken."""
+    """Every attempt of a run's first evaluation or first step failed, because the agent,
+    environment or scorer is broken."""
 
 
 class EnvironmentFailure(AgentEvoError):
-    """An environment broke (not the player's fault): its trajectory is recorded as failed."""
+    """An environment broke, which is not the player's fault. The trajectory is recorded as
+    failed."""
 
 
 class ToolError(AgentEvoError):
-    """A tool raises this if it can't carry out the call. The policy reads the message."""
+    """A tool raises this error if it can't carry out the call. The policy reads the message."""
 
 
 class ToolArgumentsError(ToolError):
@@ -159,8 +163,8 @@ class ToolArgumentsError(ToolError):
 
 
 class ToolUnavailableError(AgentEvoError):
-    """A tool does not respond: the infrastructure's failure, not the policy's. `was_sent`: the call
-    may have been carried out nevertheless."""
+    """A tool does not respond. That is the infrastructure's failure, not the policy's. `was_sent`:
+    whether the call may have been carried out nevertheless."""
 
     def __init__(self, message: str, *, was_sent: bool = False) -> None:
         super().__init__(message)
@@ -168,7 +172,7 @@ class ToolUnavailableError(AgentEvoError):
 
 
 class SandboxError(AgentEvoError):
-    """A sandbox can't be started or used: not the fault of the code that runs in it."""
+    """A sandbox can't be started or used. The code that runs in it is not at fault."""
 
 
 class StoreError(AgentEvoError):
@@ -180,16 +184,17 @@ class UnusableStoreError(StoreError, ConfigError):
 
 
 class NoStoreError(UnusableStoreError):
-    """The store to open does not exist yet, and the caller does not create it."""
+    """The store to open does not exist, and the caller does not create it."""
 
 
 class StoreUnavailableError(StoreError):
-    """The database can't be reached now. The call may have happened or not; it can be repeated
-    safely."""
+    """The database can't be reached now. The call may or may not have taken effect, and may be
+    repeated."""
 
 
 class DiskError(AgentEvoError):
-    """A file can't be written: the disk is full, or is read-only. Existing content stays whole."""
+    """A file can't be written, because the disk is full or read-only. Existing content stays
+    intact."""
 
 
 class TrainingError(AgentEvoError):
@@ -197,7 +202,8 @@ class TrainingError(AgentEvoError):
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint is missing, torn, or belongs to another configuration, or can't be written."""
+    """A checkpoint is missing, incomplete, or belongs to another configuration, or can't be
+    written."""
 
 
 class UnusableCheckpointError(CheckpointError, ConfigError):

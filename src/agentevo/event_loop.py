@@ -1,12 +1,12 @@
 """Runs a coroutine to its end, together with user code that can do anything to the event loop.
 
-A user's code (an agent, a scorer) runs in a `TaskScope`. It can cancel the tasks that were started
-in its scope and no others; a KeyboardInterrupt or SystemExit of its tasks ends that task alone;
-`loop.stop()` stops nothing; and a task that swallows its cancellation is left behind at the end,
-CLOSING_S after all tasks were cancelled. Connections that clients have left open are closed then.
-The threads of asyncio.to_thread are for user code. AgentEvo's own work uses separate threads
-(`in_thread`), so a user's call that hangs does not block it. All of this holds on the loops of
-`run_coroutine` only.
+A user's code (an agent, a scorer) runs in a `TaskScope`. It can cancel only the tasks that were
+started in its scope. A KeyboardInterrupt or SystemExit of such a task ends only that task.
+`loop.stop()` stops nothing. A task that swallows its cancellation is left behind at the end,
+CLOSE_TIMEOUT_S seconds after all tasks were cancelled. Connections that clients have left open are
+closed at the end. The threads of asyncio.to_thread are for user code. AgentEvo's own work uses
+separate threads (`in_thread`), so a user's call that hangs does not block it. These guarantees hold
+only on the loops of `run_coroutine`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from agentevo.signals import Interrupt
 T = TypeVar("T")
 P = ParamSpec("P")
 
-CLOSING_S = 5.0
-"""How long the end of a loop waits for tasks that were cancelled, and then for its threads."""
+CLOSE_TIMEOUT_S = 5.0
+"""The time in seconds that the end of a loop waits for cancelled tasks, and then for the loop's
+threads."""
 
 MAX_THREADS = 512
-"""The number of concurrent calls of asyncio.to_thread. If that many hang, further calls wait."""
+"""The maximum number of concurrent calls of asyncio.to_thread. If that many hang, further calls
+wait."""
 
 _scope: contextvars.ContextVar[TaskScope | None] = contextvars.ContextVar(
     "agentevo task scope", default=None
@@ -44,13 +46,13 @@ _own_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] =
 
 
 class TaskScope:
-    """The tasks that one piece of a user's code starts, see the module."""
+    """The tasks that a piece of a user's code starts."""
 
     def __init__(self) -> None:
         self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task in this scope; tasks that it starts are in the scope too."""
+        """Starts a task in this scope. Tasks that it starts are in the scope too."""
         context = contextvars.copy_context()
         context.run(_scope.set, self)
         return asyncio.get_running_loop().create_task(work, context=context)
@@ -94,7 +96,7 @@ class _LoopTask(asyncio.Task[Any]):
 
 def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     """asyncio.run with the guarantees of the module. In a notebook, where an event loop already
-    runs, it uses a thread of its own."""
+    runs, the coroutine runs on a separate thread."""
     if not _is_running():
         return _run(work)
 
@@ -118,7 +120,7 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. The first failure cancels the others."""
+    """The results of all works, in order. The first failure cancels the others."""
     running = [asyncio.create_task(work) for work in works]
     try:
         return await asyncio.gather(*running)
@@ -129,9 +131,9 @@ async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class NoticesBlocks:
-    """Awaits a user's coroutine, and warns once if it blocks the event loop: code that blocks, such
-    as time.sleep or a client that is not async, stops everything else on the loop. Steps of BLOCK_S
-    seconds or more count. The warning comes when they add up to TELL_S seconds."""
+    """Awaits a user's coroutine, and warns once if it blocks the event loop. Code that blocks, such
+    as time.sleep or a client that is not async, stops everything else on the loop. Steps of at
+    least BLOCK_S seconds count. The warning appears when they add up to TELL_S seconds."""
 
     BLOCK_S = 0.25
     TELL_S = 1.0
@@ -141,7 +143,7 @@ class NoticesBlocks:
         self._what = what
         self._remedy = remedy
         self._blocked_s = 0.0
-        self._has_told = False
+        self._has_warned = False
 
     @types.coroutine
     def run(self, work: Awaitable[T]) -> Generator[Any, Any, T]:
@@ -170,8 +172,8 @@ class NoticesBlocks:
 
     def _add(self, step_s: float) -> None:
         self._blocked_s += step_s if step_s >= self.BLOCK_S else 0.0
-        if self._blocked_s >= self.TELL_S and not self._has_told:
-            self._has_told = True
+        if self._blocked_s >= self.TELL_S and not self._has_warned:
+            self._has_warned = True
             to_stderr(
                 f"{self._what} has blocked the event loop for {self._blocked_s:.1f} s, in which "
                 f"nothing else ran: {self._remedy}"
@@ -185,8 +187,8 @@ async def in_thread(function: Callable[P, T], *args: P.args, **options: P.kwargs
     return await loop.run_in_executor(_own_threads.get(loop), call)
 
 
-async def to_its_end(work: Awaitable[T]) -> T:
-    """Waits for it even if cancelled, and raises the cancellation afterwards."""
+async def run_to_end(work: Awaitable[T]) -> T:
+    """Waits for the work even if this task is cancelled, and raises the cancellation afterwards."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -241,7 +243,7 @@ def _drive(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> None:
 
 
 def _is_of_a_scope(error: BaseException) -> bool:
-    """Whether a user's task has ended with this very exception."""
+    """Whether a user's task has ended with exactly this exception."""
     return any(
         task.done() and not task.cancelled() and task.exception() is error
         for task in list(_scoped_tasks)
@@ -250,8 +252,8 @@ def _is_of_a_scope(error: BaseException) -> bool:
 
 @contextmanager
 def _ctrl_c(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[list[int]]:
-    """If no other handler is installed, Ctrl-C cancels `main`, and a second one interrupts at once.
-    Yields the received signals."""
+    """If no other handler is installed, Ctrl-C cancels `main`, and a second Ctrl-C interrupts at
+    once. Yields the received signals."""
     received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -276,13 +278,13 @@ def _ctrl_c(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterato
 
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels the tasks that still run, and waits for them, at most CLOSING_S seconds."""
+    """Cancels the tasks that still run, and waits for them, at most CLOSE_TIMEOUT_S seconds."""
     unfinished = asyncio.all_tasks(loop)
     for task in unfinished:
         task.cancel()
 
     if unfinished:
-        _drive(loop, loop.create_task(asyncio.wait(unfinished, timeout=CLOSING_S)))
+        _drive(loop, loop.create_task(asyncio.wait(unfinished, timeout=CLOSE_TIMEOUT_S)))
 
     for task in unfinished:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
@@ -294,8 +296,8 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
                 }
             )
 
-    loop.set_exception_handler(lambda loop, context: None)  # no code waits for what is left
-    _drive(loop, loop.create_task(_within(CLOSING_S, loop.shutdown_asyncgens)))
+    loop.set_exception_handler(lambda loop, context: None)  # no code waits for the remaining ones
+    _drive(loop, loop.create_task(_within(CLOSE_TIMEOUT_S, loop.shutdown_asyncgens)))
 
 
 async def _within(seconds: float, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -306,9 +308,8 @@ async def _within(seconds: float, work: Callable[[], Coroutine[Any, Any, Any]]) 
 
 def _end_connections(loop: asyncio.AbstractEventLoop) -> None:
     """Closes the connections that clients have left open. A pool that outlives the loop, such as
-    that of a client in a module, finds its connections closed and makes new ones on the next loop;
-    open ones would fail there when they are used or garbage collected, with "Event loop is
-    closed"."""
+    that of a client in a module, then opens new connections on the next loop. An open connection
+    would fail there with "Event loop is closed" when it is used or garbage collected."""
     transports = list(getattr(loop, "_transports", {}).values())
     for transport in transports:
         with suppress(AttributeError):  # a transport that closed after its last write has no loop
@@ -318,8 +319,8 @@ def _end_connections(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _end_threads(threads: ThreadPoolExecutor) -> None:
-    """Waits at most CLOSING_S seconds for calls of asyncio.to_thread. A call that hangs can't be
-    ended."""
+    """Waits at most CLOSE_TIMEOUT_S seconds for calls of asyncio.to_thread. A call that hangs can't
+    be ended."""
     ending = threading.Thread(target=threads.shutdown, daemon=True)
     ending.start()
-    ending.join(CLOSING_S)
+    ending.join(CLOSE_TIMEOUT_S)

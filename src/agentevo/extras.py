@@ -10,14 +10,14 @@ from types import ModuleType
 from agentevo.errors import MissingExtraError
 
 TRAINING_PACKAGES = ("torch", "accelerate", "gguf")
-"""The modules of the extra `train`: code that computes with a model needs them, and code that only
-asks an engine does not."""
+"""The modules of the extra `train`. Code that computes with a model needs them, and code that only
+calls an engine does not."""
 
 
 @contextmanager
 def training_packages(needed_by: str) -> Iterator[None]:
-    """A block that imports what computes with a model. Raises MissingExtraError, with the line that
-    installs it, where that is not installed."""
+    """A block that imports packages for computing with a model. Raises MissingExtraError, with the
+    installing command, if they are not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -29,10 +29,10 @@ def training_packages(needed_by: str) -> Iterator[None]:
 
 
 def load_extra(module: str, extra: str, needed_by: str, instead: str = "") -> ModuleType:
-    """The module, imported now.
+    """Imports the module and returns it.
 
-    Raises MissingExtraError with the line that installs it. `needed_by` is the feature or the key
-    of the configuration; `instead`, such as `, or set KEY=VALUE`, is what else helps.
+    Raises MissingExtraError with the installing command. `needed_by` is the feature or the key of
+    the configuration. `instead` is an alternative remedy, such as `, or set KEY=VALUE`.
     """
     try:
         return importlib.import_module(module)

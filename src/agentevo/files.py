@@ -1,9 +1,10 @@
-"""Writing files and folders so that readers see a complete version or none.
+"""Writes files and folders so that readers see a complete version or none.
 
-The content is made in a hidden sibling and renamed into place, which a killed process can't leave
-half done. Folders are not guarded against power loss: that takes `sync_to_disk` of each file, of
-the folder, and of its parent folder, in this order. Replacing an existing folder has one instant,
-between two renames, in which neither is in place.
+The content is written to a hidden sibling, which is then renamed. So a killed process leaves no
+incomplete file under the final name. Folders are not protected against power loss. For that, call
+`sync_to_disk` for each file, for the folder, and for its parent folder, in this order. While an
+existing folder is replaced, there is an instant between two renames in which neither folder has the
+name.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ RESUME = "make room there, or make it writable, and resume: every committed step
 
 
 def cache_root() -> Path:
-    """$AGENTEVO_CACHE, or ~/.cache/agentevo: content that can be made again, each kind in a folder
-    of its own."""
+    """$AGENTEVO_CACHE, or ~/.cache/agentevo: content that can be made again, with a folder for each
+    kind."""
     root = os.environ.get("AGENTEVO_CACHE")
     return Path(root).expanduser() if root else Path.home() / ".cache" / "agentevo"
 
 
 @contextmanager
 def must_write(path: Path, remedy: str = RESUME) -> Iterator[None]:
-    """A block that writes a file or folder: OSError becomes DiskError with the remedy."""
+    """A block that writes a file or folder. OSError becomes DiskError with the remedy."""
     try:
         yield
     except OSError as error:
@@ -43,9 +44,9 @@ def must_write(path: Path, remedy: str = RESUME) -> Iterator[None]:
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Writes a file in UTF-8, which replaces an old one atomically. Only one process may write it
-    at a time. `durable`: the file survives a power cut once this returns. Raises OSError, after
-    which no partial file remains."""
+    """Writes a file in UTF-8, which atomically replaces an existing file. Only one process may
+    write it at a time. `durable`: the file survives a power failure after this call returns. Raises
+    OSError, after which no partial file remains."""
     staging = path.with_name(f".{path.name}.tmp")
     try:
         staging.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -61,8 +62,8 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> 
 
 
 def create_atomic(path: Path, content: str, *, mode: int = 0o666) -> bool:
-    """Creates a file, whole and durably; returns False, and changes nothing, if another process was
-    first. Any number may call this at once. Raises OSError."""
+    """Creates a file, whole and durably. Returns False, and changes nothing, if another process was
+    first. Any number of processes may call this at the same time. Raises OSError."""
     staging = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         handle = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -79,8 +80,9 @@ def create_atomic(path: Path, content: str, *, mode: int = 0o666) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file for reading that other users may have created: it follows no link, and does not
-    wait for the writer of a pipe. Raises OSError, also if the path is not a regular file."""
+    """Opens a file for reading that other users may have created. It follows no symbolic link, and
+    does not wait for the writer of a pipe. Raises OSError, also if the path is not a regular
+    file."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -93,8 +95,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yields an empty folder that becomes `target` when the block ends well, and is deleted when it
-    raises. An old `target` is replaced."""
+    """Yields an empty folder. It becomes `target` when the block ends, or is deleted if the block
+    raises an error. An existing `target` is replaced."""
     target = target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     unique = f".{target.name}.{uuid.uuid4().hex[:8]}"
@@ -114,7 +116,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Makes the bytes of a file, or the names in a folder, survive a power cut. Raises OSError."""
+    """Makes the bytes of a file, or the names in a folder, survive a power failure. Raises
+    OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -123,7 +126,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Deletes the temporary files of killed writers of `target`. Only for a caller that holds a
-    lock on `target`."""
+    """Deletes the temporary files of killed writers of `target`. The caller must hold a lock on
+    `target`."""
     for path in target.parent.glob(f".{target.name}.*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)

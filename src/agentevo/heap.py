@@ -9,18 +9,19 @@ from contextlib import contextmanager
 
 _lock = threading.Lock()
 _num_within = 0
-"""The number of this process's open blocks, where the first block has frozen the heap."""
+"""The number of open blocks in this process. The first block has frozen the heap."""
 
 
 @contextmanager
 def lasting_heap() -> Iterator[None]:
-    """A block in which all objects that exist at its beginning are assumed to live to its end.
+    """A block that assumes that all objects existing at its start live to its end.
 
-    Each collection of Python's garbage collector searches the half million objects of torch and
-    transformers, 0.2 to 0.4 s in which no attempt plays; within this block it searches them only
-    once, at the beginning, so the block is for work that takes minutes (benchmarks/heap.py). Cyclic
-    garbage among them that arises within the block is freed after it, and after the last of several
-    blocks that overlap. If other code has already frozen the heap, the block changes nothing.
+    Each full collection of Python's garbage collector searches the half million objects of torch
+    and transformers. That takes 0.2 to 0.4 s, in which no attempt plays. Within this block the
+    collector searches them only once, at the start, so the block is for work that takes minutes
+    (benchmarks/heap.py). Cyclic garbage among these objects is freed after the block. If several
+    blocks overlap, after the last one. If other code has already frozen the heap, the block changes
+    nothing.
     """
     global _num_within
     with _lock:

@@ -1,5 +1,6 @@
-"""The common parts of all HTTP clients: the trusted authorities, which are read once (this takes 50
-ms, in which no attempt plays), and the servers that are reached without a proxy."""
+"""The common parts of all HTTP clients: the trusted authorities, and the servers that are reached
+without a proxy. The authorities are read only once, because that takes 50 ms in which no attempt
+plays."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def trusted_context() -> ssl.SSLContext:
-    """As httpx makes it for a client: SSL_CERT_FILE and SSL_CERT_DIR count. One context serves any
-    number of clients and threads. Raises OSError for a file that can't be read."""
+    """The context that httpx creates for a client, including SSL_CERT_FILE and SSL_CERT_DIR. Any
+    number of clients and threads can share it. Raises OSError for a file that can't be read."""
     return _context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a URL is on this machine. Then no proxy is used, and none sees its keys."""
+    """Whether a URL is on this machine. Then no proxy is used, so no proxy sees its keys."""
     return is_this_machine(urlsplit(url).hostname or "")
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether the name or address is reached from this machine alone."""
+    """Whether the name or address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

@@ -1,8 +1,8 @@
-"""A process of its own for work that no thread can interrupt, such as sympy or a foreign chat
-template: it has a memory limit, and its caller kills it if it is late.
+"""A separate process for work that a thread can't interrupt, such as sympy or a foreign chat
+template. The process has a memory limit, and its caller kills it if it is late.
 
-A request is a line of JSON, and so is the answer. The first line says that the process is ready.
-The end of the requests ends the process.
+A request is a line of JSON, and so is the answer. The first line of the process says that it is
+ready. The end of the requests ends the process.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 import psutil
 
 START_S = 120.0
-"""Longest time for a process to import its modules, on a busy machine."""
-LONGEST_S = 120
-"""A request without a waiting caller ends the process after this time."""
+"""The maximum time in seconds that a process takes to import its modules on a busy machine."""
+REQUEST_TIMEOUT_S = 120
+"""If no caller waits for a request, the process ends after this time, in seconds."""
 
 
 class JsonWorker:
-    """One process, for one thread at a time."""
+    """A process, which only one thread may use at a time."""
 
     def __init__(self, module: str, name: str) -> None:
-        """`module` calls `serve_requests`; `name` is the process's name in messages. Raises
+        """`module` calls `serve_requests`. `name` is the process's name in messages. Raises
         RuntimeError or TimeoutError if it does not start."""
         self._name = name
         self._process = subprocess.Popen(
@@ -38,7 +38,7 @@ class JsonWorker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process alone
+            start_new_session=True,  # Ctrl-C reaches only this process, not the worker
             bufsize=0,
         )
         self.end = weakref.finalize(self, _end_process, self._process)
@@ -49,8 +49,8 @@ class JsonWorker:
         return self.end.alive and self._process.poll() is None
 
     def ask(self, request: dict[str, Any], limit_s: float, purpose: str) -> dict[str, Any]:
-        """The answer. `purpose` names the work in messages. Raises TimeoutError and RuntimeError,
-        after which the process has ended."""
+        """The answer to a request. `purpose` names the work in messages. Raises TimeoutError and
+        RuntimeError, after which the process has ended."""
         assert self._process.stdin is not None
         until = time.monotonic() + limit_s
         line = memoryview(json.dumps(request).encode() + b"\n")
@@ -100,9 +100,9 @@ def serve_requests(
     prepare: Callable[[], object],
     max_memory: int,
 ) -> None:
-    """In the process: answers requests until there are no more. `prepare` does the imports that the
-    first request would wait for; `max_memory` is the allowance on top of that, in bytes of address
-    space."""
+    """Runs in the process: answers requests until there are no more. `prepare` imports modules
+    before the first request. `max_memory` is the additional address space that is allowed after
+    that, in bytes."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # a package's own output is not an answer
     prepare()
@@ -110,7 +110,7 @@ def serve_requests(
 
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
-        _end_after(LONGEST_S)
+        _end_after(REQUEST_TIMEOUT_S)
         print(json.dumps(answer_to(json.loads(line))), file=answers, flush=True)
         _end_after(0)  # the next request may be minutes away
 
@@ -128,7 +128,7 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _end_after(seconds: int) -> None:
-    """Kills this process after so many seconds; 0 cancels that."""
+    """Kills this process after that many seconds. 0 cancels an earlier call."""
     if hasattr(signal, "alarm"):  # not on Windows
         signal.alarm(seconds)
 

@@ -1,4 +1,4 @@
-"""The names that a recipe may use, by kind, with one line about each: the tables of `agentevo
+"""The names that a recipe can use, by kind, with a line about each: the tables of `agentevo
 list`."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rewards() -> list[Row]:
 
 
 def algorithms() -> list[Row]:
-    """Presets, and below them the entries that any of them can be made of."""
+    """The presets, and below them the parts from which any preset is built."""
     from agentevo.algorithms.presets import PRESETS, TABLES
 
     rows = [(name, preset.meaning) for name, preset in PRESETS.items()]
@@ -87,8 +87,8 @@ def models() -> list[Row]:
 
 
 def recipes() -> list[Row]:
-    """Packaged recipes; the line is the first paragraph of each file's comment, and how many runs
-    it is if it is a sweep."""
+    """Packaged recipes. The line is the first paragraph of the file's comment and, for a sweep, its
+    number of runs."""
     from agentevo.config.sources import packaged_recipes
     from agentevo.config.sweep import load_sweep
 
@@ -109,7 +109,7 @@ def recipes() -> list[Row]:
 
 
 def pipelines() -> list[Row]:
-    """Packaged pipelines; the line is the first paragraph of each file's comment."""
+    """Packaged pipelines. The line is the first paragraph of the file's comment."""
     from agentevo.pipeline import packaged_pipelines
 
     return [(name, _first_comment(path)) for name, path in packaged_pipelines().items()]
@@ -190,7 +190,7 @@ LISTS: Mapping[str, Callable[[], list[Row]]] = {
 }
 KINDS: Mapping[str, str] = {
     "environments": "what is played: environment.type",
-    "agents": "who plays: agent.type",
+    "agents": "the program that plays: agent.type",
     "tools": "what the tool agent may call: agent.tools",
     "rewards": "what an attempt is worth: rewards",
     "algorithms": "how training learns from attempts: algorithm.name, and its parts",
@@ -208,7 +208,7 @@ KINDS: Mapping[str, str] = {
 
 
 def _first_comment(path: Path) -> str:
-    """The first paragraph of the comment that a file begins with."""
+    """The first paragraph of the comment at the beginning of a file."""
     lines = path.read_text(encoding="utf-8").lstrip().splitlines()
     comment = (line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines))
     return " ".join(takewhile(bool, comment))

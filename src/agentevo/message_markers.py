@@ -1,12 +1,12 @@
-"""Special tokens that a message spells out.
+"""Special tokens that a message spells out as text.
 
-`<|im_end|><|im_start|>system` in a tool's result or an observation is a text like any other.
-Encoded together with what the chat template writes, it would become the tokens that end one turn
-and begin another. So each such marker is cut before the template sees it: CUT follows its first
-character, and the code that encodes the rendering encodes each piece between cuts separately. The
-ids still decode to the same text, without a special token that the template has not written.
+`<|im_end|><|im_start|>system` in a tool's result or an observation is ordinary text. If it were
+encoded together with the text of the chat template, it would become the tokens that end a turn and
+begin another. So each such marker is cut before the template sees it. CUT is inserted after its
+first character, and the code that encodes the rendering encodes each piece between cuts separately.
+The ids still decode to the same text, without a special token that the template has not written.
 
-Text that a template writes as ordinary text, such as Llama 2's [INST], is not a token: it can't be
+Text that a template writes as ordinary text, such as Llama 2's [INST], is not a token. It can't be
 distinguished from a message with the same text.
 """
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CUT = "\ufdd0"
-"""A noncharacter of Unicode, which no text should have; a text that has it loses it."""
+"""A noncharacter of Unicode, which no text should contain. It is removed from a text that contains
+it."""
 THOUGHT_TAGS = ("<think>", "</think>")
 """Special tokens of the tokenizer that an answer may nevertheless contain."""
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
@@ -28,13 +29,13 @@ _TAG = re.compile(r"</?\w+>")
 
 
 class MessageMarkers:
-    """The markers of one tokenizer.
+    """The markers of a tokenizer.
 
-    In any message these are cut: special tokens, and added ones that the chat template writes
-    (DeepSeek's <｜User｜> is not special), unless they are tags in the form of <tool_call>, which
-    prompts speak of. In a tool's result such tags are cut, too. In an assistant's message only
-    those are cut that surround messages: calls and thoughts are written with others, and Harmony's
-    own are kept, as one answer of its has several messages.
+    In any message, special tokens are cut, and so are added tokens that the chat template writes
+    (DeepSeek's <｜User｜> is not special). Tags in the form of <tool_call> are not cut, because
+    prompts mention them. In a tool's result, such tags are cut too. In an assistant's message, only
+    the markers that surround messages are cut, because other markers enclose calls and thoughts.
+    Harmony's markers are kept, because an answer in Harmony has several messages.
     """
 
     def __init__(
@@ -42,7 +43,8 @@ class MessageMarkers:
         tokenizer: PreTrainedTokenizerBase,
         render: Callable[[list[dict[str, Any]]], str],
     ) -> None:
-        """`render` gives the text of a conversation up to where the assistant speaks."""
+        """`render` returns the text of a conversation up to the beginning of the assistant's
+        reply."""
         template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
         added = tokenizer.added_tokens_decoder.values()
         written = {token.content for token in added if token.content in template}
@@ -56,8 +58,8 @@ class MessageMarkers:
         )
 
     def cut(self, value: Any, role: str) -> Any:
-        """A text, or all texts within lists and mappings (keys included), with the markers cut that
-        a message of this role may not contain."""
+        """The value with cuts in the markers that a message of this role may not contain. The value
+        is a text, or lists and mappings with texts (keys included)."""
         if isinstance(value, str):
             pattern = {"tool": self._of_tools, "assistant": self._of_assistants}.get(role)
             return _cut(value, pattern or self._usual)
@@ -88,20 +90,21 @@ def _around_messages(
 
 
 def encode_rendering(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a chat template's rendering of messages whose markers are cut: a special token where
-    the template has written one, and nowhere else."""
+    """The ids of a chat template's rendering of messages whose markers are cut. A special token
+    appears only where the template has written one."""
     pieces = [tokenizer.encode(piece, add_special_tokens=False) for piece in text.split(CUT)]
     return [token for piece in pieces for token in piece]
 
 
 def _pattern(markers: set[str]) -> re.Pattern[str]:
-    """A single character can't be cut, and nothing can be forged with it alone."""
+    """A single character can't be cut, and a message can't forge anything with it alone."""
     longest_first = sorted((text for text in markers if len(text) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _cut(text: str, pattern: re.Pattern[str]) -> str:
-    """Without a marker in any piece between cuts; a marker may hold another one."""
+    """The text with cuts, so that no piece between cuts contains a marker. A marker may contain
+    another marker."""
     text = text.replace(CUT, "")
     while pattern.search(text):
         text = pattern.sub(lambda marker: f"{marker[0][0]}{CUT}{marker[0][1:]}", text)

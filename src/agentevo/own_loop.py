@@ -1,9 +1,9 @@
-"""An event loop on a thread of its own, for foreign code that may block it.
+"""An event loop on a separate thread, for foreign code that may block it.
 
-All attempts of a world share it, since the objects that they share (clients, locks) belong to one
-loop. Blocking code delays only these attempts. If the loop does not respond after an attempt was
-cancelled, it is abandoned with the attempts that hang on it, and later attempts get a new one; a
-process tolerates MAX_LEFT abandoned loops.
+All attempts of a world share the loop, because the objects that they share (clients, locks) belong
+to a single loop. Blocking code delays only these attempts. If the loop does not respond after an
+attempt was cancelled, the loop is abandoned with the attempts that wait for it. Later attempts get
+a new loop, and a process tolerates MAX_ABANDONED abandoned loops.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from agentevo.errors import EnvironmentFailure, OverreachError
 
 T = TypeVar("T")
 
-MAX_LEFT = 20
+MAX_ABANDONED = 20
 ANSWER_S = 2.0
-"""A loop that has not answered for this time is blocked."""
+"""A loop that has not answered for this time, in seconds, is blocked."""
 
 
-class OwnLoop:
-    """See the module. `name` is the name of its threads."""
+class DedicatedLoop:
+    """A loop for foreign code. `name` is the name of its threads."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._num_left = 0
+        self._num_abandoned = 0
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs the coroutine on that loop, and returns or raises its result. It is cancelled with
-        the caller. Raises EnvironmentFailure if too many loops are blocked."""
+        """Runs the coroutine on that loop, and returns its result or raises its exception. If the
+        caller is cancelled, the coroutine is cancelled too. Raises EnvironmentFailure if too many
+        loops are blocked."""
         loop = self._running()
         future = asyncio.run_coroutine_threadsafe(_guard(work), loop)
         try:
@@ -41,14 +42,15 @@ class OwnLoop:
         except asyncio.CancelledError:
             if not await _answers(loop) and self._loop is loop:
                 self._loop = None
-                self._num_left += 1
+                self._num_abandoned += 1
             raise
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            if self._num_left >= MAX_LEFT:
+            if self._num_abandoned >= MAX_ABANDONED:
                 raise EnvironmentFailure(
-                    f"{self._name} has blocked its event loop {self._num_left} times: give each "
+                    f"{self._name} has blocked its event loop {self._num_abandoned} times: give "
+                    "each "
                     f"wait in its functions a deadline, and restart this process"
                 )
             self._loop = asyncio.new_event_loop()
@@ -58,7 +60,8 @@ class OwnLoop:
 
 
 async def _guard(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """SystemExit and KeyboardInterrupt would end the loop of all others."""
+    """Raises OverreachError for SystemExit and KeyboardInterrupt, which would end the loop of all
+    attempts."""
     try:
         return await work()
     except (SystemExit, KeyboardInterrupt) as error:

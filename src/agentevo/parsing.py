@@ -1,10 +1,10 @@
 """Reads YAML and JSON that may be written by hand, by another program, or damaged. Limits ensure
 that no text makes the reader crash, hang or run out of memory.
 
-A mapping's keys are texts, as they are written: `1: x` and `~: x` have the keys `1` and `~`. YAML
-is version 1.1 without dates and numbers to the base of 60: `12:30` is a text. `1e-5` is a number, a
-key may not come twice, and only aliases and merges (`<<`) go beyond JSON. The result consists of
-mappings, lists, texts, numbers, true, false and null.
+The keys of a mapping are texts, as they are written: `1: x` and `~: x` have the keys `1` and `~`.
+YAML is version 1.1 without dates and without numbers to the base of 60: `12:30` is a text. `1e-5`
+is a number, a key may not occur twice, and only aliases and merges (`<<`) go beyond JSON. The
+result consists of mappings, lists, texts, numbers, true, false and null.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from yaml.constructor import SafeConstructor
 from agentevo.errors import ConfigError
 
 MAX_BYTES = 1_000_000
-"""Size of a file of YAML, or of JSON that is one object; of YAML also the characters of its texts,
-an alias counted as often as it is used."""
+"""The maximum size of a file of YAML, or of JSON that is one object. For YAML, also the maximum
+number of characters of all texts, where an alias counts each time it is used."""
 MAX_DEPTH = 64
-"""Lists and mappings within one another."""
+"""The maximum depth of nested lists and mappings."""
 MAX_VALUES = 100_000
-"""Values in a text of YAML, an alias counted as often as it is used."""
+"""The maximum number of values in a text of YAML. An alias counts each time it is used."""
 MAX_KEY = 200
-"""Characters in the key of a mapping."""
+"""The maximum number of characters in the key of a mapping."""
 MAX_DIGITS = 40
-"""Characters in a whole number."""
+"""The maximum number of characters in a whole number."""
 
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = re.compile(
@@ -48,7 +48,7 @@ _WHOLE_NUMBERS = re.compile(
 
 
 class ParseError(ValueError):
-    """A text is not valid; the message names the line and the problem."""
+    """A text is not valid. The message names the line and the problem."""
 
 
 def read_text(path: Path, *, at_most: int = MAX_BYTES) -> str:
@@ -71,8 +71,8 @@ def read_text(path: Path, *, at_most: int = MAX_BYTES) -> str:
 
 
 def check_file(path: Path) -> int:
-    """The size in bytes of a file. Raises ConfigError for anything else: reading a pipe would wait,
-    and a device has no end."""
+    """The size in bytes of a file. Raises ConfigError for anything else, because reading a pipe
+    would wait, and a device has no end."""
     try:
         what = os.stat(path)
     except (OSError, ValueError) as error:
@@ -98,8 +98,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Raises ParseError, also for nesting beyond MAX_DEPTH and whole numbers that no program could
-    print."""
+    """Raises ParseError, also for nesting beyond MAX_DEPTH and for whole numbers that no program
+    could print."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -126,7 +126,7 @@ def check_depth(value: Any) -> None:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of one document of YAML; None for an empty one. Raises ParseError."""
+    """The value of a YAML document. None for an empty document. Raises ParseError."""
     try:
         _check_nesting(text)
         node = yaml.compose(text, Loader=_Loader)
@@ -140,7 +140,8 @@ def parse_yaml(text: str) -> Any:
 
 
 def _check_nesting(text: str) -> None:
-    """Composing recurses in C, where a deep text would end the process; reading events does not."""
+    """Raises ParseError for deep nesting. Composing a document recurses in C, where a deep text
+    would end the process. Reading events does not."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -152,7 +153,8 @@ def _check_nesting(text: str) -> None:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Determines the type of each plain scalar: `1e-5` is a number, a date or a time is a text."""
+    """Determines the type of each plain scalar: `1e-5` is a number, and a date or a time is a
+    text."""
 
 
 _OTHERWISE = {f"{_TAG}{kind}" for kind in ("timestamp", "float", "int")}
@@ -173,7 +175,7 @@ for _kind, _pattern in (("float", _NUMBERS), ("int", _WHOLE_NUMBERS)):
 
 
 def dump_yaml(tree: Any) -> str:
-    """A plain tree as YAML that `parse_yaml` reads as the same tree; keys in their order."""
+    """A plain tree as YAML that `parse_yaml` reads as the same tree, with keys in their order."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -223,7 +225,7 @@ class _Tree:
             own_keys[name] = value
 
         values: dict[str, Any] = {}
-        for mapping in reversed(merged):  # the first one counts
+        for mapping in reversed(merged):  # the first mapping has precedence
             values.update(mapping)
 
         return {**values, **own_keys}
@@ -254,7 +256,7 @@ class _Tree:
             return self._scalars.construct_object(node)
         except (ValueError, KeyError, IndexError, OverflowError) as error:
             raise _wrong(
-                node, f"{_shown(node.value)} is no {node.tag.rpartition(':')[2]}"
+                node, f"{_shown(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
             ) from error
 
 

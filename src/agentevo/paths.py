@@ -1,5 +1,5 @@
-"""Checks of paths from a user, before anything is created: whether a text can be a path, and
-whether a folder can be created there."""
+"""Checks paths from a user before anything is created: whether a text can be a path, and whether a
+folder can be created there."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from agentevo.errors import ConfigError
 from agentevo.registry import nearest
 
 MAX_NAME = 255
-"""Bytes in the name of a file or folder, on every file system in use."""
+"""The maximum number of bytes in the name of a file or folder, on every file system in use."""
 MAX_PATH = 4000
-"""Bytes in a whole path; Linux takes 4096."""
-LONGEST_OWN = 80
-"""Bytes for the names of the files in a run's folder."""
+"""The maximum number of bytes in a whole path. Linux accepts 4096."""
+RESERVED_NAME_BYTES = 80
+"""The number of bytes that are reserved for the names of the files in a run's folder."""
 TRIAL_BYTES = 2**20
-"""The space that a run needs at least."""
-MOST_NEIGHBOURS = 2000
-"""Names of one folder that a misspelt one is compared with."""
+"""The minimum space that a run needs, in bytes."""
+MAX_NEIGHBOURS = 2000
+"""The maximum number of names in a folder with which a misspelt name is compared."""
 
 
 def name_problem(path: str) -> str:
-    """Why a text can't be a path, and the remedy; or empty. The function does not check whether the
-    path exists."""
+    """Why a text can't be a path, and the remedy. Empty if it can. The function does not check
+    whether the path exists."""
     if "\0" in path:
         return "has a NUL character, which no path has: remove it"
 
@@ -49,17 +49,19 @@ def name_problem(path: str) -> str:
 
 
 def short(path: Path) -> str:
-    """The path in a message: relative to the current folder where it is below that."""
+    """The path in a message: relative to the current folder if it is inside that folder."""
     with suppress(ValueError, OSError):
         return str(path.relative_to(Path().absolute()))
     return str(path)
 
 
 def check_new_folder(folder: Path, key: str) -> None:
-    """Raises ConfigError if a folder can't be created or written into; `key` is the key that sets
-    another. A file without a name tests the place, and disappears when this returns or the process
-    dies."""
-    problem = name_problem(f"{folder.absolute()}/{'x' * LONGEST_OWN}") or _place_problem(folder)
+    """Raises ConfigError if a folder can't be created, or if files can't be written to it. `key` is
+    the key that sets another folder. A file without a name tests the place. It disappears when this
+    function returns or the process dies."""
+    problem = name_problem(f"{folder.absolute()}/{'x' * RESERVED_NAME_BYTES}") or _place_problem(
+        folder
+    )
     if problem:
         raise ConfigError(f"{_shown(folder)} {problem}: give another {key}")
 
@@ -74,14 +76,14 @@ def _place_problem(folder: Path) -> str:
             if os.path.islink(place):
                 return f"would be at the end of {_shown(place)}, a link to nothing"
         except NotADirectoryError:
-            pass  # a file above it: found there
+            pass  # a file above the folder: the loop reaches it
         except OSError as error:
             return f"can't be read ({error.strerror})"
 
         place = place.parent
 
     if not stat.S_ISDIR(mode):
-        what = "is a file" if stat.S_ISREG(mode) else "is no folder"
+        what = "is a file" if stat.S_ISREG(mode) else "is not a folder"
         return what if place == folder.absolute() else f"can't be made: {_shown(place)} {what}"
 
     if not os.access(place, os.W_OK | os.X_OK):
@@ -97,8 +99,8 @@ def _place_problem(folder: Path) -> str:
 
 
 def spelling_hint(path: Path, accepts: Callable[[Path], bool] = Path.exists) -> str:
-    """`did you mean 'runs/lake'? ` for a missing path, if an existing one that is accepted has
-    nearly that spelling, in any of its parts; else empty. The ending of a file is compared
+    """`did you mean 'runs/lake'? ` for a missing path, if an existing path that is accepted has
+    nearly that spelling, in any of its parts. Else empty. The ending of a file is compared
     separately."""
     try:
         corrected = Path(path.anchor)
@@ -113,9 +115,10 @@ def spelling_hint(path: Path, accepts: Callable[[Path], bool] = Path.exists) -> 
 
 
 def _nearest_name(folder: Path, name: str) -> str:
-    """The entry of the folder with nearly that name. Raises LookupError if there is none."""
+    """The entry of the folder whose name is nearly that name. Raises LookupError if there is
+    none."""
     wanted_path = Path(name)
-    names = [entry.name for entry in islice(os.scandir(folder), MOST_NEIGHBOURS)]
+    names = [entry.name for entry in islice(os.scandir(folder), MAX_NEIGHBOURS)]
     visible = [Path(entry) for entry in names if not entry.startswith(".")]
     of_its_kind = [entry for entry in visible if entry.suffix == wanted_path.suffix]
     of_others = [

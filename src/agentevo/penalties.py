@@ -1,4 +1,4 @@
-"""Penalties on tokens that a text already has, and biases on tokens: how they change a model's
+"""Penalties on tokens that a text already contains, and biases on tokens: how they change a model's
 logits. Both sampling and the recomputation of the distribution use this module.
 
 With logits z, r = repetition and c the number of times that a token was sampled in this completion:
@@ -29,7 +29,7 @@ MAX_BIASES = 1024
 
 
 class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """See the module."""
+    """The penalties and biases of a request."""
 
     presence: float = 0.0
     frequency: float = 0.0
@@ -93,7 +93,7 @@ class PenaltyState:
         self._places: dict[int, int] = {}
         self._offsets: list[float] = []
         self._repeated: list[float] = []
-        self._drawn: set[int] = set()
+        self._sampled: set[int] = set()
 
         for token, bias in penalties.logit_bias:
             self._offsets[self._place(token)] += bias
@@ -108,8 +108,8 @@ class PenaltyState:
         penalties = self._penalties
         self._repeated[place] = penalties.repetition
         self._offsets[place] -= penalties.frequency
-        if token not in self._drawn:
-            self._drawn.add(token)
+        if token not in self._sampled:
+            self._sampled.add(token)
             self._offsets[place] -= penalties.presence
 
     def changes(self) -> PenaltyChanges:
@@ -133,13 +133,13 @@ class TokenPenalties(NamedTuple):
 
     table: list[Penalties]
     rows: np.ndarray
-    """[T] int32: the penalties of each token; -1 for a token without penalties."""
+    """[T] int32: the row of each token in `table`, -1 for a token without penalties."""
     starts: np.ndarray
     """[T] int32: the position at which the token's completion begins."""
 
     @classmethod
     def join(cls, parts: Sequence[tuple[int, Penalties | None]]) -> TokenPenalties | None:
-        """The penalties of a text from those of its stretches, each with its length."""
+        """The penalties of a text from those of its parts, each with its length."""
         table = [penalties for _, penalties in parts if penalties is not None]
         if not table:
             return None
@@ -158,8 +158,8 @@ class TokenPenalties(NamedTuple):
         )
 
     def changes(self, ids: np.ndarray, places: np.ndarray) -> Mapping[int, PenaltyChanges]:
-        """Position -> the changes there. `places` [M] are the positions, in ascending order;
-        positions without penalties are left out. `ids` [T] is the text."""
+        """Maps a position to the changes there. `places` [M] are the positions, in ascending order.
+        Positions without penalties are left out. `ids` [T] is the text."""
         changes_by_place: dict[int, PenaltyChanges] = {}
         state = None
         start = -1

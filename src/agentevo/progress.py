@@ -4,12 +4,12 @@
         for row in rows:
             progress.advance()
 
-Where a command has called `showing(stderr)`, one thread looks at the number now and then and draws
-it: on a terminal a bar, which disappears at the end; elsewhere a complete line after FIRST_LINE_S
-and then every LINE_S. Work that ends earlier leaves nothing. Without `showing`, as from Python,
-nothing is ever drawn, and within a bar no other bar is drawn. Within `hidden` another view shows
-the progress, and may read the bars that are under way. The time left follows from the pace of the
-last WINDOW_S, a standstill included. `advance` costs an addition.
+If a command has called `showing(stderr)`, a thread reads the number now and then and draws it. On a
+terminal it draws a bar, which disappears at the end. Elsewhere it prints a complete line after
+FIRST_LINE_S seconds and then every LINE_S seconds. Work that ends earlier prints nothing. Without
+`showing`, as from Python, nothing is ever drawn. Within a bar, no other bar is drawn. Within
+`hidden`, another view shows the progress, and can read the running bars. The time left follows from
+the pace of the last WINDOW_S seconds, including standstills. `advance` costs an addition.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FIRST_LINE_S = 2.0
 LINE_S = 15.0
 FRAME_S = 0.2
 WINDOW_S = 30.0
-LEAST_PACE_S = 2.0
-"""Shortest observation of the pace before a time left is shown."""
+MIN_PACE_S = 2.0
+"""The shortest observation of the pace, in seconds, before a time left is shown."""
 
 
 class Display:
@@ -53,13 +53,13 @@ class Hidden:
         self._bars: tuple[ProgressBar, ...] = ()
 
     def newest(self) -> ProgressBar | None:
-        """The bar that began last, of those under way. For any thread."""
+        """The running bar that started last. Any thread may call this."""
         bars = self._bars
         return bars[-1] if bars else None
 
     @contextmanager
     def has(self, bar: ProgressBar) -> Iterator[None]:
-        """Around the work that the bar counts."""
+        """A block around the work that the bar counts."""
         self._bars = (*self._bars, bar)
         try:
             yield
@@ -72,8 +72,8 @@ _display: ContextVar[Display | Hidden | None] = ContextVar("agentevo_progress", 
 
 @contextmanager
 def showing(stream: TextIO, *, plain: bool | None = None) -> Iterator[None]:
-    """Bars within this block are drawn on the stream. `plain=None` decides by whether it is a
-    terminal."""
+    """Bars within this block are drawn on the stream. `plain=None`: plain lines unless the stream
+    is a terminal."""
     token = _display.set(Display(stream, plain))
     try:
         yield
@@ -83,7 +83,7 @@ def showing(stream: TextIO, *, plain: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def hidden() -> Iterator[Hidden]:
-    """No bar is drawn within this block: another view shows the progress."""
+    """No bar is drawn within this block, because another view shows the progress."""
     bars = Hidden()
     token = _display.set(bars)
     try:
@@ -93,13 +93,13 @@ def hidden() -> Iterator[Hidden]:
 
 
 def is_shown() -> bool:
-    """Whether a bar that begins now would be drawn."""
+    """Whether a bar that starts now would be drawn."""
     display = _display.get()
     return isinstance(display, Display) and not display.taken.locked()
 
 
 class ProgressBar:
-    """The counter of done work, for the code that does it."""
+    """Counts the work that is done."""
 
     def __init__(
         self, what: str, total: float | None, unit: str, look: Callable[[], float] | None = None
@@ -108,7 +108,7 @@ class ProgressBar:
         self.total = total
         self.unit = unit
         self.done = 0.0
-        self._look = look
+        self._read_done = look
         self._began = time.monotonic()
         self._seen: deque[tuple[float, float]] = deque([(self._began, 0.0)])
 
@@ -116,17 +116,17 @@ class ProgressBar:
         self.done += count
 
     def to(self, done: float) -> None:
-        """Sets the total of done work."""
+        """Sets the amount of work that is done."""
         self.done = done
 
     def counted_now(self) -> float:
-        """The amount of work done so far."""
-        if self._look is not None:
-            self.done = self._look()
+        """The amount of work that is done now."""
+        if self._read_done is not None:
+            self.done = self._read_done()
         return self.done
 
     def pace(self) -> float:
-        """Done per second, lately. For one thread."""
+        """The recent rate of work per second. Only one thread may call this."""
         self.counted_now()
         now = time.monotonic()
         self._seen.append((now, self.done))
@@ -136,8 +136,8 @@ class ProgressBar:
         return max(self.done - before, 0.0) / (now - first_time) if now > first_time else 0.0
 
     def time_left(self, pace: float) -> float | None:
-        """Seconds, or None if that can't be known."""
-        if self.total is None or pace <= 0 or self.elapsed < LEAST_PACE_S:
+        """The time left in seconds. None if it can't be known."""
+        if self.total is None or pace <= 0 or self.elapsed < MIN_PACE_S:
             return None
         return max(self.total - self.done, 0.0) / pace
 
@@ -146,7 +146,7 @@ class ProgressBar:
         return time.monotonic() - self._began
 
     def count_text(self) -> str:
-        """`12,000 of 50,000 rows (24%)`; empty for a bar without a number."""
+        """`12,000 of 50,000 rows (24%)`. Empty for a bar without a number."""
         if self.total is None:
             return f"{_amount(self.done, self.unit)}" if self.done else ""
         share = f" ({min(self.done / self.total, 1.0):.0%})" if self.total else ""
@@ -155,7 +155,7 @@ class ProgressBar:
         return f"{done.removesuffix(f' {self.unit}')} of {total}{share}"
 
     def facts(self) -> list[str]:
-        """The number, the rate, and the time left, or else the time taken."""
+        """The number, the rate, and the time left, or else the elapsed time."""
         pace = self.pace()
         seconds_left = self.time_left(pace)
         texts = [self.count_text(), f"{_amount(pace, self.unit, rate=True)}/s" if pace else ""]
@@ -174,8 +174,8 @@ def bar(
     unit: str = "rows",
     look: Callable[[], float] | None = None,
 ) -> Iterator[ProgressBar]:
-    """A bar around the block. `unit`: a plural noun, or `bytes`. `look` returns the amount of done
-    work, if no code counts it; another thread calls it."""
+    """A block with a bar. `unit`: a plural noun, or `bytes`. `look` returns the amount of work that
+    is done, if no code counts it. Another thread calls it."""
     new_bar = ProgressBar(what, total, unit, look)
     display = _display.get()
     if isinstance(display, Hidden):
@@ -194,14 +194,14 @@ def bar(
         yield new_bar
     finally:
         over.set()
-        thread.join(5.0)  # a terminal that takes nothing more blocks no work
+        thread.join(5.0)  # a terminal that accepts no output does not block the work
         display.taken.release()
 
 
 def over(
     items: Iterable[T], what: str, total: float | None = None, unit: str = "rows"
 ) -> Iterator[T]:
-    """The items, counted as they go by."""
+    """Yields the items and counts them."""
     with bar(what, total, unit) as progress_bar:
         for item in items:
             yield item
@@ -218,7 +218,7 @@ def _draw(progress_bar: ProgressBar, display: Display, over: threading.Event) ->
             _print_lines(progress_bar, display.stream, over)
         else:
             _draw_frames(progress_bar, console, over)
-    except (OSError, ValueError):  # its reader is gone, or its file is full
+    except (OSError, ValueError):  # the stream's reader is gone, or its file is full
         return
 
 

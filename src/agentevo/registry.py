@@ -1,10 +1,10 @@
-"""Registers the names that YAML may use, by kind. Other packages add names through Python entry
+"""Registers the names that YAML can use, by kind. Other packages add names through Python entry
 points.
 
-A package adds, say, an environment by listing it under the entry-point group
-`agentevo.environments`; it is imported only when its name is used. The same holds for those that
-ship with AgentEvo and are not needed by every run (`packaged`). A registered name takes precedence
-over both.
+For example, a package adds an environment by listing it under the entry-point group
+`agentevo.environments`. The environment is imported only when its name is used. The same holds for
+objects that ship with AgentEvo and are not needed by every run (`packaged`). A registered name
+takes precedence over both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def nearest(name: str, known_names: list[str]) -> str | None:
     similar = same or difflib.get_close_matches(name, known_names, n=5, cutoff=0.5)
     swapped = [
         candidate for candidate in similar if sorted(candidate) == sorted(name)
-    ]  # letters in another order: nearer than a wrong letter
+    ]  # letters in another order are nearer than a wrong letter
     return swapped[0] if swapped else similar[0] if similar else None
 
 
@@ -42,12 +42,13 @@ def _is_same(first: object, second: object) -> bool:
 
 def installed_points(group: str) -> Iterable[EntryPoint]:
     """The entry points of the installed packages. Reading them takes 10 ms, which adds up for a
-    recipe with ten kinds of names, so they are read once for the same folders."""
-    return _points(tuple(map(_with_time, sys.path)), group)
+    recipe with ten kinds of names. So they are read only once for the same folders."""
+    return _points(tuple(map(_with_modification_time, sys.path)), group)
 
 
-def _with_time(folder: str) -> tuple[str, int]:
-    """A place that packages are found in, and when one was last added or removed."""
+def _with_modification_time(folder: str) -> tuple[str, int]:
+    """A folder that packages are found in, and the time when a package was last added or
+    removed."""
     try:
         return folder, os.stat(folder or os.curdir).st_mtime_ns
     except OSError:
@@ -69,8 +70,9 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Name -> object, for one kind of thing (`kind` is a plural noun, as in the entry-point group).
-    `packaged`: name -> MODULE:OBJECT of those that ship, in rooms above the registry's."""
+    """Maps names to objects of the same kind (`kind` is a plural noun, as in the entry-point
+    group). `packaged` maps a name to MODULE:OBJECT, for objects that ship in packages above the
+    registry's."""
 
     def __init__(self, kind: str, packaged: Mapping[str, str] | None = None) -> None:
         self.kind = kind
@@ -78,8 +80,9 @@ class Registry(Generic[T]):
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: files the object under `name`. A name of another object is refused, unless
-        that is an earlier run of the same definition (a notebook cell that is run again)."""
+        """Decorator: registers the object under `name`. Refuses a name that another object has,
+        unless that object is an earlier run of the same definition (a notebook cell that is run
+        again)."""
 
         def add(item: T) -> T:
             if not _is_same(self._items.get(name, item), item):
@@ -102,7 +105,7 @@ class Registry(Generic[T]):
             item: T = load_in_time(point.load, f"{self.kind}: the import of {point.value}")
         except (LoadingTimeoutError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # also SystemExit, and whatever else the package raises
+        except BaseException as error:  # includes SystemExit, and any other error of the package
             where = f" of the package {point.dist.name}" if point.dist is not None else ""
             raise ConfigError(
                 f"{self.kind}: {point.name!r}{where} ({point.value}) can't be imported: "
@@ -122,11 +125,12 @@ class Registry(Generic[T]):
         return sorted({*self._items, *self._entry_points()})
 
     def name_of(self, item: object) -> str | None:
-        """The name under which that very object is filed."""
+        """The name under which exactly that object is registered."""
         return next((name for name, filed in self._items.items() if filed is item), None)
 
     def get(self, name: str) -> T:
-        """The object called `name`. Raises `UnknownNameError` with the nearest known name."""
+        """The object with the name `name`. Raises `UnknownNameError` with the nearest known
+        name."""
         if name not in self._items:
             point = self._entry_points().get(name)
             if point is not None:

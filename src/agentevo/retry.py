@@ -14,13 +14,13 @@ from agentevo.errors import DeadlineExceededError, StoreUnavailableError
 T = TypeVar("T")
 
 STORE_RETRY_S = 600.0
-"""How long a run's processes wait for an unavailable database before they fail."""
+"""The time in seconds that a run's processes wait for an unavailable database before they fail."""
 FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 5.0
+MAX_PAUSE_S = 5.0
 SILENT_S = 5.0
-"""A call that has neither answered nor failed for this time is reported."""
-TELL_S = 15.0
-"""Time between two reports."""
+"""A call that has neither answered nor failed for this time, in seconds, is reported."""
+REPORT_INTERVAL_S = 15.0
+"""The time between two reports, in seconds."""
 
 
 async def with_retries(
@@ -30,12 +30,13 @@ async def with_retries(
     what: str,
     notify: Callable[[str], None] = to_stderr,
 ) -> T:
-    """`await call()`, again and again while the store can't be reached or is too slow, with pauses
-    that double from FIRST_PAUSE_S to LONGEST_PAUSE_S. Refusals are raised at once; what still fails
+    """Awaits `call()` repeatedly while the store can't be reached or is too slow, with pauses that
+    double from FIRST_PAUSE_S to MAX_PAUSE_S. Refusals are raised at once. An error that remains
     after `within_s` seconds is raised as StoreUnavailableError.
 
-    `notify` receives a line with the name of the call, the reason of the wait and its end: at the
-    first failure or after SILENT_S, then every TELL_S, and when the wait is over."""
+    `notify` receives a line with the name of the call, the reason of the wait and the time at which
+    it ends. The first line comes at the first failure or after SILENT_S seconds, the next ones
+    every REPORT_INTERVAL_S seconds, and the last one when the wait is over."""
     ends = time.monotonic() + within_s
     pause = FIRST_PAUSE_S
     reporter = _Reporter(what, within_s, notify)
@@ -54,7 +55,7 @@ async def with_retries(
                 return result
 
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            pause = min(2 * pause, MAX_PAUSE_S)
     finally:
         reporter.stop()
 
@@ -65,29 +66,29 @@ class _Reporter:
 
     def __init__(self, what: str, within_s: float, notify: Callable[[str], None]) -> None:
         self._what = what
-        self._tell = notify
+        self._notify = notify
         self._begun = time.monotonic()
         self._until = time.strftime("%H:%M:%S", time.localtime(time.time() + within_s))
         self._why = "no answer yet"
         self._failed = False
-        self._said = False
-        self._next = asyncio.get_running_loop().call_later(SILENT_S, self._say)
+        self._has_reported = False
+        self._next = asyncio.get_running_loop().call_later(SILENT_S, self._report)
 
     def note_failure(self, error: Exception) -> None:
         self._why = str(error)
         if not self._failed:
             self._failed = True
             self.stop()
-            self._say()
+            self._report()
 
     def over(self) -> None:
-        if self._said:
-            self._tell(f"{self._what}: done after {time.monotonic() - self._begun:.0f} s")
+        if self._has_reported:
+            self._notify(f"{self._what}: done after {time.monotonic() - self._begun:.0f} s")
 
     def stop(self) -> None:
         self._next.cancel()
 
-    def _say(self) -> None:
-        self._tell(f"{self._what}: waiting until {self._until}: {self._why}")
-        self._said = True
-        self._next = asyncio.get_running_loop().call_later(TELL_S, self._say)
+    def _report(self) -> None:
+        self._notify(f"{self._what}: waiting until {self._until}: {self._why}")
+        self._has_reported = True
+        self._next = asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report)

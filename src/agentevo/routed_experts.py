@@ -1,15 +1,15 @@
 """The experts that the routers of a mixture chose for each token.
 
-A turn has a row for each token that was computed for it first: the last token of the turn that it
-continues, its prompt, and its completion without the last token, from which no token was predicted
-yet. So along a path of the turn tree the rows of its turns, one after the other, are those of its
+A turn has a row for each token that was first computed for it: the last token of the turn that it
+continues, its prompt, and its completion without the last token, after which no token was predicted
+yet. So along a path of the turn tree, the rows of its turns, one after the other, are those of its
 tokens except the last:
 
     rows(path) = sum over its turns of (prompt tokens + completion tokens) - 1
 
-The row of a token is from the pass in which the token after it was sampled (for a prompt's other
-tokens: of the pass before that draw). A wrong number of rows is always refused, and never padded or
-cut.
+The row of a token is from the pass in which the token after it was sampled. For a prompt's other
+tokens, it is from the pass before that sampling. A wrong number of rows is always refused, and
+never padded or cut.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ import numpy as np
 
 
 class RoutedExperts(msgspec.Struct, frozen=True):
-    """Rows of chosen experts, [tokens, layers, top_k]. Raises ValueError for bytes that are no such
-    rows."""
+    """Rows of chosen experts, [tokens, layers, top_k]. Raises ValueError for bytes that are not
+    valid rows."""
 
     layers: int
-    """Routers of a pass, in the order of the model's modules: one per layer with experts."""
+    """The number of routers of a pass, in the order of the model's modules: one per layer with
+    experts."""
     top_k: int
-    """Experts that each router chooses for a token."""
+    """The number of experts that each router chooses for a token."""
     num_experts: int
-    """Experts that each router chooses from."""
+    """The number of experts that each router chooses from."""
     data: bytes
-    """The numbers of experts, a byte each up to 256 experts, else two, the lower one first. Within
-    a token they are in the order in which the router gave them."""
+    """The numbers of experts: a byte each up to 256 experts, else two, the lower byte first. The
+    experts of a token are in the order in which the router returned them."""
 
     def __post_init__(self) -> None:
         if min(self.layers, self.top_k, self.num_experts) < 1 or self.num_experts > 2**15:
@@ -84,12 +85,12 @@ class RoutedExperts(msgspec.Struct, frozen=True):
 
 
 def rows_of_turn(prompt: int, completion: int, *, is_root: bool) -> int:
-    """The number of rows of a turn whose prompt adds so many tokens; see the module."""
+    """The number of rows of a turn whose prompt adds that many tokens."""
     return max(prompt + completion - is_root, 0)
 
 
 def why_misaligned(turn: Any) -> str:
-    """The problem with the number of rows of a turn (types.Turn) that has some; empty if there is
+    """The problem with the number of rows of a turn (types.Turn) that has rows. Empty if there is
     none."""
     routed: RoutedExperts = turn.routed_experts
     sizes = len(turn.prompt_ids), len(turn.completion_ids)
@@ -103,7 +104,7 @@ def why_misaligned(turn: Any) -> str:
 
 
 def join_experts(parts: Sequence[RoutedExperts]) -> RoutedExperts:
-    """Rows of several parts, one after the other. Raises ValueError for parts of different
+    """The rows of several parts, one after the other. Raises ValueError for parts of different
     routers."""
     shapes = {(part.layers, part.top_k, part.num_experts) for part in parts}
     if len(shapes) != 1:
@@ -114,5 +115,5 @@ def join_experts(parts: Sequence[RoutedExperts]) -> RoutedExperts:
 
 
 def row_dtype(num_experts: int) -> np.dtype[Any]:
-    """The type for the number of an expert: a byte for up to 256 of them, else two."""
+    """The type for the number of an expert: a byte for up to 256 experts, else two bytes."""
     return np.dtype("u1" if num_experts <= 256 else "<u2")

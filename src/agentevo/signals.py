@@ -1,4 +1,4 @@
-"""How a process is asked to end: by a signal, or by the death of the process that started it."""
+"""How a process is stopped: by a signal, or by the death of the process that started it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-LOOK_S = 0.05
-"""How often to look whether to stop."""
+POLL_INTERVAL_S = 0.05
+"""The interval in seconds of checks whether to stop."""
 STOPPING = "stopping after this step or within this evaluation"
-"""The action of a command after a stop request."""
+"""What a command does after a stop request."""
 
 
 class Interrupt(KeyboardInterrupt):
-    """Ctrl-C that a person has pressed: a KeyboardInterrupt of a user's code is only its own
+    """A Ctrl-C that the user has pressed. A KeyboardInterrupt of a user's code is only that code's
     failure."""
 
 
@@ -28,10 +28,10 @@ def collect_signals(
     second_interrupts: bool = False,
 ) -> Iterator[list[int]]:
     """Replaces the usual effect of these signals. Yields a list that grows with each received
-    signal. Python handles signals in the main thread only: elsewhere the list stays empty.
+    signal. Python handles signals only in the main thread. In other threads the list stays empty.
 
-    `on_first` is called with the first one. `second_interrupts`: Ctrl-C after another signal raises
-    KeyboardInterrupt at once.
+    `on_first` is called with the first signal. `second_interrupts`: Ctrl-C after another signal
+    raises KeyboardInterrupt at once.
     """
     received: list[int] = []
 
@@ -52,21 +52,21 @@ def collect_signals(
 
 
 @contextmanager
-def asked_to_stop(parent: int | None = None) -> Iterator[Callable[[], bool]]:
-    """For a service of a run. Yields a function that says whether SIGTERM or Ctrl-C was received,
-    or the process with the id `parent` is no longer our parent, so that no process could request a
-    stop. A second Ctrl-C interrupts at once."""
+def catch_stop_signals(parent: int | None = None) -> Iterator[Callable[[], bool]]:
+    """For a service of a run. Yields a function that returns whether the service must stop. That is
+    the case after SIGTERM or Ctrl-C, and when the process with the id `parent` is no longer the
+    parent, so that no process could request a stop. A second Ctrl-C interrupts at once."""
     with collect_signals(signal.SIGINT, signal.SIGTERM, second_interrupts=True) as received:
         yield lambda: bool(received) or (parent is not None and os.getppid() != parent)
 
 
 @contextmanager
 def stop_on_interrupt(notify: Callable[[str], None]) -> Iterator[list[int]]:
-    """For a command. The list that it yields is empty until the first Ctrl-C or SIGTERM, which asks
-    for a clean stop; a second Ctrl-C interrupts at once."""
+    """For a command. Yields a list that is empty until the first Ctrl-C or SIGTERM, which requests
+    a clean stop. A second Ctrl-C interrupts at once."""
 
     def on_first(number: int) -> None:
-        if number == signal.SIGTERM:  # of a launcher, say: no key was pressed
+        if number == signal.SIGTERM:  # from a launcher, for example: no key was pressed
             notify(f"the process was asked to stop (SIGTERM): {STOPPING}; Ctrl-C stops at once")
         else:
             notify(f"{STOPPING}; Ctrl-C again stops at once")
@@ -78,7 +78,7 @@ def stop_on_interrupt(notify: Callable[[str], None]) -> Iterator[list[int]]:
 
 
 def end_stopped(received: Sequence[int]) -> None:
-    """Ends a command that has stopped cleanly on request: KeyboardInterrupt after Ctrl-C,
+    """Ends a command that has stopped cleanly after a request: KeyboardInterrupt after Ctrl-C,
     SystemExit with 128 + 15 after SIGTERM. Does nothing if no signal was received."""
     if received and received[0] == signal.SIGTERM:
         raise SystemExit(128 + signal.SIGTERM)
@@ -86,12 +86,12 @@ def end_stopped(received: Sequence[int]) -> None:
         raise KeyboardInterrupt
 
 
-async def finished_before_stop(work: asyncio.Task[Any], stop: Callable[[], bool]) -> bool:
-    """Waits for `work`. If `stop` is true first, cancels it and returns False."""
+async def finishes_before_stop(work: asyncio.Task[Any], stop: Callable[[], bool]) -> bool:
+    """Waits for `work`. If `stop` becomes true first, cancels the work and returns False."""
     while not work.done():
         if stop():
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             return False
-        await asyncio.wait([work], timeout=LOOK_S)
+        await asyncio.wait([work], timeout=POLL_INTERVAL_S)
     return True

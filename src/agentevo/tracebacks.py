@@ -17,27 +17,28 @@ import agentevo
 from agentevo.errors import AgentEvoError, ToolUnavailableError, describe_error, storable
 
 MAX_FRAMES = 20
-LONGEST_PLACE = 1000
-"""Characters of a place, on average."""
+PLACE_CHARS = 1000
+"""The average number of characters of a place."""
 CAUSED_BY = "\n\nIt came of:\n\n"
 MAX_CAUSES = 4
-"""Exceptions that a traceback shows, each raised because of the next."""
+"""The maximum number of exceptions in a traceback, each the cause of the one before."""
 _OURS = str(Path(agentevo.__file__).parent)
 _INSTALLED = (
     "<frozen ",
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
-"""How the files of Python and of installed packages begin."""
+"""The beginnings of the paths of Python's files and of installed packages."""
 _RELAYS = tuple(
     str(Path(sysconfig.get_path("stdlib"), package)) for package in ("asyncio", "concurrent")
 )
-"""Packages through which an error of another thread comes."""
+"""Packages through which an error of another thread passes."""
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Where a user's code raised the error, then its causes. Places in AgentEvo are left out, and
-    so are those in installed packages except the one that raised. Empty if that adds nothing to the
-    error's first line, and for an unreachable server, which is not an error of the code."""
+    """The places where a user's code raised the error, then those of its causes. Places in AgentEvo
+    are left out. So are those in installed packages, except the one that raised the error. Empty if
+    that adds nothing to the error's first line, and for an unreachable server, which is not an
+    error of the code."""
     if error is None:
         return ""
 
@@ -61,7 +62,7 @@ def traceback_of(error: BaseException | None) -> str:
 
 def name_place(text: str) -> str:
     """The innermost place of a user's code in the result of `traceback_of`, as `FILE, line N, in
-    NAME`; empty if it names none."""
+    NAME`. Empty if there is none."""
     lines = re.findall(r'^ *File "(.+)", (line \d+, in .+)$', text.partition(CAUSED_BY)[0], re.M)
     user_places = [
         f"{file}, {place}" for file, place in lines if not file.startswith((_OURS, *_INSTALLED))
@@ -70,7 +71,7 @@ def name_place(text: str) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """`Kind: message` of an error that a user's code raised, and below it the place; without places
+    """`Kind: message` of an error that a user's code raised, with its place below. Without a place
     if Python refused the arguments, so that none of that code ran."""
     frames = traceback.extract_tb(error.__traceback__)
     has_run = any(not frame.filename.startswith((_OURS, *_RELAYS)) for frame in frames)
@@ -80,19 +81,19 @@ def describe_failure(error: BaseException) -> str:
 
 
 def describe_function(function: Any) -> str:
-    """A user's function by its name, and where a reader finds it."""
+    """A user's function by its name, and its place in a file."""
     name = str(getattr(function, "__qualname__", type(function).__name__))
     code = getattr(inspect.unwrap(function), "__code__", None)
     return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
 
 
 def format_places(error: BaseException) -> str:
-    """The places in a user's code at which it was raised, the innermost last."""
+    """The places in a user's code at which the error was raised, the innermost last."""
     return _format_frames(traceback.extract_tb(error.__traceback__))
 
 
 def format_stack(thread_id: int, below: CodeType = threading.Thread.run.__code__) -> str:
-    """The current places of a running thread in a user's code, the innermost last; only the calls
+    """The current places of a running thread in a user's code, the innermost last. Only the calls
     below the function with the code `below`. Empty if all of them are AgentEvo's."""
     frame = sys._current_frames().get(thread_id)
     frames = []
@@ -103,11 +104,12 @@ def format_stack(thread_id: int, below: CodeType = threading.Thread.run.__code__
 
 
 def _format_frames(frames: Sequence[traceback.FrameSummary]) -> str:
-    """A user's own places, or, of installed packages only, those that are not AgentEvo's."""
-    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    user_frames = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
-    lines = traceback.format_list((user_frames or theirs)[-MAX_FRAMES:])
-    return storable("".join(lines), LONGEST_PLACE * len(lines)).rstrip()
+    """The places in a user's own code. If there are only installed packages, those that are not
+    AgentEvo's."""
+    foreign_frames = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    user_frames = [frame for frame in foreign_frames if not frame.filename.startswith(_INSTALLED)]
+    lines = traceback.format_list((user_frames or foreign_frames)[-MAX_FRAMES:])
+    return storable("".join(lines), PLACE_CHARS * len(lines)).rstrip()
 
 
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -118,13 +120,17 @@ def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def _one_traceback(error: BaseException, *, is_cause: bool) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith((_OURS, *_RELAYS))]
-    user_frames = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
-    if user_frames and theirs[-1] is not user_frames[-1] and frames[-1] is theirs[-1]:
-        user_frames.append(theirs[-1])
+    foreign_frames = [frame for frame in frames if not frame.filename.startswith((_OURS, *_RELAYS))]
+    user_frames = [frame for frame in foreign_frames if not frame.filename.startswith(_INSTALLED)]
+    if (
+        user_frames
+        and foreign_frames[-1] is not user_frames[-1]
+        and frames[-1] is foreign_frames[-1]
+    ):
+        user_frames.append(foreign_frames[-1])
 
     is_said = isinstance(error, AgentEvoError) or hasattr(error, "__notes__") or is_cause
-    shown = (user_frames or theirs or ([] if is_said else list(frames)))[-MAX_FRAMES:]
+    shown = (user_frames or foreign_frames or ([] if is_said else list(frames)))[-MAX_FRAMES:]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)]
 
     error_text = "".join(traceback.format_exception_only(type(error), error))

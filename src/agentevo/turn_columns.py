@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 TURN_COLUMNS = {"prompt_ids": "i", "completion_ids": "i", "logprobs": "f", "versions": "i"}
-"""A turn's columns -> type codes of their arrays."""
+"""Maps a turn's columns to the type codes of their arrays."""
 
 
 def column_of(what: str, code: str, values: Sequence[float]) -> array[Any]:
@@ -22,7 +22,7 @@ def column_of(what: str, code: str, values: Sequence[float]) -> array[Any]:
         wrong = next(x for x in values if not isinstance(x, numbers) or abs(x) >= 2**31)
         kind = OverflowError if isinstance(wrong, int) else TypeError
         name = "32-bit integer" if code == "i" else "number"
-        raise kind(f"{what}: {wrong!r} is no {name}") from error
+        raise kind(f"{what}: {wrong!r} is not a valid {name}") from error
     except OverflowError as error:
         largest = max((value for value in values if math.isfinite(value)), key=abs)
         raise OverflowError(f"{what}: {largest} does not fit in a float32") from error

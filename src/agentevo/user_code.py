@@ -1,14 +1,15 @@
-"""A user's code that is loaded before anything is played: the modules of `import` and of packages,
-and the constructors of agents and rewards.
+"""Loads a user's code before anything is played: the modules of `import` and of packages, and the
+constructors of agents and rewards.
 
-The code runs on the thread of the caller: libraries need the main thread, and an SQLite connection
-or a client of an event loop belongs to the thread that made it. If it has not ended after NOTICE_S,
-a line reports its place. At the deadline SIGALRM raises inside it, which ends a sleep, a wait on a
-socket and a loop. If it still continues for GRACE_S (a bare `except`, a call of native code), the
-process ends with code 2.
+The code runs on the thread of the caller. Libraries need the main thread, and an SQLite connection
+or a client of an event loop belongs to the thread that created it. If the code has not ended after
+NOTICE_S seconds, a line reports its place. At the deadline, SIGALRM raises an exception inside the
+code, which ends a sleep, a wait on a socket and a loop. If the code continues for another GRACE_S
+seconds (a bare `except`, a call of native code), the process ends with code 2.
 
-Not promised: a thread other than the main one receives no signals. Its place is reported at the
-deadline, and the caller waits for it. Native code that never releases Python's lock is not noticed.
+Not guaranteed: a thread other than the main thread receives no signals. Its place is reported at
+the deadline, and the caller waits for it. Native code that never releases Python's lock is not
+detected.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from agentevo.tracebacks import describe_failure, format_places, format_stack
 T = TypeVar("T")
 
 VARIABLE = "AGENTEVO_LOADING_S"
-"""The environment variable that allows another time."""
-LONGEST_S = 600.0
+"""The environment variable that sets another time limit."""
+LOADING_TIMEOUT_S = 600.0
 NOTICE_S = 30.0
 REPEAT_S = 1.0
-"""Time from a swallowed signal to the next one."""
+"""The time in seconds from a swallowed signal to the next one."""
 GRACE_S = 10.0
 
 
@@ -43,9 +44,9 @@ class _Overdue(BaseException):
 
 
 def load_in_time(work: Callable[[], T], what: str) -> T:
-    """Runs `work`, a user's code, and returns or raises its result. `what` begins the messages,
-    such as "import: ./my_agent.py". Raises LoadingTimeoutError after LONGEST_S, or the seconds of
-    VARIABLE."""
+    """Runs `work`, a user's code, and returns its result or raises its exception. `what` begins the
+    messages, such as "import: ./my_agent.py". Raises LoadingTimeoutError after LOADING_TIMEOUT_S,
+    or the seconds of VARIABLE."""
     watch = _Watch(what, _longest_s())
     try:
         watch.begin()
@@ -59,15 +60,15 @@ def load_in_time(work: Callable[[], T], what: str) -> T:
 
 
 def construct(make: Callable[[], T], where: str, name: str) -> T:
-    """Creates an object of a user's class called `name`, within the time limit. `where`: the key
-    that asks for it. Raises ConfigError with the constructor's error."""
+    """Creates an object of a user's class with the name `name`, within the time limit. `where`: the
+    key that names the class. Raises ConfigError with the constructor's error."""
     try:
         return load_in_time(make, f"{where}: the constructor of {name}")
     except (ConfigError, KeyboardInterrupt):
         raise
     except AgentEvoError as error:
         raise ConfigError(f"{where}: {error}") from error
-    except BaseException as error:  # also SystemExit, and whatever else a user's code raises
+    except BaseException as error:  # includes SystemExit, and any other error of a user's code
         raise ConfigError(
             f"{where}: {name} can't be made of its options: {describe_failure(error)}"
         ) from error
@@ -76,7 +77,7 @@ def construct(make: Callable[[], T], where: str, name: str) -> T:
 def _longest_s() -> float:
     text = os.environ.get(VARIABLE)
     if text is None:
-        return LONGEST_S
+        return LOADING_TIMEOUT_S
 
     try:
         seconds = float(text)
@@ -89,7 +90,7 @@ def _longest_s() -> float:
 
 
 class _Watch:
-    """The deadline of one piece of code; watches may be nested."""
+    """The deadline of a piece of code. Watches may be nested."""
 
     def __init__(self, what: str, longest_s: float) -> None:
         self._what = what

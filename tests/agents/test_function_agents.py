@@ -208,7 +208,7 @@ def test_a_function_that_hangs_costs_its_attempt(played):
 
 
 def test_too_many_that_hang_are_refused(played, monkeypatch):
-    monkeypatch.setattr(daemon_threads, "MAX_LEFT", 2)
+    monkeypatch.setattr(daemon_threads, "MAX_ABANDONED", 2)
     goes_on = threading.Event()
     errors = [played(lambda task, policy: goes_on.wait(300), limit_s=0.05).error for _ in range(3)]
     assert errors[1].startswith("the episode took longer")

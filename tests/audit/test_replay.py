@@ -253,7 +253,7 @@ def test_weights_that_were_published_to_engines_are_found(mixed, tmp_path):
         )
 
     versions = StoredVersions(config)
-    assert versions.at_hand() == sorted({0, *versions_of(trajectory)})
+    assert versions.available_versions() == sorted({0, *versions_of(trajectory)})
     assert all(
         not isinstance(versions.weights_of(version), Path) for version in versions_of(trajectory)
     )

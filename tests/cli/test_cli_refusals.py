@@ -102,7 +102,7 @@ def test_one_line_exit_code_2_and_nothing_created(agentevo, words, expected):
         (["train", "small.yaml", ".".join("a" * 500) + "=1"], "a key of 999 characters"),
         (["train", "small.yaml", "run.name=" + "x" * 300], "has 300 bytes"),
         (["train", "small.yaml", "run.dir=small.yaml"], "small.yaml is a file: give another"),
-        (["train", "small.yaml", "run.dir=/dev/null/x"], "/dev/null is no folder"),
+        (["train", "small.yaml", "run.dir=/dev/null/x"], "/dev/null is not a folder"),
         (["train", "small.yaml", "run.dir=a\0b"], "has a NUL character"),
         (["train", "\udcff.yaml"], "is not UTF-8"),
         (["report", "x" * 300], "a name of 300 bytes"),

@@ -86,9 +86,9 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.processes.serve._serve",
         "agentevo.processes.serve_model._serve",
         "agentevo.processes.gateway._serve",
-        "agentevo.launch.node.asked_to_stop",
+        "agentevo.launch.node.catch_stop_signals",
         "agentevo.launch.writer.submit",
-        "agentevo.loop.server.run_coroutine",
+        "agentevo.loop.server.Gateway",
         "agentevo.processes.sample._sample",
         "agentevo.processes.sandbox_server.run_coroutine",
         "agentevo.prompts.optimize.run_coroutine",
@@ -96,7 +96,7 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.tool_servers.listening.listen",
         "agentevo.tool_servers.serving.ToolServer.serve_stdio",
         "agentevo.processes.sweep._run_members",
-        "agentevo.pipeline.runner._Life.run",
+        "agentevo.pipeline.runner._PipelineProcess.run",
         "agentevo.models.resolve.ensure_cached",
         "huggingface_hub.snapshot_download",
     ):
@@ -109,8 +109,8 @@ def stopped_at_work(monkeypatch) -> None:
 
     monkeypatch.setattr("os.nice", lambda increment: 0)  # or the later tests run at a low priority
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setattr("agentevo.runs.store_opening.OPENING_S", 0.2)
-    monkeypatch.setattr("agentevo.runs.folder.WAIT_S", 0.2)
+    monkeypatch.setattr("agentevo.runs.store_opening.OPEN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("agentevo.runs.folder.MAX_WAIT_S", 0.2)
 
 
 def outcome_of(words: list[str]) -> Outcome:

@@ -58,7 +58,7 @@ def test_a_folder_of_tasks_is_made_whole_and_made_again_nowhere(tmp_path, recipe
         (["--persona", "angry"], "--persona angry: there are"),
         (["--kind", "x"], "--kind x"),
         (["--value", "city={a: 1}"], "--value city"),
-        (["--harder-than", "RECIPE_DIR/other.jsonl"], "no task of `agentevo data make`"),
+        (["--harder-than", "RECIPE_DIR/other.jsonl"], "`agentevo data make` did not make"),
         (["--writer", "nowhere"], "--writer"),
     ],
 )

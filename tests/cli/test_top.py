@@ -60,7 +60,7 @@ def test_once_prints_every_run(agentevo, tmp_path: Path) -> None:
 def test_what_is_no_folder_is_refused(agentevo, tmp_path: Path) -> None:
     code, _, err = agentevo("top", str(tmp_path / "none"), "--once")
     assert code == 2
-    assert "is no folder" in err
+    assert "is not a folder" in err
     (tmp_path / "empty").mkdir()
     assert agentevo("top", str(tmp_path / "empty"), "--once").out == "no run yet\n"
 

@@ -80,7 +80,7 @@ GOOD = {"kind": 1, "at": [0, 255], "keys": "ab", "more": [[0, 1], [1, 2]]}
         (TORQUE, '["1"]', 'the action is "1"'),
         (TORQUE, "[1, 1]", "the action has 2 entries"),
         (TORQUE, "{}", "the action is {}"),
-        (MOVE, "1", "the action is no list"),
+        (MOVE, "1", "the action is not a list"),
         (MOVE, "[0, 0.8]", "number 2 of the action is 0.8"),
         (FREE, "[[1, 2], [3]]", "entry 2 of the action has 1 entries"),
         (FREE, "[[1, 2], [3, 1e39]]", "number 4 of the action is 1e+39"),

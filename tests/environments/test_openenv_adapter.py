@@ -182,7 +182,7 @@ def test_a_bad_server_costs_its_attempt_and_says_why(server, said, words):
 
 
 def test_a_server_without_a_free_session_is_asked_again(server, monkeypatch):
-    monkeypatch.setattr(openenv_adapter, "AGAIN_S", 0.01)
+    monkeypatch.setattr(openenv_adapter, "RETRY_S", 0.01)
     full = failed("CAPACITY_REACHED", "1 of 1 sessions")
     environment, first = playing(server, full, full, seen("begin"))
     assert first == "begin"

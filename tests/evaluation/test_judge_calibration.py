@@ -138,7 +138,7 @@ def test_a_judge_that_is_away_gives_no_report(calibrated):
             ["--rows", "{rows}", "rewards=[{name: ruler, models: [other]}]"],
             "the remote model 'other'",
         ),
-        (["--rows", "{bad}"], "bad:1: it has no number `truth`"),
+        (["--rows", "{bad}"], "bad:1: it has neither a number `truth`"),
         (["--rows", "{one}"], "0 of 1 groups have attempts of different quality"),
         (["--rows", "{rows}", "--out", "{folder}/none/x.json"], "there is no folder"),
     ],

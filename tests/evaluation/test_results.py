@@ -83,11 +83,11 @@ def test_a_task_that_was_played_again_until_a_kill_counts_as_before(tmp_path, lo
 
 def test_another_evaluation_is_not_gone_on_with(tmp_path):
     folder = made(tmp_path)
-    folder.go_on(settings(), TASKS)
+    folder.check_and_resume(settings(), TASKS)
     with pytest.raises(
         ConfigError, match=r"started with attempts = 2, .* command has attempts = 4"
     ):
-        folder.go_on(settings(attempts=4), TASKS)
+        folder.check_and_resume(settings(attempts=4), TASKS)
     with pytest.raises(ConfigError, match="has an evaluation already"):
         folder.check_new()
 
@@ -124,7 +124,7 @@ def test_a_process_that_is_killed_as_it_begins_leaves_what_can_be_gone_on_with(
         folder.begin(settings(), TASKS)
 
     monkeypatch.undo()
-    folder.go_on(settings(), TASKS)
+    folder.check_and_resume(settings(), TASKS)
     assert folder.tasks() == TASKS
 
 

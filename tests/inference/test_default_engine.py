@@ -59,7 +59,7 @@ def test_a_run_on_a_gpu_says_which_engine_and_why(monkeypatch, tmp_path):
 
     assert override() == [] and said == []  # here is a CPU
 
-    monkeypatch.setattr(devices, "is_there", lambda kind: kind == "cuda")
+    monkeypatch.setattr(devices, "is_available", lambda kind: kind == "cuda")
     monkeypatch.setattr(default_engine, "find_spec", lambda name: name == "vllm" or None)
     assert override() == ["engine.type=vllm"]
     assert said[0].startswith("engine: vllm, made for GPUs, and installed")
@@ -78,7 +78,7 @@ def test_a_run_on_a_gpu_says_which_engine_and_why(monkeypatch, tmp_path):
 @pytest.fixture
 def gpu(monkeypatch):
     """A machine with a CUDA GPU and vLLM."""
-    monkeypatch.setattr(devices, "is_there", lambda kind: kind == "cuda")
+    monkeypatch.setattr(devices, "is_available", lambda kind: kind == "cuda")
     has = {"vllm", "torch"}
     monkeypatch.setattr(default_engine, "find_spec", lambda name: name in has or None)
     return has

@@ -232,4 +232,4 @@ def test_attempts_share_one_loop():
         second = await own.run(which)
         return first is second and first is not asyncio.get_running_loop()
 
-    assert asyncio.run(loop_of_two(own_loop.OwnLoop("two")))
+    assert asyncio.run(loop_of_two(own_loop.DedicatedLoop("two")))

@@ -12,7 +12,7 @@ import pytest
 
 from agentevo.device_names import visible
 from agentevo.errors import ConfigError
-from agentevo.launch.ray_owner import own
+from agentevo.launch.ray_owner import run_owner
 from agentevo.launch.targets import read_cluster
 from agentevo.launch.writer import write_launch
 
@@ -37,7 +37,7 @@ def test_a_folder_for_ray(tmp_path):
 
     pytest.importorskip("ray")
     with pytest.raises(ConfigError, match=r"no ray\.yaml of"):
-        own(made.folder / "nodes.yaml")
+        run_owner(made.folder / "nodes.yaml")
 
 
 def test_devices_are_those_that_the_cluster_gave(monkeypatch):

@@ -79,7 +79,7 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
 
 def test_a_pipe_in_the_place_of_the_file_holds_nothing_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError, match="is no file"):
+    with pytest.raises(OSError, match="is not a file"):
         MetricsTable(tmp_path / "metrics.jsonl").read_more()
 
 

@@ -42,22 +42,31 @@ def test_every_key_that_is_advised_is_one_of_the_recipe(tree, overrides):
 
 def test_advice_depends_on_what_the_recipe_has():
     _, game = advice_of(COINS)
-    assert "agent.system_prompt" in game.answer_shorter and "cold_start.episodes" in game.teach
+    assert (
+        "agent.system_prompt" in game.answer_shorter
+        and "cold_start.episodes" in game.add_demonstrations
+    )
 
     _, taught = advice_of(COINS, "cold_start.episodes=8")
-    assert taught.teach == "show it more demonstrations first (cold_start.episodes)"
+    assert taught.add_demonstrations == "show it more demonstrations first (cold_start.episodes)"
 
     _, program = advice_of({**ROWS, "agent": {"type": "function"}})
     assert "system_prompt" not in program.answer_shorter + program.show_format
-    assert "cold_start" not in program.teach and "agentevo sft" in program.teach
+    assert (
+        "cold_start" not in program.add_demonstrations
+        and "agentevo sft" in program.add_demonstrations
+    )
     assert "environment" not in program.tasks
 
     words = ["algorithm.entropy_coef=0.01", "algorithm.clip_high=0.28", "model.dtype=float32"]
     words += ["algorithm.kl_coef=0.01", "algorithm.drop_zero_variance=false"]
     _, careful = advice_of(COINS, *words)
-    assert careful.explore == "raise algorithm.entropy_coef" and careful.calm.endswith("_coef")
-    assert careful.tie == "raise algorithm.kl_coef"
-    assert careful.widen == careful.keep_groups == careful.precise == ""
+    assert (
+        careful.raise_entropy == "raise algorithm.entropy_coef"
+        and careful.lower_entropy.endswith("_coef")
+    )
+    assert careful.limit_drift == "raise algorithm.kl_coef"
+    assert careful.widen_clipping == careful.keep_groups == careful.raise_precision == ""
 
 
 @pytest.mark.parametrize("tree", [{}, {"agent": 3}, {"agent": {}, "algorithm": [], "model": None}])

@@ -82,7 +82,7 @@ def test_a_run_pauses_saves_resumes_and_stops_as_it_is_asked(
     assert f"the checkpoint of step {step} exists" in command("save")
     assert (folder / "checkpoints" / f"step-{step:06d}" / "checkpoint.json").is_file()
     assert last_step(folder) == step  # it still stands
-    assert "it goes on" in command("resume")
+    assert "the run continues" in command("resume")
 
     until(lambda: last_step(folder) > step + 1)
     session = read_session(folder)

@@ -64,10 +64,10 @@ MIXED = [
 
 @pytest.fixture(autouse=True)
 def brief_goodbyes(monkeypatch):
-    monkeypatch.setattr(group, "LETTING_GO_S", 0.2)
-    monkeypatch.setattr(scoring, "LETTING_GO_S", 0.2)
+    monkeypatch.setattr(group, "CANCEL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(scoring, "CANCEL_TIMEOUT_S", 0.2)
     monkeypatch.setattr(environment_thread, "CLOSE_S", 0.3)
-    monkeypatch.setattr("agentevo.event_loop.CLOSING_S", 0.2)
+    monkeypatch.setattr("agentevo.event_loop.CLOSE_TIMEOUT_S", 0.2)
 
 
 def check(

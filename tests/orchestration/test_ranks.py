@@ -236,7 +236,7 @@ def test_the_first_process_is_asked_to_save_pause_go_on_and_stop_for_all(tmp_pat
         assert "checkpoint of step" in asked("save")
         assert "paused after step" in asked("pause")
         assert read_session(folder).is_paused
-        assert asked("resume") == "it goes on"
+        assert asked("resume") == "the run continues"
         assert "stops after this step" in asked("stop")
         text = running.communicate(timeout=300)[0]  # the others end with it
 

@@ -20,7 +20,7 @@ from agentevo.pipeline.references import (
     parse_reference,
     replace_references,
 )
-from agentevo.pipeline.standing import Standing
+from agentevo.pipeline.standing import PipelineProgress
 from agentevo.pipeline.when import condition
 
 LAKE: dict[str, Any] = {
@@ -262,7 +262,7 @@ def test_a_stage_takes_the_engine_of_its_command_and_is_the_same_on_every_machin
     pipeline = build_pipeline(tree)
 
     def first() -> tuple[str, dict[str, str], list[str]]:
-        standing = Standing(pipeline, tmp_path / "p", 0)
+        standing = PipelineProgress(pipeline, tmp_path / "p", 0)
         decided = standing.next()
         assert decided is not None and decided.job.config is not None
         return decided.job.config.engine.type, decided.setting, standing.notes
@@ -270,7 +270,7 @@ def test_a_stage_takes_the_engine_of_its_command_and_is_the_same_on_every_machin
     here, setting, notes = first()
     assert (here, notes) == ("torch", [])
 
-    monkeypatch.setattr(devices, "is_there", lambda kind: kind == "cuda")
+    monkeypatch.setattr(devices, "is_available", lambda kind: kind == "cuda")
     monkeypatch.setattr(default_engine, "find_spec", lambda name: name == "sglang" or None)
     there, same, notes = first()
     assert there == "sglang" and same == setting

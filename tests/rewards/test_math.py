@@ -168,7 +168,7 @@ def test_a_process_without_a_request_waits_as_long_as_it_takes():
     assert ended.stdout.splitlines()[1:] == ['{"equal": false}']
 
     alarms = [line for line in ended.stderr.splitlines() if line.startswith("alarm")]
-    assert alarms == [f"alarm {json_worker.LONGEST_S}", "alarm 0"]
+    assert alarms == [f"alarm {json_worker.REQUEST_TIMEOUT_S}", "alarm 0"]
 
 
 @pytest.mark.slow

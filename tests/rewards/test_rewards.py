@@ -322,7 +322,7 @@ async def _score_later(self, trajectory, task):
 @pytest.mark.parametrize(
     ("item", "expected"),
     [
-        (lambda completion, other: 1.0, "asks for other: it may ask for completion, task"),
+        (lambda completion, other: 1.0, "are unknown: a reward may have completion, task"),
         (type("Empty", (), {}), "needs a method `async def score"),
         (
             type("Half", (), {"score": _score_later, "score_group": lambda self, own, task: []}),

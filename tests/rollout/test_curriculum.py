@@ -91,7 +91,7 @@ def test_what_contradicts_a_curriculum_is_refused(tmp_path):
         with pytest.raises(ConfigError, match=words):
             build_config(tree | {"tasks": tasks}, keys)
 
-    with pytest.raises(ConfigError, match="variant_of is no task"):
+    with pytest.raises(ConfigError, match="variant_of does not name a task"):
         curriculum([Task(id="a"), Task(id="b", metadata={"variant_of": "c"})])
 
 
@@ -167,4 +167,4 @@ def test_the_order_of_refills_is_the_curriculums(tmp_path):
     assert [task.id for task in source.tasks_to_queue(1)] == [
         f"{task.id}~1" for task in source.train(1)
     ]
-    assert source.as_given(source.tasks_to_queue(1)[0]) == source.train(1)[0]
+    assert source.as_agent_task(source.tasks_to_queue(1)[0]) == source.train(1)[0]

@@ -25,9 +25,9 @@ from agentevo.rollout.failures import (
     FirstFailures,
     count_kinds,
     failure_kind,
-    failure_words,
+    summarize_failures,
 )
-from agentevo.rollout.unstorable import written
+from agentevo.rollout.unstorable import write_storable
 from agentevo.tracebacks import name_place, traceback_of
 from agentevo.types import Task, Trajectory
 
@@ -61,10 +61,10 @@ def test_failures_are_counted_by_kind_and_the_kinds_are_bounded():
 
 def test_failures_in_words():
     errors = [LATE] * 58
-    assert failure_words(errors, 256) == (
+    assert summarize_failures(errors, 256) == (
         "58 of 256 failed: 58 took longer than agent.timeout_s=300 s"
     )
-    words = failure_words(["A: 1", "A: 2", "B: 1", "C: 1", "D: 1"], 5)
+    words = summarize_failures(["A: 1", "A: 2", "B: 1", "C: 1", "D: 1"], 5)
     assert words == "5 of 5 failed: 2 A: 1, 1 B: 1, 1 C: 1, and 1 other kinds"
 
 
@@ -195,7 +195,7 @@ def test_what_no_store_can_hold_fails_alone():
 
     calls: list[list[str]] = []
     made = [attempt("a"), attempt("b", metrics={"reward_parts/x": 1.0})]
-    fine, spoilt = asyncio.run(written(made, write))
+    fine, spoilt = asyncio.run(write_storable(made, write))
 
     assert calls == [["completed", "completed"], ["completed", "failed"]]
     assert fine == made[0] and "can't be stored" in spoilt.error
@@ -204,7 +204,7 @@ def test_what_no_store_can_hold_fails_alone():
         raise StoreError("the id is taken")
 
     with pytest.raises(StoreError, match="the id is taken"):
-        asyncio.run(written([attempt("a")], refuse))
+        asyncio.run(write_storable([attempt("a")], refuse))
 
 
 def test_a_place_is_shown_once_and_named_without_its_traceback():

@@ -13,7 +13,7 @@ from agentevo.config.tasks import TaskFields, TasksSection
 from agentevo.data import RowError
 from agentevo.data.messages import messages_of
 from agentevo.errors import ConfigError
-from agentevo.rollout.given_tasks import begin_with, check_same_tasks, read_tasks, task_of
+from agentevo.rollout.given_tasks import check_and_report, check_same_tasks, read_tasks, task_of
 from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Message
 
@@ -174,7 +174,7 @@ def test_a_source_goes_round_the_files_tasks(tmp_path):
         assert not set(map(id, source.train(step))) & set(map(id, source.held_out()))
 
     queued = source.tasks_to_queue(4)
-    assert [source.as_given(task).query for task in queued] == [
+    assert [source.as_agent_task(task).query for task in queued] == [
         task.query for task in source.train(4)
     ]
 
@@ -184,7 +184,7 @@ def test_a_run_remembers_its_tasks(tmp_path):
     config = config_of(tmp_path / "run", train)
     (tmp_path / "run").mkdir()
     notes: list[str] = []
-    begin_with(config, read_tasks(config.tasks), notes.append)
+    check_and_report(config, read_tasks(config.tasks), notes.append)
 
     assert any("1 left out" in note for note in notes)
     assert len((tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()) == 1

@@ -15,7 +15,7 @@ from agentevo.agents.agent import FunctionAgent
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.torch_engine import TorchEngine
-from agentevo.rollout.group import LOOK_S, GroupAttempt
+from agentevo.rollout.group import POLL_INTERVAL_S, GroupAttempt
 from agentevo.types import Message, SamplingParams, Task, Trajectory
 
 LIMIT_S = 1.0
@@ -88,7 +88,7 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat, mo
         await asyncio.sleep(0)
         clock.now += LIMIT_S + 0.5
         quick_tool.set()
-        await asyncio.sleep(4 * LOOK_S)
+        await asyncio.sleep(4 * POLL_INTERVAL_S)
         assert not any(one.done() for one in running)
 
         await engine.wake()

@@ -87,7 +87,7 @@ def test_a_run_plays_the_mixture_and_the_same_one_when_it_is_resumed(tmp_path):
 
     queued = [task.id for step in range(1, 41) for task in mixed.tasks_to_queue(step)]
     assert len(set(queued)) == len(queued), "every queued task is one of its own"
-    assert [mixed.as_given(task).id for task in mixed.tasks_to_queue(33)] == steps[33]
+    assert [mixed.as_agent_task(task).id for task in mixed.tasks_to_queue(33)] == steps[33]
     assert [task.id for task in mixed.held_out()] == ["e0", "e1"]
     assert {mixed.source_of(name) for name in queued if name.startswith("a")} == {"a"}
     assert {mixed.source_of(name) for name in queued if name.startswith("b")} == {"b"}

@@ -12,14 +12,14 @@ import pytest
 import agentevo
 from agentevo.config import build_config, sources
 from agentevo.config.self_play import SelfPlay
-from agentevo.data.asked import asked_key
+from agentevo.data.asked import question_key
 from agentevo.errors import ConfigError, StoreError
 from agentevo.rollout.questions import QUESTION, SelfPlayAgent, encode_question, make_family
 from agentevo.rollout.self_play import (
     ProposalTasks,
     learnability,
-    pay,
     read_proposals,
+    reward_proposals,
 )
 from agentevo.types import Task, Trajectory
 
@@ -88,9 +88,9 @@ def attempts(task, solved, count, failed=0):
 def earned(said, solved, section=SECTION, held_out=()):
     """What proposals of one group earn. solved: text -> (successes, attempts)."""
     given = [proposal(number, text) for number, text in enumerate(said)]
-    found = read_proposals(given, 1, map(asked_key, held_out))
+    found = read_proposals(given, 1, map(question_key, held_out))
     tried = [attempt for task in found.tasks for attempt in attempts(task.id, *solved[task.query])]
-    return pay(found, tried, section)
+    return reward_proposals(found, tried, section)
 
 
 def rewards(paid):
@@ -144,7 +144,7 @@ def test_a_repeated_question_is_solved_once_and_pays_less():
     ]
 
     tried = [attempt for task in found.tasks for attempt in attempts(task.id, 2, 4)]
-    paid = pay(found, tried, SECTION)
+    paid = reward_proposals(found, tried, SECTION)
     # 1 - 3/4 thrice, 1 - 1/4; in the other group nobody repeats: 1 - 1/2
     assert rewards(paid) == [0.25, 0.25, 0.25, 0.75, 0.5, 0.5]
     assert paid.metrics["selfplay/distinct"] == 4 / 6
@@ -158,7 +158,7 @@ def test_a_family_says_what_repeats_what():
     given = [proposal(n, text, cluster=text[0]) for n, text in enumerate(["aa", "ab", "b"])]
     found = read_proposals(given, 1, ())
     assert len(found.tasks) == 3
-    paid = pay(
+    paid = reward_proposals(
         found, [attempt for task in found.tasks for attempt in attempts(task.id, 1, 2)], SECTION
     )
     assert rewards(paid) == [1 - 2 / 3, 1 - 2 / 3, 1 - 1 / 3]
@@ -181,7 +181,7 @@ def test_failed_attempts_say_nothing_of_a_question():
 
     given = [proposal(0, "a"), proposal(1, None, status="failed")]
     found = read_proposals(given, 1, ())
-    paid = pay(found, attempts(found.tasks[0].id, 1, 2), SECTION)
+    paid = reward_proposals(found, attempts(found.tasks[0].id, 1, 2), SECTION)
     assert paid.trajectories[1] is given[1]
     assert paid.trajectories[0].reward == 0  # alone among the completed ones: 1 - 1/1
     assert paid.metrics["selfplay/proposed"] == 1
@@ -191,7 +191,9 @@ def test_paid_again_is_paid_the_same():
     solved = {"one": (1, 4), "two": (4, 4)}
     once = earned(["one", "two", None, "one"], solved)
     found = read_proposals(once.trajectories, 1, ())
-    again = pay(found, [o for t in found.tasks for o in attempts(t.id, *solved[t.query])], SECTION)
+    again = reward_proposals(
+        found, [o for t in found.tasks for o in attempts(t.id, *solved[t.query])], SECTION
+    )
     assert again == once
 
 

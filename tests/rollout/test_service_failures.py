@@ -145,7 +145,7 @@ def test_engines_that_are_away_cost_their_tasks_nothing(url, make_service, movin
 def test_a_task_that_makes_engines_unreachable_is_counted_in_the_end(
     url, make_service, moving_engine, monkeypatch
 ):
-    monkeypatch.setattr(service_module, "MAX_UNREACHED", 2)
+    monkeypatch.setattr(service_module, "MAX_UNREACHED_RETRIES", 2)
 
     async def scenario():
         async with await open_store(

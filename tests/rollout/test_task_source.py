@@ -32,7 +32,7 @@ def test_tasks_of_an_environment_say_for_which_step_they_are():
     assert [(task.id, task.metadata) for task in queued] == [
         (f"train-{i}", {QUEUED_FOR_STEP: 1 + i // 2}) for i in range(6)
     ]
-    assert [tasks.as_given(task) for task in queued] == [
+    assert [tasks.as_agent_task(task) for task in queued] == [
         task for step in (1, 2, 3) for task in tasks.train(step)
     ]
 
@@ -55,7 +55,7 @@ def test_given_tasks_get_an_id_for_every_round():
             task.metadata == {QUEUED_FOR_STEP: step, "step": "theirs", "level": int(task.query[1:])}
             for task in found
         ), "what a row has under `step` is in the store as well"
-        assert [tasks.as_given(task) for task in found] == tasks.train(step), (
+        assert [tasks.as_agent_task(task) for task in found] == tasks.train(step), (
             "the agent gets what it was given"
         )
 

@@ -73,7 +73,7 @@ def test_steps_play_the_tasks_of_their_stage_and_queued_ones_are_all_different(t
 
     queued = [task for step in range(1, 30) for task in source.tasks_to_queue(step)]
     assert len({task.id for task in queued}) == len(queued) == 29 * 4
-    assert [source.as_given(task).id for task in queued] == [task.id for task in easy + hard]
+    assert [source.as_agent_task(task).id for task in queued] == [task.id for task in easy + hard]
 
     again = TaskSource(config(tmp_path, EASY_FIRST), None)
     assert again.tasks_to_queue(20) == source.tasks_to_queue(20), "a resumed run begins at any step"

@@ -102,7 +102,7 @@ def test_a_pause_is_answered_when_the_run_stands_still_and_ends_by_resume(
 
     trainer.ask("resume", "resume-01")
     until(lambda: not trainer.control.is_pause_asked)
-    trainer.control.goes_on()
+    trainer.control.note_resume()
     assert not trainer.session.is_paused
 
     trainer.ask("resume", "resume-02")
@@ -154,10 +154,10 @@ def test_a_folder_that_nobody_can_write_costs_a_note(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "gone")
     with trainer.control:
         until(lambda: trainer.notes)
-        trainer.control.goes_on()
-        trainer.control.goes_on()
+        trainer.control.note_resume()
+        trainer.control.note_resume()
     assert len(trainer.notes) == 1
-    assert "takes no requests" in trainer.notes[0]
+    assert "accepts no requests" in trainer.notes[0]
 
 
 def test_an_id_or_a_link_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_machines_without_a_shared_folder_meet_in_the_object_store(machine, tmp_
 
     with monkeypatch.context() as patched:  # between its two looks the first one comes
         patched.setattr(SharedConfig, "read", answers := Answers({}, SharedConfig.read))
-        patched.setattr(run_identity, "_held", held_by_now)
+        patched.setattr(run_identity, "_content_of", held_by_now)
         SharedConfig.of(machine("first")).write(to_yaml(machine("first")))
         assert ensure_run_folder(machine("slow")) and answers.asked == 2
 

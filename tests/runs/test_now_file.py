@@ -90,7 +90,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
     notes: list[str] = []
     answers = threading.Event()
     monkeypatch.setattr(now_file, "write_atomic", lambda *_: answers.wait(WAIT_S))
-    monkeypatch.setattr(now_file, "END_S", 0.1)
+    monkeypatch.setattr(now_file, "END_TIMEOUT_S", 0.1)
     began = time.monotonic()
 
     with NowFile(tmp_path, Moment, note=notes.append):

@@ -85,9 +85,9 @@ def test_a_host_that_takes_connections_and_says_nothing(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "learn", "sample"])
 def test_the_commands_say_what_they_wait_for(command, closed_port, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(patience, "TELL_S", 0.3)
+    monkeypatch.setattr(patience, "REPORT_INTERVAL_S", 0.3)
     monkeypatch.setattr(sample, "STORE_RETRY_S", 1.0)
-    monkeypatch.setattr(store_opening, "OPENING_S", 1.0)
+    monkeypatch.setattr(store_opening, "OPEN_TIMEOUT_S", 1.0)
     monkeypatch.setenv("PASSWORD_OF_RUNS", "hush")
     url = f"store.url=postgresql://me:${{env:PASSWORD_OF_RUNS}}@127.0.0.1:{closed_port}/runs"
     assert main([command, "coins", f"run.dir={tmp_path / 'run'}", "model.name=tiny", url]) != 0

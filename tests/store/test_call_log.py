@@ -169,7 +169,7 @@ def test_a_store_that_is_away_costs_calls_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(call_log, "MAX_HELD", 10)
     monkeypatch.setattr(call_log, "FLUSH_S", 0.02)
-    monkeypatch.setattr(call_log, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(call_log, "MAX_PAUSE_S", 0.05)
     told: list[str] = []
 
     async def scenario() -> None:
@@ -215,7 +215,7 @@ def test_what_the_store_refuses_is_counted(
 def test_the_end_of_a_run_waits_for_a_slow_store_only_so_long(
     store: MemoryStore, make_log: Callable[..., CallLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_log, "CLOSE_S", 0.1)
+    monkeypatch.setattr(call_log, "CLOSE_TIMEOUT_S", 0.1)
     store.takes_s = 3600.0
     told: list[str] = []
 
@@ -237,7 +237,7 @@ def test_a_million_calls_take_bounded_memory(
     """As fast as they can be made, on a store that never answers: what is held is bounded, all the
     rest is counted."""
     monkeypatch.setattr(call_log, "MAX_HELD", 1000)
-    monkeypatch.setattr(call_log, "CLOSE_S", 0.2)
+    monkeypatch.setattr(call_log, "CLOSE_TIMEOUT_S", 0.2)
     store.takes_s = 36_000.0
 
     async def scenario() -> None:

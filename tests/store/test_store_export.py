@@ -16,7 +16,7 @@ from sqlalchemy import event
 
 from agentevo.errors import ConfigError, StoreError
 from agentevo.store import StoredTrajectory, export_jsonl, export_store, import_store, open_store
-from agentevo.store.export import whole_file
+from agentevo.store.export import atomic_file
 from agentevo.store.mongo_rows import MongoRows
 from agentevo.store.sql import SQLStore
 from agentevo.store.streams import Streaming
@@ -190,7 +190,7 @@ def test_a_whole_store_travels_to_any_backend_and_back(
                 "the same content, deleted or not"
             )
 
-            with pytest.raises(StoreError, match="'a4' is already there with other content"):
+            with pytest.raises(StoreError, match="'a4' is already stored with other content"):
                 await other.write_trajectories(
                     [msgspec.structs.replace(many[4], turns=[])], split="train", step=1
                 )
@@ -434,14 +434,14 @@ def test_a_file_that_is_not_made_leaves_no_folder(name: str, tmp_path: Path) -> 
     before = names()
 
     def refused() -> None:
-        with whole_file(tmp_path / name) as file:
+        with atomic_file(tmp_path / name) as file:
             file.write(b"half")
             raise ConfigError("no row is good")
 
     with pytest.raises(ConfigError):
         refused()
     assert names() == before
-    with whole_file(tmp_path / name) as file:
+    with atomic_file(tmp_path / name) as file:
         file.write(b"whole")
 
     assert (tmp_path / name).is_file()

@@ -185,10 +185,18 @@ def saying(logprobs: list[float]) -> Turn:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"prompt_ids": [2**31]}, OverflowError, "prompt_ids of turn 0: 2147483648 is no 32-bit"),
-        ({"prompt_ids": [1.5]}, TypeError, "prompt_ids of turn 0: 1.5 is no 32-bit integer"),
+        (
+            {"prompt_ids": [2**31]},
+            OverflowError,
+            "prompt_ids of turn 0: 2147483648 is not a valid 32-bit",
+        ),
+        (
+            {"prompt_ids": [1.5]},
+            TypeError,
+            "prompt_ids of turn 0: 1.5 is not a valid 32-bit integer",
+        ),
         ({"logprobs": [-1e300]}, OverflowError, "does not fit in a float32"),
-        ({"logprobs": [None]}, TypeError, "logprobs of turn 0: None is no number"),
+        ({"logprobs": [None]}, TypeError, "logprobs of turn 0: None is not a valid number"),
     ],
 )
 def test_a_turn_holds_only_what_its_arrays_can(
@@ -263,7 +271,7 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(
                 (a, "eval", 1),
                 (a, "train", 2),
             ]:
-                with pytest.raises(StoreError, match="'a' is already there with other content"):
+                with pytest.raises(StoreError, match="'a' is already stored with other content"):
                     await store.write_trajectories(
                         [make_trajectory("c"), other], split=split, step=step
                     )  # type: ignore[arg-type]
@@ -456,8 +464,8 @@ def test_tokens_of_another_format_are_refused() -> None:
 def test_a_part_that_unpacks_to_gigabytes_is_refused(place, monkeypatch) -> None:
     """Two megabytes of zlib may stand for two gigabytes."""
     room = 2**20
-    monkeypatch.setattr(blobs, "LARGEST", room)
-    monkeypatch.setattr(blobs, "LARGEST_ROUTED", room)
+    monkeypatch.setattr(blobs, "MAX_PART_BYTES", room)
+    monkeypatch.setattr(blobs, "MAX_ROUTED_BYTES", room)
     unpack = [unpack_turns, unpack_remote_turns, unpack_files, unpack_texts, unpack_turns][place]
     parts = msgspec.msgpack.decode(pack_turns([], "[]", {"a": b"b"}, {"a": "b"})[1:])
     parts.append(zlib.compress(msgspec.msgpack.encode([[], b""])))

@@ -111,7 +111,7 @@ def test_a_schema_that_never_was_is_refused_and_left_as_it_is(version, tmp_path:
     connection.close()
     before = path.read_bytes()
     refuses(
-        f"sqlite:///{path}", f"its schema is {version}, and the oldest .* upgrade is 2: restore"
+        f"sqlite:///{path}", f"has the schema {version}, and the oldest .* upgrade is 2: restore"
     )
     assert path.read_bytes() == before
 

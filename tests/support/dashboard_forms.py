@@ -6,7 +6,6 @@ FIELDS: dict[str, list[str]] = {
     "/runs/{run}/control": ["do", "session", "id"],
     "/runs/{run}/try/end": ["pid"],
     "/runs/{run}/try/chat": ["which", "device", "conversation", "messages", "temperature"],
-    "/runs/{run}/try/play": ["which", "kind", "task", "number", "query", "answer", "draw"],
 }
 WORDS = {
     "do": ["stop", "save", "pause", "resume"],

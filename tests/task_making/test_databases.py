@@ -67,7 +67,7 @@ def test_answers_are_what_the_database_says_and_stand_in_the_results(made, shop)
             ((value,),) = connection.execute(step.arguments["sql"])
             assert str(value) == row["answer"] and row["answer"] in step.result
             assert step.question is not None and step.arguments["sql"] == step.question.sql
-            for told in step.question.told_values.values():
+            for told in step.question.required_values.values():
                 assert str(told) in row["query"]
             assert "SELECT" not in row["query"] and "query" not in row["query"]
 
@@ -178,7 +178,7 @@ def test_a_question_of_another_database_has_no_harder_variant(made, shop, tmp_pa
         connection.execute("CREATE TABLE birds (name TEXT)")
         connection.execute("INSERT INTO birds VALUES ('crow')")
         connection.commit()
-    with pytest.raises(AgentEvoError, match="nothing that the server can be asked"):
+    with pytest.raises(AgentEvoError, match="no call of the server could become a task"):
         made_for(sections(other), WantedTasks(train=1, held_out=0), harder_than=made.train[:2])
 
 

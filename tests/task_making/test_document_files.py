@@ -85,10 +85,10 @@ def test_what_can_not_be_read_is_refused_with_all_that_can_not(
     assert "link.txt: is a device" in refused(tmp_path)
 
     (tmp_path / "link.txt").unlink()
-    monkeypatch.setattr(document_files, "MOST_BYTES", 3)
+    monkeypatch.setattr(document_files, "MAX_TOTAL_BYTES", 3)
     assert "5 bytes together, and the limit is 3" in refused(tmp_path)
 
-    monkeypatch.setattr(document_files, "MOST_FILES", 0)
+    monkeypatch.setattr(document_files, "MAX_FILES", 0)
     assert "more than 0 texts" in refused(tmp_path)
 
 

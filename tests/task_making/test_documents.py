@@ -19,14 +19,14 @@ from agentevo.config.remote_models import RemoteModelSection
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.models.resolve import fetch
 from agentevo.remote_models.ledger import RemoteModelError
-from agentevo.task_making.document_files import LONGEST_PASSAGE, read_documents
+from agentevo.task_making.document_files import MAX_PASSAGE_CHARS, read_documents
 from agentevo.task_making.documents import (
     GAP,
     _gaps,
-    asked_from,
     check_made,
-    tasks_from,
-    what_to_look_for,
+    search_query,
+    tasks_from_gaps,
+    tasks_from_model,
 )
 from agentevo.task_making.scenario import is_held_out
 from agentevo.tools.corpus import Passage
@@ -45,7 +45,7 @@ COUNTS = {"train": 40, "held_out": 10, "per_passage": 2, "seed": 3}
 
 
 def test_a_gap_is_what_stands_in_the_passage_and_nowhere_else_in_the_sentence() -> None:
-    made = tasks_from(PASSAGES, **COUNTS)
+    made = tasks_from_gaps(PASSAGES, **COUNTS)
     assert (len(made.train), len(made.held_out)) == (40, 10)
 
     texts = {one.id: one.text for one in PASSAGES}
@@ -55,8 +55,8 @@ def test_a_gap_is_what_stands_in_the_passage_and_nowhere_else_in_the_sentence() 
         assert sentence.replace(GAP, row["answer"]) in texts[row["passage"]]
         assert not re.search(rf"(?<!\w){row['answer']}(?!\w)", sentence)
 
-    assert tasks_from(PASSAGES, **COUNTS) == made
-    assert tasks_from(PASSAGES, **COUNTS | {"seed": 4}) != made
+    assert tasks_from_gaps(PASSAGES, **COUNTS) == made
+    assert tasks_from_gaps(PASSAGES, **COUNTS | {"seed": 4}) != made
 
 
 CHINESE = (
@@ -69,14 +69,14 @@ def test_documents_without_spaces_give_tasks() -> None:
     passages = [
         Passage(str(n), "", f"{CHINESE}第{n}号文件在这里记下了{n + 200}件事情。") for n in range(30)
     ]
-    made = tasks_from(passages, train=40, held_out=8, per_passage=4, seed=0)
+    made = tasks_from_gaps(passages, train=40, held_out=8, per_passage=4, seed=0)
     rows = [*made.train, *made.held_out]
     assert len(rows) > 20
     for row in rows:
         passage = passages[int(row["passage"])].text
         whole = row["query"].partition("“")[2].rpartition("”")[0].replace(GAP, row["answer"])
         assert whole in passage and whole.endswith(("。", "！"))
-        assert what_to_look_for(row["query"]) in passage
+        assert search_query(row["query"]) in passage
 
     answers = {answer for _, _, answer in _gaps(CHINESE)}
     assert answers == {"21196", "1987", "红楼梦", "120"}
@@ -107,23 +107,25 @@ def test_no_passage_is_on_both_sides_whatever_the_seed() -> None:
 
 
 def made(seed: int) -> Any:
-    return tasks_from(PASSAGES, train=200, held_out=200, per_passage=2, seed=seed)
+    return tasks_from_gaps(PASSAGES, train=200, held_out=200, per_passage=2, seed=seed)
 
 
 def test_a_sentence_that_stands_on_both_sides_is_not_asked_for_nor_what_was_asked() -> None:
     shared = "The bridge over the river Aller was built by Karl Otto Holm in the year 1871."
     both = [Passage(one.id, "", f"{one.text} {shared}") for one in PASSAGES]
-    found = tasks_from(both, train=400, held_out=400, per_passage=9, seed=0)
+    found = tasks_from_gaps(both, train=400, held_out=400, per_passage=9, seed=0)
     rows = [*found.train, *found.held_out]
     assert rows and not [row for row in rows if "river Aller" in row["query"]]
 
     alone = [one for one in both if not is_held_out(found_content(one))]
-    asked = tasks_from(alone, train=400, held_out=0, per_passage=9, seed=0)
+    asked = tasks_from_gaps(alone, train=400, held_out=0, per_passage=9, seed=0)
     assert [row for row in asked.train if "river Aller" in row["query"]], "on one side it is"
 
-    first = tasks_from(both, train=400, held_out=400, per_passage=1, seed=0)
+    first = tasks_from_gaps(both, train=400, held_out=400, per_passage=1, seed=0)
     known = {row["query"] for row in first.train}
-    again = tasks_from(both, train=400, held_out=0, per_passage=1, seed=0, earlier_questions=known)
+    again = tasks_from_gaps(
+        both, train=400, held_out=0, per_passage=1, seed=0, earlier_questions=known
+    )
     assert again.train and not {row["query"] for row in again.train} & known
 
     with pytest.raises(ConfigError, match="no task held out could be made"):
@@ -137,7 +139,7 @@ def test_nor_is_one_with_which_passages_of_different_titles_begin(seed: int) -> 
         Passage(f"d{n}#0", f"chapter {n}", f"{shared} Here is text {7 * n} of a chapter.")
         for n in range(12)
     ]
-    found = tasks_from(both, train=60, held_out=20, per_passage=1, seed=seed)
+    found = tasks_from_gaps(both, train=60, held_out=20, per_passage=1, seed=seed)
     rows = [*found.train, *found.held_out]
     assert rows and not [row for row in rows if "main pump" in row["query"]]
 
@@ -149,7 +151,7 @@ def found_content(passage: Passage) -> str:
 def test_plain_texts_are_cut_at_paragraphs_and_sentences(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("# Head\n\n" + "Short. " * 400 + "\n\n" + "x" * 3000)
     passages = read_documents([tmp_path / "a.md"]).passages
-    assert max(len(passage.text) for passage in passages) <= LONGEST_PASSAGE
+    assert max(len(passage.text) for passage in passages) <= MAX_PASSAGE_CHARS
     assert "".join("".join(passage.text.split()) for passage in passages) == "".join(
         (tmp_path / "a.md").read_text().split()
     )
@@ -202,7 +204,7 @@ class Model:
 def test_a_models_questions_are_taken_where_their_answers_stand_in_the_passage() -> None:
     model: Any = Model()
     counts = COUNTS | {"per_passage": 8}
-    found = asyncio.run(asked_from(PASSAGES, model, **counts))
+    found = asyncio.run(tasks_from_model(PASSAGES, model, **counts))
     for row in [*found.train, *found.held_out]:
         town = row["query"].removeprefix("How many people live in Town ").rstrip("?")
         assert row["answer"] == str(1000 + 7 * int(town)) and row["passage"] == f"p{town}"
@@ -224,16 +226,16 @@ def test_a_models_questions_are_taken_where_their_answers_stand_in_the_passage()
 def test_a_model_that_is_away_is_told_before_all_passages_are_asked() -> None:
     model: Any = Model(fails=True)
     with pytest.raises(AgentEvoError, match="the writer has answered nothing: nobody is there"):
-        asyncio.run(asked_from(PASSAGES, model, **COUNTS))
+        asyncio.run(tasks_from_model(PASSAGES, model, **COUNTS))
     assert len(model.asked) == 8
     few: Any = Model(fails=True)
     with pytest.raises(AgentEvoError, match="the writer has answered nothing"):
-        asyncio.run(asked_from(PASSAGES[:3], few, **COUNTS))
+        asyncio.run(tasks_from_model(PASSAGES[:3], few, **COUNTS))
 
 
 def test_a_model_that_goes_away_later_costs_the_questions_that_it_did_not_write() -> None:
     model: Any = Model(fails=True, after=16)
-    found = asyncio.run(asked_from(PASSAGES, model, **COUNTS | {"per_passage": 1}))
+    found = asyncio.run(tasks_from_model(PASSAGES, model, **COUNTS | {"per_passage": 1}))
     assert 0 < len(found.train) + len(found.held_out) <= 16
     assert found.reasons == {"the model did not answer": len(model.asked) - 16}
 

@@ -17,8 +17,8 @@ from agentevo.task_making.making import WantedTasks, make_tasks
 from agentevo.task_making.scenario import Scenario, ScenarioStep, is_held_out
 from agentevo.task_making.solvability import grade_tasks
 from agentevo.task_making.survey import Survey, survey
-from agentevo.task_making.values import Values, described_values, mine_values
-from agentevo.task_making.wording import deed, gerund, named_tools
+from agentevo.task_making.values import Values, described_values, values_in_text
+from agentevo.task_making.wording import activity_of, gerund, named_tools
 from agentevo.tools import toolbox
 from agentevo.tools.state_checks import SOLVED_BY_CALLS
 from agentevo.tools.tool import ToolSpec
@@ -260,7 +260,7 @@ def test_looking_for_other_difficulties_in_vain_costs_walks_once():
     ids=["words", "json", "refusal", "lines", "none", "deep"],
 )
 def test_values_that_a_result_names(text, name, schema, values):
-    assert list(mine_values(text, name, schema)) == values
+    assert list(values_in_text(text, name, schema)) == values
 
 
 def test_values_that_a_schema_names():
@@ -290,11 +290,11 @@ def test_verbs_become_deeds(verb, done):
 
 
 def test_descriptions_of_any_kind_become_deeds():
-    assert deed("Lists free rooms, the cheapest first.\n\nMore.") == (
+    assert activity_of("Lists free rooms, the cheapest first.\n\nMore.") == (
         "listing free rooms, the cheapest first"
     )
-    assert deed("") == deed("...") == "doing what there is to do"
-    assert deed("列出房间。") == "列出房间。"
+    assert activity_of("") == activity_of("...") == "doing what there is to do"
+    assert activity_of("列出房间。") == "列出房间。"
 
 
 def test_tasks_that_all_or_none_solve_are_in_reserve():
@@ -315,4 +315,4 @@ def test_a_survey_knows_which_tools_change_something():
 
     found = asyncio.run(known())
     assert "write_file" in found.changing
-    assert {"list_files", "search_files"} <= set(found.asking)
+    assert {"list_files", "search_files"} <= set(found.read_only_tools)

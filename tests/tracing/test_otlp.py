@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 
 from agentevo.errors import ConfigError
 from agentevo.tracing.first_warning import FirstWarning
-from agentevo.tracing.otlp import LONGEST_ANSWER, collector_exporter
+from agentevo.tracing.otlp import MAX_ANSWER_BYTES, collector_exporter
 
 SPAN = ReadableSpan(
     "chat tiny",
@@ -214,7 +214,7 @@ def test_a_connection_is_kept_and_one_that_was_closed_meanwhile_is_made_anew() -
 
 
 def test_an_answer_without_an_end_is_not_read_to_it() -> None:
-    with Odd(words=b"because " * (LONGEST_ANSWER // 4)) as server:
+    with Odd(words=b"because " * (MAX_ANSWER_BYTES // 4)) as server:
         assert "Bad Request" in export(server.url)
 
 

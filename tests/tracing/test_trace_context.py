@@ -9,7 +9,13 @@ from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from opentelemetry.trace import get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from agentevo.store.trace_context import LONGEST, TracePlace, read_traceparent, span_of, trace_of
+from agentevo.store.trace_context import (
+    MAX_HEADER_CHARS,
+    TracePlace,
+    read_traceparent,
+    span_of,
+    trace_of,
+)
 from agentevo.tracing.spans import attempt_of
 
 PLACES = st.builds(TracePlace, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans())
@@ -39,7 +45,7 @@ GOOD = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
         GOOD.replace("a", "0"),
         GOOD.replace("b", "0"),
         GOOD.replace("a", "g"),
-        "1" * LONGEST * 100,
+        "1" * MAX_HEADER_CHARS * 100,
         GOOD.replace("a", "٣"),
     ],
 )

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from agentevo.errors import DiskError
-from agentevo.store.call_log import AttemptCalls, CallLog, asked_by, record_call
+from agentevo.store.call_log import AttemptCalls, CallLog, record_call, set_asker
 from agentevo.store.trace_context import AttemptTrace, TracedMessage, TracePlace, read_traceparent
 from agentevo.trace_header import traceparent
 from agentevo.tracing import tracer as tracer_module
@@ -81,7 +81,7 @@ async def one_attempt(log: CallLog, name: str = ATTEMPT) -> None:
             asked.note(turn=0, completion_tokens=2, completions=1, version=4)
             question = Message("user", "What?")
             answer = Message("assistant", "That.")
-            asked.said = TracedMessage(
+            asked.traced_message = TracedMessage(
                 messages=[question], answers=[answer], finish_reasons=["stop"]
             )
 
@@ -190,7 +190,7 @@ def test_a_call_for_a_program_is_a_child_of_its_span_or_linked_with_it() -> None
         with AttemptCalls(log, ATTEMPT).attempt("Player"):
 
             async def request(place: TracePlace | None) -> None:
-                asker = asked_by(place)
+                asker = set_asker(place)
                 with record_call("policy", "generate") as call, record_call("tool", "inner"):
                     pass
                 answers.append(read_traceparent(asker.answer or ""))
@@ -235,7 +235,7 @@ def test_an_exporter_that_fails_costs_a_line_at_first_and_one_at_the_end() -> No
 def test_an_exporter_that_fails_twice_at_the_end_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tracer_module, "PIECE", 1)
+    monkeypatch.setattr(tracer_module, "EXPORT_CHARS", 1)
     exports: list[int] = []
 
     def refuse() -> None:
@@ -372,7 +372,7 @@ def test_what_a_call_notes_after_somebody_looked_at_it_is_recorded() -> None:
 
 
 def test_a_huge_batch_goes_in_pieces(monkeypatch) -> None:
-    monkeypatch.setattr(tracer_module, "PIECE", 2**19)
+    monkeypatch.setattr(tracer_module, "EXPORT_CHARS", 2**19)
     sizes: list[int] = []
 
     class Sized(Kept):
@@ -430,7 +430,7 @@ def test_the_json_says_what_the_encoder_says() -> None:
             call.note(yes=True, one=1, half=0.5, text='"\u2028é', large=-(2**63))
 
         async def request() -> None:
-            asked_by(TracePlace(5, 6, True))
+            set_asker(TracePlace(5, 6, True))
             with record_call("policy", "generate"):
                 pass
 

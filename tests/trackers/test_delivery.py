@@ -191,8 +191,8 @@ def test_a_call_that_does_not_come_back_is_said(tmp_path: Path, monkeypatch) -> 
     tracking.put(row(1))
     assert entered.wait(PATIENCE_S)
 
-    monkeypatch.setattr(delivery_module, "HANG_S", 0.0)
-    tracking.hear()
+    monkeypatch.setattr(delivery_module, "HANG_TIMEOUT_S", 0.0)
+    tracking.pass_messages()
     assert "step 1 has not returned" in warnings[0]
 
     tracking.close("finished", {})

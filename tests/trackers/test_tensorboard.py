@@ -60,14 +60,14 @@ def test_a_log_hands_over_what_is_committed(
         for step in (0, 1, 2, 3):
             log.log(step, {"x": step * 1.0})
             log.log(step, {"y": step * 2.0})
-            log.hand_over(step - 1)  # step 3 is never committed
+            log.deliver_to_trackers(step - 1)  # step 3 is never committed
         log.tracking.close("failed", {})
 
     with MetricsLog(tmp_path / "m.jsonl") as log:
         log.tracking = begun()
         log.resume(2)
         log.log(3, {"x": 30.0})
-        log.hand_over(3)
+        log.deliver_to_trackers(3)
         log.tracking.close("finished", {})
 
     events = read(tmp_path)

@@ -97,6 +97,6 @@ def test_an_answer_that_takes_too_long_is_told_of(tmp_path: Path, capsys, monkey
             with pytest.raises(AssertionError):  # httpx's word for an answer that never began
                 await client.get("/runs/x", headers={"cookie": cookie.partition(";")[0]})
 
-    monkeypatch.setattr("agentevo.ui.access.LONGEST_S", 0.05)
+    monkeypatch.setattr("agentevo.ui.access.ANSWER_TIMEOUT_S", 0.05)
     asyncio.run(asked())
     assert "ui: /runs/x: no complete answer within 0.05 s" in capsys.readouterr().err

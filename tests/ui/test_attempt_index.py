@@ -22,7 +22,7 @@ from agentevo.ui.index import database
 from agentevo.ui.index import indexer as indexer_module
 from agentevo.ui.index.follow import StoreFollower
 from agentevo.ui.index.indexer import Indexer
-from agentevo.ui.index.reader import IndexAway, IndexReader
+from agentevo.ui.index.reader import IndexReader, IndexUnavailableError
 from agentevo.ui.index.selection import Selection
 from agentevo.ui.index.writer import IndexWriter
 
@@ -293,7 +293,7 @@ def until(condition: Any, within_s: float = 300.0) -> None:
 def total(reader: IndexReader) -> int:
     try:
         return reader.listing(Selection(text="look")).total
-    except IndexAway:
+    except IndexUnavailableError:
         return -1
 
 
@@ -378,14 +378,14 @@ def test_a_run_that_was_made_anew_is_read_anew(
 def test_an_index_that_breaks_while_it_is_used_says_so(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     reader = IndexReader(path)
-    with pytest.raises(IndexAway):
+    with pytest.raises(IndexUnavailableError):
         reader.listing(Selection())
 
     database.make(path)
     assert reader.listing(Selection()).total == 0
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("DROP TABLE attempts")
-    with pytest.raises(IndexAway):
+    with pytest.raises(IndexUnavailableError):
         reader.listing(Selection())
 
     database.make(path)

@@ -307,7 +307,7 @@ def test_advantages_are_those_that_the_trainer_had(
     from agentevo.training import preparation
     from agentevo.ui.index.advantages import largest
     from agentevo.ui.index.indexer import Indexer
-    from agentevo.ui.index.reader import IndexAway, IndexReader
+    from agentevo.ui.index.reader import IndexReader, IndexUnavailableError
     from agentevo.ui.index.selection import Selection
 
     trained: dict[str, float] = {}
@@ -339,7 +339,7 @@ def test_advantages_are_those_that_the_trainer_had(
                     found = {row.id: row.advantage for row in rows if row.advantage is not None}
                     if rows and len(found) == len(rows):
                         return found
-                except IndexAway:
+                except IndexUnavailableError:
                     pass
 
                 await asyncio.sleep(0.05)

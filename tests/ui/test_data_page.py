@@ -111,7 +111,7 @@ def pages(
                 key: await client.get(f"/runs/mine.sqlite/{path}") for key, path in paths.items()
             }
             with (
-                mock.patch("agentevo.ui.data_page.MOST_ASIDE", 1),
+                mock.patch("agentevo.ui.data_page.MAX_SET_ASIDE", 1),
                 mock.patch("agentevo.ui.shared_answers.KEPT_S", 0.0),
             ):
                 found["aside"] = await client.get("/runs/mine.sqlite/data?q=HAL")

@@ -209,11 +209,11 @@ def test_who_leaves_takes_nothing_from_those_who_wait(
 def test_what_is_kept_is_bounded(lake: Path, long: None) -> None:
     async def scenario() -> None:
         async with visitors(lake, 1) as (memory, (viewer,), _):
-            for number in range(shared_answers.MOST + 10):
+            for number in range(shared_answers.MAX_ANSWERS + 10):
                 await viewer.get("/runs/lake", params={"a": number})
-            assert len(memory._answers) <= shared_answers.MOST
-            await viewer.get("/runs/lake", params={"a": "x" * (shared_answers.LONGEST_QUERY + 1)})
-            assert all(len(key.query) <= shared_answers.LONGEST_QUERY for key in memory._answers)
+            assert len(memory._answers) <= shared_answers.MAX_ANSWERS
+            await viewer.get("/runs/lake", params={"a": "x" * (shared_answers.MAX_QUERY_BYTES + 1)})
+            assert all(len(key.query) <= shared_answers.MAX_QUERY_BYTES for key in memory._answers)
             memory._watcher._num_changes += 1
             shared_answers.KEPT_S = 0.0  # the fixture puts it back
             await viewer.get("/")

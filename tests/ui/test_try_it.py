@@ -282,7 +282,7 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
 
             # The next request begins another one, which ends when nobody asks.
             monkeypatch.setattr(players_module, "IDLE_S", 0.4)
-            monkeypatch.setattr(players_module, "LOOK_S", 0.1)
+            monkeypatch.setattr(players_module, "POLL_INTERVAL_S", 0.1)
             held._looking.cancel()
             assert isinstance((await heard(held, key, chat("f")))[-1], words.Replied)
 

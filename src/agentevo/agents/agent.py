@@ -33,7 +33,7 @@ from agentevo.environments import TextEnvironment
 from agentevo.errors import ConfigError, NoCallError, describe_error, shown
 from agentevo.event_loop import NoticesBlocks
 from agentevo.rewards.returned import (
-    LARGEST_METRIC,
+    MAX_METRIC,
     named_parts,
     plain_bool,
     plain_number,
@@ -284,12 +284,12 @@ def _plain(outcome: Outcome) -> Outcome:
         truncated=plain_bool(outcome.truncated, "the agent's truncated"),
         ending=str(outcome.ending),
         metrics=_metrics(outcome.metrics),
-        timings=plain_numbers(outcome.timings, "the agent's timings", LARGEST_METRIC),
+        timings=plain_numbers(outcome.timings, "the agent's timings", MAX_METRIC),
     )
 
 
 def _metrics(values: Any) -> dict[str, float]:
-    metrics = plain_numbers(values, "the agent's metrics", LARGEST_METRIC)
+    metrics = plain_numbers(values, "the agent's metrics", MAX_METRIC)
     taken = next((name for name in metrics if name.startswith((REWARD_PARTS, TIMINGS))), None)
     if taken is not None:
         kind, place = (

@@ -16,7 +16,7 @@ from agentevo.agents.policy import Policy
 from agentevo.errors import ConfigError, SandboxError
 from agentevo.sandbox import Sandbox
 from agentevo.store.call_log import record_call
-from agentevo.store.files import MOST_FILES, check_files, is_inner_path
+from agentevo.store.files import MAX_FILES, check_files, is_inner_path
 from agentevo.types import Task
 
 FILES = "files"
@@ -127,7 +127,7 @@ class AttemptFiles:
             if path not in sizes:
                 continue  # deleted
 
-            fits = len(files) < MOST_FILES and size + sizes[path] <= self._limit
+            fits = len(files) < MAX_FILES and size + sizes[path] <= self._limit
             if fits and is_inner_path(path):
                 content = await sandbox.read_file(path)
                 size += len(content)

@@ -33,7 +33,7 @@ from agentevo.agents.tools_outcome import outcome_with_tools, tool_outcomes
 from agentevo.config.agents import CodeAgentSection, agents
 from agentevo.errors import RequestTooLongError, ToolError
 from agentevo.rewards.answers import find_answer
-from agentevo.rewards.sqlite_state import LEFT_OUT
+from agentevo.rewards.sqlite_state import LEFT_OUT_METRIC
 from agentevo.sandbox import Execution, Sandbox, Sandboxes, SandboxTool
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import record_call
@@ -147,7 +147,7 @@ class CodeAgent:
                 "num_context_cuts": float(history.num_cuts),
                 "num_code_blocks": float(progress.num_blocks),
                 "num_failed_code_blocks": float(progress.num_failed),
-                LEFT_OUT: float(files.num_left_out),
+                LEFT_OUT_METRIC: float(files.num_left_out),
             },
             end=end,
             ends=ENDS,

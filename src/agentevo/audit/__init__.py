@@ -1,1 +1,1 @@
-"""Checks of a finished or interrupted run against its store: audit and replay."""
+"""Checks a finished or interrupted run against its store: audit and replay."""

@@ -1,9 +1,10 @@
 """The audit proves from a run's store that every committed step was made from exactly the
-trajectories its record names, each used once, none of its tokens older than the bound.
+trajectories that its record names. Each was used once, and none of its tokens was older than the
+bound.
 
-The audit recomputes everything that it can: digests and ages from the tokens in the store, the
-chain of steps from their records (runs/chain.py), checksums from the files. It does not prove
-weights whose checkpoint is gone (`agentevo audit --replay` samples tokens again), nor times.
+The audit recomputes all that it can: digests and ages from the tokens in the store, the chain of
+steps from their records (runs/chain.py), and checksums from the files. It proves neither weights
+whose checkpoint is gone (`agentevo audit --replay` samples tokens again) nor times.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from agentevo.audit.rest import check_rest, wrong_content
 from agentevo.audit.texts import check_texts, count_texts
 from agentevo.errors import CheckpointError, StoreError, TrainingError
 from agentevo.progress import over
-from agentevo.runs.chain import KEY, OLDER, End, broken_links, read_head
+from agentevo.runs.chain import KEY, OLDER_VERSION, End, broken_links, read_head
 from agentevo.runs.folder import queued_group_size
 from agentevo.store.codec import content_digest
 from agentevo.store.records import StepRecord, StoredTrajectory
@@ -34,20 +35,21 @@ from agentevo.store.store import Store
 from agentevo.training.batching.step_plan import SHOWN, StepPlan
 
 EXACT_POLICIES = ("wait", "cancel")
-"""The values of `rollout.policy` that leave no token too old, so that none needs masking."""
+"""The values of `rollout.policy` under which no token is too old, so that none needs masking."""
 
 
 class Violated(Protocol):
-    """Notes a violation of one step."""
+    """Adds a violation of a step to the report."""
 
     def __call__(self, what: str, trajectory: str | None = None) -> None: ...
 
 
 async def audit(store: Store, folder: Path) -> Audit:
-    """Reads the whole store of the run in `folder`, step by step, and the files that are there."""
+    """Reads the whole store of the run in `folder`, step by step, and the existing files."""
     report = Audit()
     try:
-        head = read_head(folder)  # before the records: a run that continues has them first
+        # reads the head before the records, because a running run writes records first
+        head = read_head(folder)
     except CheckpointError as error:
         head = None
         report.violations.append(AuditViolation(str(error)))
@@ -80,10 +82,10 @@ async def audit(store: Store, folder: Path) -> Audit:
 
 
 def _check_chain(records: Iterable[StepRecord], report: Audit) -> None:
-    """Every record must be the one that was committed, by the chain."""
+    """Checks by the chain that every record is the one that was committed."""
     older = [record.step for record in records if KEY not in record.record]
     if older:
-        what = f"{len(older)} steps, of which this is the first, can't be proven: {OLDER}"
+        what = f"{len(older)} steps, of which this is the first, can't be proven: {OLDER_VERSION}"
         report.violations.append(AuditViolation(what, step=older[0]))
     for step in broken_links((r for r in records if KEY in r.record), End()):
         what = "its record is not the one that was committed: the chain of steps breaks here"
@@ -113,8 +115,8 @@ async def _check_step(
     members: dict[tuple[str, int], str],
     report: Audit,
 ) -> None:
-    """Compares the step's plan with the trajectories that the ledger has committed to it. `used`
-    maps ids to the step that names them, `members` maps (group, attempt) to ids."""
+    """Compares the step's plan with the trajectories that are committed to it in the ledger. `used`
+    maps ids to the step that names them, and `members` maps (group, attempt) to ids."""
     step = record.step
 
     def add_violation(what: str, trajectory: str | None = None) -> None:
@@ -132,7 +134,7 @@ async def _check_step(
             f"its record counts {record.num_trajectories} trajectories, its plan {len(plan.ids)}"
         )
 
-    places = {name: place for place, name in enumerate(plan.ids)}
+    places = {name: index for index, name in enumerate(plan.ids)}
     digests: dict[str, bytes] = {}
     contents: dict[str, list[str]] = {}
     masked = 0
@@ -175,7 +177,8 @@ async def _check_step(
 
 
 def _check_used_once(plan: StepPlan, step: int, used: dict[str, int], violated: Violated) -> None:
-    """No plan may repeat a trajectory of its own or of an earlier plan. Updates `used`."""
+    """Checks that the plan repeats no trajectory of its own or of an earlier plan. Updates
+    `used`."""
     for name, times in Counter(plan.ids).items():
         if times > 1:
             violated(f"its plan names it {times} times", name)
@@ -185,8 +188,8 @@ def _check_used_once(plan: StepPlan, step: int, used: dict[str, int], violated: 
 
 
 def _check_masked(plan: StepPlan, masked: int, violated: Violated) -> None:
-    """The plan must have left out exactly the tokens that are too old; with a policy that waits for
-    fresh tokens, none."""
+    """Checks that the plan left out exactly the tokens that are too old. With a policy that waits
+    for fresh tokens, there must be none."""
     if masked != plan.masked_tokens:
         violated(
             f"{masked} tokens were older than {plan.staleness} versions, its plan says that "
@@ -219,8 +222,8 @@ def _wrong_with(stored: StoredTrajectory, places: Mapping[str, int]) -> list[str
 
 
 def _count_ages(stored: StoredTrajectory, plan: StepPlan, step: int, report: Audit) -> int:
-    """Adds its trained tokens to `report.ages`; returns how many are older than the bound. The
-    trainer's version is step - 1."""
+    """Adds the trajectory's trained tokens to `report.ages`. Returns how many are older than the
+    bound. The trainer's version is step - 1."""
     counts: Counter[int] = Counter()
     for turn in stored.trajectory.turns:
         counts.update(turn.versions)
@@ -246,7 +249,7 @@ def _count_ages(stored: StoredTrajectory, plan: StepPlan, step: int, report: Aud
 
 
 def _check_digest(plan: StepPlan, digests: Mapping[str, bytes], violated: Violated) -> set[str]:
-    """Returns the ids of trajectories that differ from those that were trained on."""
+    """Returns the ids of trajectories that were changed after they were trained on."""
     altered = []
     if len(plan.digests) == len(plan.ids):
         shown = zip(plan.ids, plan.digests, strict=True)

@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 class AuditViolation(msgspec.Struct, frozen=True):
-    """A statement of the store that can't be true, or one that is missing."""
+    """A false or missing statement in the store."""
 
     what: str
     step: int | None = None
@@ -28,52 +28,54 @@ class Audit(msgspec.Struct, kw_only=True):
     """The findings of an audit."""
 
     steps: int = 0
-    """Number of committed steps."""
+    """The number of committed steps."""
     trained: int = 0
-    """Number of trajectories that they were made from."""
+    """The number of trajectories that the steps were made from."""
     ages: dict[int, int] = {}
-    """Age in versions -> trained tokens."""
+    """Maps an age in versions to the number of trained tokens."""
     masked_tokens: int = 0
-    """Tokens of those trajectories that were too old and therefore not trained on."""
+    """The number of tokens in those trajectories that were too old and therefore not trained on."""
     reasons: dict[str, dict[str, list[str]]] = {}
-    """`dropped`, `failed` or `cancelled` -> reason -> ids of trajectories for training, in the
-    order of writing."""
+    """Maps `dropped`, `failed` or `cancelled` to a mapping from a reason to the ids of training
+    trajectories, in the order of writing."""
     waiting: Counter[str] = msgspec.field(default_factory=Counter)
-    """`ready` and `reserved` trajectories for training."""
+    """The numbers of `ready` and `reserved` training trajectories."""
     tasks: dict[str, int] = {}
-    """Number of tasks in each state."""
+    """The number of tasks in each state."""
     unfinished: list[str] = []
-    """Ids of tasks that are queued or leased."""
+    """The ids of tasks that are queued or leased."""
     poison: dict[str, str] = {}
-    """Ids of tasks that were set aside -> error."""
+    """Maps the ids of poison tasks to their errors."""
     failed: dict[str, str] = {}
-    """Ids of failed tasks -> error."""
+    """Maps the ids of failed tasks to their errors."""
     checkpoints: list[int] = []
-    """Steps whose checkpoint is complete and the one in the record."""
+    """The steps whose checkpoint is complete and matches the record."""
     gone: list[int] = []
-    """Steps whose checkpoint is no longer there (checkpoint.keep_last)."""
+    """The steps whose checkpoint is deleted (checkpoint.keep_last)."""
     remade: list[int] = []
-    """Steps whose complete checkpoint was saved after their commit, according to head.json: when
-    the run was stopped, or when a resume found a torn checkpoint and repeated the step."""
+    """The steps whose complete checkpoint was saved after their commit, according to head.json. It
+    was saved when the run was stopped, or when a resume found an incomplete checkpoint and repeated
+    the step."""
     unrecorded: list[int] = []
-    """Steps with a checkpoint without a record, because the run was killed before writing one. A
-    resume ignores it."""
+    """The steps with a checkpoint without a record, because the run was killed before it wrote the
+    record. A resume ignores it."""
     emptied: int = 0
-    """Trajectories whose tokens `gc` deleted: their contents can't be proven."""
+    """The number of trajectories whose tokens `gc` deleted. Their contents can't be proven."""
     without_attempt: list[str] = []
-    """Ids of completed tasks without a trajectory in the store: the run was killed before it wrote
-    them."""
+    """The ids of completed tasks without a trajectory in the store, because the run was killed
+    before it wrote them."""
     texts: dict[str, dict[str, int]] = {}
-    """Name of a text -> digest -> trajectories that were played with it, evaluations included."""
+    """Maps the name of a text to a mapping from its digest to the number of trajectories that were
+    played with it, including evaluations."""
     texts_gone: list[str] = []
-    """Digests of texts that are missing in the run's folder."""
+    """The digests of texts that are missing in the run's folder."""
     unproven_files: list[str] = []
-    """Names of files and folders (with a `/`) in the run's folder without a record."""
+    """The names of files and folders (with a `/`) in the run's folder without a record."""
     unproven_tasks: int = 0
-    """Tasks without a record in any step: a deletion, or a change together with the digest, would
-    go unnoticed."""
+    """The number of tasks without a record in any step. A deletion, or a change together with the
+    digest, would go unnoticed."""
     unproven_attempts: int = 0
-    """Attempts without a record in any step."""
+    """The number of attempts without a record in any step."""
     violations: list[AuditViolation] = []
 
     @property
@@ -81,8 +83,8 @@ class Audit(msgspec.Struct, kw_only=True):
         return not self.violations
 
     def lines(self, *, dropped: bool = False) -> list[tuple[str, str]]:
-        """Rows of (what, value) to print, without the violations. With `dropped`, they include
-        the ids of untrained trajectories."""
+        """Rows of (name, value) to print, without the violations. With `dropped`, they include the
+        ids of untrained trajectories."""
         total = sum(self.ages.values())
         ages = ", ".join(
             f"{count / total:.1%} of age {age}" for age, count in sorted(self.ages.items())
@@ -159,7 +161,7 @@ class Audit(msgspec.Struct, kw_only=True):
 
 
 def _list_texts(digests: Mapping[str, int], gone: Collection[str]) -> str:
-    """The texts of one name, most used first."""
+    """The texts with one name, the most used first."""
     return ", ".join(
         f"{digest} in {count} attempt{'s' * (count != 1)}{' (not kept)' * (digest in gone)}"
         for digest, count in sorted(digests.items(), key=lambda item: (-item[1], item[0]))
@@ -167,6 +169,6 @@ def _list_texts(digests: Mapping[str, int], gone: Collection[str]) -> str:
 
 
 def _without_numbers(reason: str) -> str:
-    """The first line of a reason, which groups reasons that differ in versions, seconds or
-    lengths."""
+    """The first line of a reason, without numbers. It groups reasons that differ in versions,
+    seconds or lengths."""
     return _NUMBER.sub("N", next(iter(reason.strip().splitlines()), "no reason"))

@@ -10,7 +10,7 @@ from agentevo.agents.texts import FOLDER as TEXTS_FOLDER
 from agentevo.audit.findings import Audit, AuditViolation
 from agentevo.errors import CheckpointError, StoreError
 from agentevo.observability.metrics import digests_by_step
-from agentevo.rollout.given_tasks import RECORD as TASKS_FILE
+from agentevo.rollout.given_tasks import TASKS_FILE
 from agentevo.runs.chain import HEAD, KEY, LOG, NUMBERS, Head, file_digest
 from agentevo.runs.lock import LOCK
 from agentevo.store.records import StepRecord
@@ -19,14 +19,14 @@ from agentevo.training.token_numbers import FOLDER as NUMBERS_FOLDER
 from agentevo.training.token_numbers import name_of
 
 PROVEN_FILES = {HEAD, LOCK, "metrics.jsonl", "checkpoints", TEXTS_FOLDER, NUMBERS_FOLDER}
-"""Files that the audit checks in addition to those of head.json and the store; the lock needs no
+"""Files that the audit checks in addition to those of head.json and the store. The lock needs no
 check."""
 
 
 def check_head(
     head: Head | None, records: Sequence[StepRecord], folder: Path, report: Audit
 ) -> None:
-    """The store must have the step that head.json names, with the same chain."""
+    """Checks that the store has the step that head.json names, with the same chain."""
     chains = {0: ""} | {record.step: record.record.get(KEY) for record in records}
     if head is None:
         if records and not (folder / HEAD).exists():
@@ -45,8 +45,8 @@ def check_head(
 def check_files(
     head: Head | None, records: Sequence[StepRecord], folder: Path, report: Audit
 ) -> None:
-    """config.yaml and the record of given tasks by head.json, metrics.jsonl by the steps'
-    records."""
+    """Checks config.yaml and the record of given tasks by head.json, and metrics.jsonl by the
+    steps' records."""
     known_digests = {} if head is None else head.files
     for name in sorted({*known_digests, "config.yaml", TASKS_FILE}):
         digest = file_digest(folder / name)
@@ -78,7 +78,7 @@ def check_files(
 
 
 def check_numbers(records: Sequence[StepRecord], folder: Path, report: Audit) -> None:
-    """The files of token numbers, by the steps' records; deleted ones are fine."""
+    """Checks the files of token numbers by the steps' records. Files may be deleted."""
     for record in records:
         digest = file_digest(folder / name_of(record.step))
         if digest is None:
@@ -93,7 +93,7 @@ def check_numbers(records: Sequence[StepRecord], folder: Path, report: Audit) ->
 def list_unproven(
     head: Head | None, records: Sequence[StepRecord], folder: Path, report: Audit
 ) -> None:
-    """The folder's other content, and the folders that are checked only in part."""
+    """Lists the folder's other content, and the folders that are checked only in part."""
     proven = PROVEN_FILES | ({} if head is None else head.files).keys()
     for path in sorted(folder.iterdir()):
         if path.name not in proven and not path.name.startswith("store.sqlite"):
@@ -102,17 +102,17 @@ def list_unproven(
     last = records[-1].step if records else 0
     checkpoints = Checkpoints(folder / "checkpoints", 1)
     saved = checkpoints.folders()
-    looked_at = {checkpoints.path(step) for step in saved if step <= last}
-    looked_at |= {folder / name_of(record.step) for record in records}
-    looked_at |= {
+    checked_paths = {checkpoints.path(step) for step in saved if step <= last}
+    checked_paths |= {folder / name_of(record.step) for record in records}
+    checked_paths |= {
         folder / TEXTS_FOLDER / f"{digest}.txt"
         for digests in report.texts.values()
         for digest in digests
     }
     for name in ("checkpoints", NUMBERS_FOLDER, TEXTS_FOLDER):
-        unproven_paths = {*(folder / name).glob("*")} - looked_at
+        unproven_paths = {*(folder / name).glob("*")} - checked_paths
         if name == "checkpoints" and saved:
-            unproven_paths.add(checkpoints.folder / INDEX)  # also where it was deleted
+            unproven_paths.add(checkpoints.folder / INDEX)  # also lists a file that was deleted
         for path in sorted(unproven_paths):
             report.unproven_files.append(f"{name}/{path.name}{'/' if path.is_dir() else ''}")
 
@@ -120,7 +120,7 @@ def list_unproven(
 def check_checkpoints(
     head: Head | None, records: Sequence[StepRecord], folder: Path, report: Audit
 ) -> None:
-    """Existing checkpoints must be complete, and listed in their record or head.json."""
+    """Checks that existing checkpoints are complete, and listed in their record or in head.json."""
     named: dict[int, dict[str, Any]] = {
         record.step: record.record["checkpoint"]
         for record in records
@@ -139,7 +139,7 @@ def check_checkpoints(
         except CheckpointError as error:
             if path.is_dir():
                 report.violations.append(AuditViolation(str(error), step=step))
-            elif step in named:  # a run that continues has deleted it since then
+            elif step in named:  # a running run has deleted it in the meantime
                 report.gone.append(step)
             continue
 

@@ -16,7 +16,7 @@ from agentevo.orchestration.components import AgentFunction, open_components
 from agentevo.orchestration.resume import replay_step
 from agentevo.orchestration.rollout_sources import SynchronousRollouts
 from agentevo.orchestration.trainers import make_trainer, make_trainers
-from agentevo.runs.chain import KEY, OLDER
+from agentevo.runs.chain import KEY, OLDER_VERSION
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task
 
@@ -29,11 +29,12 @@ async def rebuild(
     tasks: Sequence[Task] | None = None,
     policy: str = "",
 ) -> AsyncGenerator[dict[str, torch.Tensor], None]:
-    """Yields the trained parameters by name, for each of `versions` in order, in one pass from the
-    nearest complete checkpoint before them; with several policies, those of `policy`. They are the
-    trainer's own tensors, so valid until the next iteration.
+    """Yields the trained parameters by name, for each of `versions` in order. It takes one pass
+    from the nearest complete checkpoint before them. With several policies, the parameters are
+    those of `policy`. They are the trainer's own tensors, so they are valid until the next
+    iteration.
 
-    This repeats the updates in between, without sampling. Raises CheckpointError for a version that
+    The updates in between are repeated, without sampling. Raises CheckpointError for a version that
     was never committed.
     """
     if not versions:
@@ -49,7 +50,7 @@ async def rebuild(
             if record.step <= max(versions)
         ]
         if any(KEY not in record.record for record in steps):
-            raise CheckpointError(f"{config.run_dir}: {OLDER}")
+            raise CheckpointError(f"{config.run_dir}: {OLDER_VERSION}")
 
         unknown = sorted(set(versions) - {start or 0} - {record.step for record in steps})
         if unknown:

@@ -1,7 +1,7 @@
 """The engine and the remote models of a replay, which answer from the record.
 
-Both compare each request with the recorded one. After the first difference, or at the end of the
-record, they refuse to answer.
+Both compare each request with the recorded request. After the first difference, or at the end of
+the record, they refuse to answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RecordedEngine:
         self._trajectory = trajectory
         self._end_ids = frozenset(end_ids)
         self._by_seed: dict[int, list[Turn]] = {}
-        for turn in trajectory.turns:  # an agent may give several calls one seed
+        for turn in trajectory.turns:  # an agent may use the same seed for several calls
             self._by_seed.setdefault(turn.seed, []).append(turn)
         self.difference: Difference | None = None
         self.num_answered = 0
@@ -65,7 +65,7 @@ class RecordedEngine:
             self._check(turn, prompt_ids, sampling)
         elif (
             self._trajectory.status == "completed"
-        ):  # what failed or was cancelled may have asked for more
+        ):  # a failed or cancelled attempt may have made further requests
             self._differs(
                 "end",
                 self.num_answered,
@@ -116,7 +116,8 @@ class RecordedEngine:
             self._differs("prompt", turn.index, 0, what)
             return
 
-        if sampling.stop_strings:  # which token completes one, only the engine's tokenizer knows
+        # only the engine's tokenizer knows which token completes a stop text
+        if sampling.stop_strings:
             return
 
         ids = turn.completion_ids
@@ -144,8 +145,8 @@ class RecordedEngine:
 
 
 class RecordedModels(Mapping[str, "RecordedModel"]):
-    """The remote models of an attempt, a substitute for RemoteModels: each call gets the recorded
-    answer for its seed. A call without a recorded answer fails, as it may have failed then: failed
+    """The remote models of an attempt, in place of RemoteModels. Each call gets the recorded answer
+    for its seed. A call without a recorded answer fails, because it may have failed then: failed
     calls are not recorded."""
 
     def __init__(self, names: Iterable[str], turns: Sequence[RemoteTurn]) -> None:
@@ -214,7 +215,7 @@ class RecordedModels(Mapping[str, "RecordedModel"]):
 
 
 class RecordedModel:
-    """One remote model of a replay, a substitute for RemoteModel."""
+    """A remote model of a replay, in place of RemoteModel."""
 
     within_s = 0.0
 
@@ -229,7 +230,7 @@ class RecordedModel:
         sampling: SamplingOverrides | None = None,
         **options: Any,
     ) -> RemoteReply:
-        """See RemoteModel.generate; the other arguments are not in the record."""
+        """See RemoteModel.generate. The other arguments are not in the record."""
         seed = None if sampling is None else sampling.seed
         return self._models.answer(self.name, seed, messages)
 

@@ -1,14 +1,14 @@
-"""Replay: repeats a trajectory from its task, its seeds and the stored weights, and compares it
-with the record.
+"""Replay: repeats a trajectory from its task, its seeds and the stored weights, and compares the
+result with the record.
 
-It has two halves. It samples every token again under the version that the record names for it
-(resampling.py). And the agent plays the task again with an engine that compares each request and
-answers with the recorded completion. If neither half finds a difference, then agent, environment,
-engine and weights reproduce the record, by induction over its tokens.
+It has two halves. The first half samples every token again under the version that the record names
+for it (resampling.py). In the second half, the agent plays the task again with an engine that
+compares each request and answers with the recorded completion. If neither half finds a difference,
+the agent, environment, engine and weights reproduce the record, by induction over its tokens.
 
-Agents and environments that are not deterministic (clocks, networks) play other episodes; the
-replay then names the first prompt that differs. A run that was resumed with other sampling or
-agent keys is replayed with the last ones.
+Agents and environments that are not deterministic (clocks, networks) play other episodes. The
+replay then names the first prompt that differs. If a run was resumed with other sampling or agent
+keys, the replay uses the last ones.
 """
 
 from __future__ import annotations
@@ -54,22 +54,23 @@ class TrajectoryReplay(msgspec.Struct, kw_only=True):
 
     trajectory: str
     versions: list[int]
-    """Versions of the weights that sampled it."""
+    """The versions of the weights that sampled the trajectory."""
     tokens: int = 0
-    """Number of tokens that were sampled again."""
+    """The number of tokens that were sampled again."""
     ties: int = 0
-    """How many of them agree only within rounding (resampling.py)."""
+    """How many of these tokens agree only within rounding (resampling.py)."""
     turns: int = 0
-    """Number of turns that the agent requested again; fewer than recorded only after a
+    """The number of turns that the agent requested again. It is smaller than recorded only after a
     difference."""
     remote_turns: int = 0
-    """Number of recorded answers of remote models that the agent requested again."""
+    """The number of recorded answers of remote models that the agent requested again."""
     unplayed: str = ""
-    """Why no agent played it, so that only the tokens were sampled again; empty if one did."""
+    """Why no agent played the task, so that only the tokens were sampled again. Empty if an agent
+    played it."""
     reward: float = 0.0
     """The reward in the record."""
     replayed_reward: float | None = None
-    """The reward of the replay; None if the record (failed, cancelled) or the replay ended
+    """The reward of the replay. None if the record (failed, cancelled) or the replay ended
     early."""
     difference: Difference | None = None
     """The first difference."""
@@ -80,16 +81,16 @@ class TrajectoryReplay(msgspec.Struct, kw_only=True):
 
     @property
     def played(self) -> bool:
-        """Whether the agent played it again."""
+        """Whether the agent played the task again."""
         return not self.unplayed
 
     def line(self) -> str:
         """The result as one line to print."""
-        drawn = (
+        summary = (
             f"{self.tokens} tokens of {len(self.versions)} version{'s' * (len(self.versions) != 1)}"
         )
         if self.difference is not None:
-            return f"{self.trajectory}: DIFFERS ({drawn}): {self.difference.what}"
+            return f"{self.trajectory}: DIFFERS ({summary}): {self.difference.what}"
 
         ties = f", {self.ties} of them within rounding" if self.ties else ""
         reward = (
@@ -100,7 +101,7 @@ class TrajectoryReplay(msgspec.Struct, kw_only=True):
         remote = f"{self.remote_turns} answers of remote models from the record; "
 
         return (
-            f"{self.trajectory}: same ({drawn}{ties}; {remote if self.remote_turns else ''}"
+            f"{self.trajectory}: same ({summary}{ties}; {remote if self.remote_turns else ''}"
             f"{reward if self.played else f'not played again: {self.unplayed}'})"
         )
 
@@ -114,12 +115,12 @@ async def replay(
     tasks: Sequence[Task] | None = None,
     made_again: bool = False,
 ) -> list[TrajectoryReplay]:
-    """Replays one trajectory, or `sample` training ones with available weights, chosen at random by
-    the run's seed.
+    """Replays a single trajectory, or `sample` training trajectories with available weights, chosen
+    at random by the run's seed.
 
-    Available weights are those in the run's folder; with `made_again` also those that
-    rebuilt_weights.py can rebuild. Raises StoreError for an unknown trajectory, CheckpointError if
-    the weights are gone.
+    Available weights are those in the run's folder. With `made_again`, those that
+    rebuilt_weights.py can rebuild are available too. Raises StoreError for an unknown trajectory,
+    and CheckpointError if the weights are gone.
     """
     source = TaskSource(config, tasks)
     async with await open_store(config.store_url, create=False) as store:
@@ -128,7 +129,7 @@ async def replay(
         else:
             chosen = await _sample(config, store, sample, made_again=made_again)
         altered = await _find_altered(store, chosen)
-        shown = {t.task_id: source.as_given(await store.task(t.task_id)) for t in chosen}
+        shown = {t.task_id: source.as_agent_task(await store.task(t.task_id)) for t in chosen}
 
     replays = dict[str, TrajectoryReplay]()
     chat = None
@@ -137,21 +138,21 @@ async def replay(
         policy_trajectories = [t for t in chosen if weights_of(config, t.agent) == policy]
         stored = StoredVersions(config, policy)
         versions = sorted({version for t in policy_trajectories for version in versions_of(t)})
-        missing = set(versions) - set(stored.at_hand()) if made_again else set()
+        missing = set(versions) - set(stored.available_versions()) if made_again else set()
         rebuilding = rebuild(config, missing, agent=agent, tasks=tasks, policy=policy)
         async with aclosing(rebuilding) as rebuilt:
             sources = _sources(versions, stored, missing, rebuilt)
             with bar("replay: sampling again"):
-                drawn, chat, context = await _draw_again(
+                summary, chat, context = await _sample_again(
                     config, policy, policy_trajectories, sources
                 )
 
-        replays |= drawn
+        replays |= summary
 
     player = _player(config, agent)
     for trajectory in over(chosen, "replay", len(chosen), "trajectories"):
         result = replays[trajectory.id]
-        if reason := _not_alone(config, trajectory.agent):
+        if reason := _why_not_replayable(config, trajectory.agent):
             result.unplayed = reason
         elif player is None or chat is None:
             result.unplayed = "its agent is a function, which was not passed"
@@ -172,8 +173,8 @@ async def replay(
     return [replays[trajectory.id] for trajectory in chosen]
 
 
-def _not_alone(config: RunConfig, agent: str) -> str:
-    """Why an attempt of one of several agents can't be played again; empty if it can."""
+def _why_not_replayable(config: RunConfig, agent: str) -> str:
+    """Why an attempt of one of several agents can't be played again. Empty if it can."""
     if config.tasks.self_play is not None:
         is_proposer = agent == PROPOSER
         return "its reward comes from the solver's attempts at its question" if is_proposer else ""
@@ -184,8 +185,8 @@ def _not_alone(config: RunConfig, agent: str) -> str:
 
 
 async def _find_altered(store: Store, chosen: Sequence[Trajectory]) -> set[str]:
-    """Ids of trajectories whose row was changed. A replay does not reproduce ids, messages, metrics
-    and reasons of failures, so it can't see such changes."""
+    """The ids of trajectories whose row was changed. A replay does not reproduce ids, messages,
+    metrics and reasons of failures, so it can't detect such changes."""
     ids = {trajectory.id for trajectory in chosen}
     return {
         stored.trajectory.id
@@ -210,8 +211,8 @@ async def _sources(
 async def _sample(
     config: RunConfig, store: Store, count: int, *, made_again: bool
 ) -> list[Trajectory]:
-    """Chooses trajectories with available weights, or any if weights are `made_again`.
-    Raises CheckpointError if no trajectory has all its weights."""
+    """Chooses trajectories with available weights. With `made_again`, chooses from all
+    trajectories. Raises CheckpointError if no trajectory has all its weights."""
     names = [
         summary.id
         for summary in await store.summaries(split="train")
@@ -227,7 +228,7 @@ async def _sample(
 
         try:
             trajectory = await store.trajectory(name)
-        except StoreError:  # `store gc --dropped` has taken its tokens
+        except StoreError:  # `store gc --dropped` has deleted its tokens
             continue
 
         stored_versions = stored[weights_of(config, trajectory.agent)]
@@ -248,14 +249,14 @@ def versions_of(trajectory: Trajectory) -> list[int]:
     return sorted({version for turn in trajectory.turns for version in turn.versions})
 
 
-async def _draw_again(
+async def _sample_again(
     config: RunConfig,
     policy: str,
     trajectories: Sequence[Trajectory],
     sources: AsyncIterator[tuple[int, Source]],
 ) -> tuple[dict[str, TrajectoryReplay], ChatFormat | None, int]:
-    """Samples every token again (the first half), one version after the other. Returns the results
-    with the chat format and the context length of the models."""
+    """Samples every token again (the first half), version after version. Returns the results with
+    the chat format and the context length of the models."""
     replays = {
         t.id: TrajectoryReplay(trajectory=t.id, versions=versions_of(t), reward=t.reward)
         for t in trajectories
@@ -293,7 +294,7 @@ def _keep_first(result: TrajectoryReplay, *differences: Difference) -> None:
 
 
 def _player(config: RunConfig, agent: AgentFunction | None) -> Agent | None:
-    """The agent of the run; None if it is a function that was not passed."""
+    """The player of the run's agent. None if the agent is a function that was not passed."""
     has_agent = config.agent.type != "function" and (
         config.environment is not None or config.tasks.given or brings_tasks(config.agent.type)
     )
@@ -309,8 +310,8 @@ async def _play(
     context: int,
     result: TrajectoryReplay,
 ) -> None:
-    """Plays the task again (the second half). An error of the agent or agent.timeout_s ends it: the
-    record ended in the same way, or that is a difference."""
+    """Plays the task again (the second half). An error of the agent or agent.timeout_s ends the
+    play. If the record did not end in the same way, that is a difference."""
     engine = RecordedEngine(trajectory, chat.end_ids)
     conversation_seed = derive_seed(config.run.seed, trajectory.id)
     conversation = Conversation(
@@ -332,9 +333,8 @@ async def _play(
     policy = Policy(conversation, gateway, remote, texts=Texts(config.agent.texts))
     attempt = GroupAttempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
     played = None
-    with suppress(
-        InfrastructureFailure
-    ):  # the engine has answered no more: at a difference, or at the end of what was broken off
+    # the engine gave no further answer: at a difference, or at the end of a record that was cut off
+    with suppress(InfrastructureFailure):
         (played,) = await attempt.run(
             task_id=trajectory.task_id, group_id=trajectory.group_id, number=trajectory.attempt
         )
@@ -344,7 +344,8 @@ async def _play(
         )
         if judged_again:
             (played,) = await scoring.score([played], [bool(attempt.unrewarded)], {}, task=task)
-        elif played.status == "completed":  # others, a judge or the weights are not asked again
+        # other rewards, a judge or the weights are not used again
+        elif played.status == "completed":
             recorded = {name: getattr(trajectory, name) for name in ("reward", "success")}
             played = msgspec.structs.replace(played, **recorded)
 
@@ -355,7 +356,7 @@ async def _play(
 
 
 class _NoGateway:
-    """A substitute for the gateway (agents/policy.py): remembers whether the agent needs one."""
+    """Replaces the gateway (agents/policy.py), and remembers whether the agent needs one."""
 
     was_needed = False
 
@@ -395,7 +396,7 @@ def _compare(
     models: RecordedModels,
     result: TrajectoryReplay,
 ) -> None:
-    """Notes in `result` the first difference between the repeated attempt and the record; `played`
+    """Notes in `result` the first difference between the repeated attempt and the record. `played`
     is None if the attempt failed."""
     result.turns = engine.num_answered
     result.remote_turns = models.num_answered

@@ -1,15 +1,15 @@
 """Samples recorded tokens again: the same context, weights, random number and filters must give the
 same token with the same log-prob.
 
-A request's n-th token uses the n-th number of its own Philox generator, for any version. So all
-tokens that one version sampled for a trajectory can be checked in one pass over their tree: as
-long as every token agrees, the result equals sampling them one by one.
+A request's n-th token uses the n-th number of the request's own Philox generator, whatever the
+version. So a single pass over the tree can check all tokens that a version sampled for a
+trajectory. As long as every token agrees, the result equals sampling them one after the other.
 
 If the engine recorded its choices of experts, the pass replays them.
 
-The pass sums in another order than the engine's many small ones, so a random number that falls
-within rounding of the border between two tokens may give the neighbour. Such a tie counts as
-agreement; the tolerances say how close it must be.
+The pass sums in another order than the engine's many small ones. So a random number that falls
+within rounding of the border between two tokens may give the neighbouring token. Such a tie counts
+as agreement. The tolerances limit how far the number may be from the border.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from agentevo.training.kernels.output_layer import all_logits
 from agentevo.types import Sample, SamplingParams, Trajectory, Turn
 
 PIECE_TOKENS = 512
-"""Tokens of one turn that are sampled together; this bounds the logits in memory."""
+"""The number of tokens of a turn that are sampled together, which limits the logits in memory."""
 
 
 class Tolerance(NamedTuple):
     """The tolerance for rounding."""
 
     uniform: float
-    """Distance of a random number from the token's interval of the cumulative distribution; at
-    temperature 0 of logits."""
+    """The distance of a random number from the token's interval of the cumulative distribution. At
+    temperature 0, the distance of logits."""
     logprob: float
 
 
@@ -59,7 +59,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["token", "logprob", "prompt", "end", "reward", "record"]
     turn: int
     position: int
-    """Index of the token in the turn's completion, or in its prompt for kind `prompt`, from 0."""
+    """The index of the token in the turn's completion, or in its prompt for the kind `prompt`, from
+    0."""
     what: str
     version: int | None = None
     token: int | None = None
@@ -71,7 +72,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> tuple[int, bool, int]:
-        """Earlier ones are smaller: a turn's prompt comes before its completion."""
+        """A sort key by position. A turn's prompt comes before its completion."""
         return self.turn, self.kind != "prompt", self.position
 
 
@@ -86,7 +87,7 @@ class Resampled(NamedTuple):
 class _ResampledPiece(NamedTuple):
     turn: Turn
     positions: list[int]
-    """Indices of the tokens in the turn's completion."""
+    """The indices of the tokens in the turn's completion."""
 
 
 def tolerance_of(model: PreTrainedModel) -> Tolerance:
@@ -97,8 +98,8 @@ def tolerance_of(model: PreTrainedModel) -> Tolerance:
 def resample(
     trajectory: Trajectory, version: int, loaded: LoadedModel, sampling: SamplingParams
 ) -> Resampled:
-    """Resamples with `loaded` every token of `trajectory` that `version` sampled; `sampling` has
-    the filters of the run."""
+    """Samples with `loaded` every token of `trajectory` that `version` sampled. `sampling` has the
+    filters of the run."""
     model = loaded.model
     device = next(model.parameters()).device
     uniforms = {
@@ -158,7 +159,7 @@ def resample(
 
 
 def request_uniforms(seed: int, count: int) -> np.ndarray:
-    """[count] float64 in [0, 1): the random numbers of an engine request, one per token."""
+    """[count] float64 in [0, 1): the random numbers of an engine request, one for each token."""
     return np.random.Generator(np.random.Philox(key=seed & (2**64 - 1))).random(count)
 
 
@@ -205,9 +206,9 @@ def _logits(
 def version_rows(
     trajectory: Trajectory, turn: Turn, version: int, routers: Routers | None
 ) -> np.ndarray | None:
-    """[T, layers, top_k] int64 of context and completion: the recorded experts of each token whose
-    next one that version drew, OWN for all others, whose keys and values that version computed
-    again. None where nothing was recorded, or the model can't replay it."""
+    """[T, layers, top_k] int64 of context and completion. A token has its recorded experts if that
+    version sampled the token after it. All other tokens have OWN, because that version computed
+    their keys and values again. None if nothing was recorded, or if the model can't replay it."""
     path = [turn]
     while path[0].parent is not None:
         path.insert(0, trajectory.turns[path[0].parent])
@@ -217,7 +218,7 @@ def version_rows(
 
     parts = [path_turn.routed_experts for path_turn in path if path_turn.routed_experts is not None]
     rows = join_experts(parts).array().astype(np.int64)
-    next_drawn_by = [  # a prompt's tokens were computed for the draw that follows them
+    next_drawn_by = [  # a prompt's tokens were computed for the token that is sampled after them
         drawn_by
         for path_turn in path
         for drawn_by in (*[path_turn.versions[0]] * len(path_turn.prompt_ids), *path_turn.versions)
@@ -236,7 +237,7 @@ def _compare(
     tolerance: Tolerance,
     loaded: LoadedModel,
 ) -> Difference | None:
-    """None if the recorded token equals the replayed one within rounding, and has the recorded
+    """None if the recorded token equals the replayed token within rounding, and has the recorded
     log-prob."""
     token = turn.completion_ids[position]
     version = turn.versions[position]
@@ -291,7 +292,7 @@ def _compare(
 
 
 def _distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """[V] float64, the distribution of the token; at temperature 0 the softmax, for readers."""
+    """[V] float64, the distribution of the token. At temperature 0 the softmax, for readers."""
     if params.temperature > 0:
         logits = filter_logits(logits / params.temperature, params)
     return torch.softmax(logits.double(), dim=-1)
@@ -300,7 +301,7 @@ def _distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def _distance(
     logits: torch.Tensor, probabilities: torch.Tensor, token: int, uniform: float, *, greedy: bool
 ) -> float:
-    """The distance of the random number from the interval of `token` (0: inside); at temperature 0,
+    """The distance of the random number from the interval of `token` (0: inside). At temperature 0,
     the distance of its logit from the highest."""
     if greedy:
         return float(logits.max() - logits[token])

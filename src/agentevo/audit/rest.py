@@ -1,6 +1,6 @@
-"""The rows of a store that no step trained on: tasks, and trajectories that wait, were dropped,
-failed, or belong to evaluations. They must be unchanged, and in the state of the steps' records.
-If samplers queue tasks, the group of a completed task must be complete."""
+"""Checks the rows of a store that no step trained on: tasks, and trajectories that wait, were
+dropped, failed, or belong to evaluations. They must be unchanged, and in the state that the steps'
+records name. If samplers queue tasks, the group of a completed task must be complete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _UNUSED: tuple[TrajectoryState, ...] = ("dropped", "failed", "ready", "reserved"
 
 def wrong_content(stored: StoredTrajectory, summary: TrajectorySummary | None) -> list[str]:
     """The changes of a row since it was written."""
-    if stored.tokens_deleted:  # by `gc`, which takes those of dropped ones; audit.py says the rest
+    # by `gc`, which deletes those of dropped trajectories; audit.py reports the others
+    if stored.tokens_deleted:
         must_have_tokens = stored.state in ("failed", "ready", "reserved")
         return ["its tokens were deleted"] if must_have_tokens else []
 
@@ -52,8 +53,8 @@ def wrong_content(stored: StoredTrajectory, summary: TrajectorySummary | None) -
 async def check_rest(
     store: Store, records: Sequence[StepRecord], report: Audit, group_size: int | None
 ) -> None:
-    """Adds the rows outside of all steps to the report. `group_size`: the least members of a queued
-    task's group; None if no tasks are queued."""
+    """Adds the rows outside of all steps to the report. `group_size`: the minimum number of members
+    in the group of a queued task. None if no tasks are queued."""
     unused: dict[str, TrajectorySummary] = {}
     attempts: dict[str, str | None] = {}
     try:
@@ -94,7 +95,8 @@ def _check_recorded(
     attempts: Mapping[str, str | None],
     report: Audit,
 ) -> None:
-    """The `attempts` (id -> digest, None for deleted tokens) must agree with the steps' records."""
+    """Checks that the `attempts` (id -> digest, None for deleted tokens) agree with the steps'
+    records."""
     recorded_names: set[str] = set()
     named = {violation.trajectory for violation in report.violations}
     for record in records:
@@ -117,7 +119,7 @@ def _check_recorded(
 def _check_states(
     records: Sequence[StepRecord], unused: Mapping[str, TrajectorySummary], report: Audit
 ) -> None:
-    """Dropped trajectories must still be dropped, and untrained ones must have a reason."""
+    """Checks that dropped trajectories are still dropped, and that untrained ones have a reason."""
 
     def add_violation(what: str, name: str) -> None:
         report.violations.append(AuditViolation(what, trajectory=name))
@@ -170,8 +172,8 @@ def _check_groups(
     size: int,
     report: Audit,
 ) -> None:
-    """A waiting group must have all its members. Members missing from other groups are in the plan
-    of their step."""
+    """Checks that a waiting group has all its members. Members missing from other groups are in the
+    plan of their step."""
     used = {row.group_id for row in committed}
     used |= {row.group_id for row in unused if row.state == "dropped"}
     groups: dict[str, list[int]] = {}
@@ -194,7 +196,7 @@ def _check_groups(
 def _dropped_in(record: StepRecord) -> dict[str, list[str]]:
     try:
         return StepPlan.of(record.step, record.record).dropped
-    except TrainingError:  # which the check of the step has reported
+    except TrainingError:  # the check of the step has reported these
         return {}
 
 
@@ -204,10 +206,10 @@ async def _check_committed(
     committed: Sequence[TrajectorySummary],
     report: Audit,
 ) -> None:
-    """No row may be committed to a step without a record."""
+    """Checks that no row is committed to a step without a record."""
     since = await store.steps(
         after=max((record.step for record in records), default=0)
-    )  # of a run that continues during the audit
+    )  # a run may continue during the audit
     steps = {record.step for record in (*records, *since)}
     for summary in committed:
         if summary.trained_step not in steps:
@@ -223,10 +225,10 @@ async def _check_tasks(
     queues: bool,
     report: Audit,
 ) -> None:
-    """Every task must be the one that was added, and completed if an attempt at it was trained
-    on; those that are not completed are listed with the reason. `trained` and `attempted` hold ids
-    of tasks. `queues`: tasks are queued for samplers, who complete them together with their
-    group."""
+    """Checks that every task is the one that was added, and is completed if an attempt at it was
+    trained on. Lists tasks that are not completed with the reason. `trained` and `attempted` are
+    ids of tasks. `queues`: whether tasks are queued for samplers, which complete a task together
+    with its group."""
 
     def add_violation(what: str) -> None:
         report.violations.append(AuditViolation(f"task {name} {what}"))
@@ -264,11 +266,12 @@ async def _check_tasks(
             errors = report.poison if stored.state == "poison" else report.failed
             errors[name] = stored.error or "no error"
             if not stored.error:
-                fate = "was set aside" if stored.state == "poison" else "failed"
-                add_violation(f"{fate}, and no error is recorded")
+                outcome = "was set aside" if stored.state == "poison" else "failed"
+                add_violation(f"{outcome}, and no error is recorded")
 
-    for gone in sorted(recorded.keys() - seen_names):
+    for lost_id in sorted(recorded.keys() - seen_names):
         what = (
-            f"task {gone} was played, according to the record of its step, but is not in the store"
+            f"task {lost_id} was played, according to the record of its step, but is not in the "
+            "store"
         )
         report.violations.append(AuditViolation(what))

@@ -25,14 +25,14 @@ from agentevo.orchestration.components import load_policy
 from agentevo.training.checkpoint import Checkpoints
 
 Source: TypeAlias = Path | Mapping[str, torch.Tensor]
-"""Folder of a checkpoint, or the trained parameters under the model's own names; an empty mapping:
-the recipe's model as it is."""
+"""The folder of a checkpoint, or the trained parameters under the model's own names. An empty
+mapping means the recipe's unchanged model."""
 WeightsOf: TypeAlias = Callable[[int], Source]
-"""Version -> its weights. Raises CheckpointError if they are not available."""
+"""Returns the weights of a version. Raises CheckpointError if they are not available."""
 
 
 class StoredVersions:
-    """Weights in the folder of a run, of one of its policies if it has several
+    """The weights in the folder of a run, or of one of its policies if it has several
     (config/named_agents.py)."""
 
     def __init__(self, config: RunConfig, policy: str = "") -> None:
@@ -44,8 +44,8 @@ class StoredVersions:
         folder = config.run_dir / "weights"
         self._published = WeightsFolder(folder) if folder.is_dir() else None
 
-    def at_hand(self) -> list[int]:
-        """Versions, in order."""
+    def available_versions(self) -> list[int]:
+        """The available versions, in order."""
         if not self._is_trained:
             return [0]
         untaught = [0] if not self._config.cold_start.episodes else []
@@ -77,10 +77,10 @@ class StoredVersions:
                 raise CheckpointError(str(error)) from error
             return weights
 
-        if version in self.at_hand():
+        if version in self.available_versions():
             return {}
 
-        known_versions = ", ".join(map(str, self.at_hand())) or "none"
+        known_versions = ", ".join(map(str, self.available_versions())) or "none"
         raise CheckpointError(
             f"{self._config.run_dir} no longer has the weights of version {version} (available: "
             f"{known_versions}): rebuild them with "
@@ -91,7 +91,7 @@ class StoredVersions:
 
 
 class PolicyAt:
-    """The policy at one version after the other; only one is in memory."""
+    """Loads the policy at one version after the other. Only one is in memory."""
 
     def __init__(self, config: RunConfig, weights_of: WeightsOf, policy: str = "") -> None:
         self._config = with_model_of(config, policy)

@@ -21,7 +21,7 @@ def count_texts(stored: StoredTrajectory, report: Audit) -> None:
 
 
 def check_texts(folder: Path, report: Audit) -> None:
-    """Every stored text must have the digest in its name."""
+    """Checks that every stored text has the digest in its name."""
     for digest in sorted({digest for digests in report.texts.values() for digest in digests}):
         path = folder / FOLDER / f"{digest}.txt"
         if not path.is_file():

@@ -1,5 +1,5 @@
-"""The history of one token in the store: the agent and the weights that sampled it, and the
-gradient step that used it, or why none did."""
+"""The history of a token in the store: the agent and the weights that sampled it, and the gradient
+step that used it, or why none did."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentevo.training.batching.step_plan import StepPlan
 
 
 class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module."""
+    """The history of a token."""
 
     trajectory: str
     turn: int
@@ -28,7 +28,8 @@ class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """Version of the weights that sampled it."""
     seed: int
-    """Seed of the request; the token at `position` used its random number `position`."""
+    """The seed of the request. The token at `position` used the random number `position` of that
+    request."""
     task: StoredTask
     attempt: int
     started_at: float
@@ -37,16 +38,16 @@ class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     trained_step: int | None
     age: int | None
-    """Age in versions, at the step that its trajectory was committed to."""
+    """The age in versions, at the step that the trajectory was committed to."""
     fate: str
     """The outcome, in words."""
     committed_at: float | None
     checkpoint: str | None
-    """The first version whose weights learned from it, by the records of the steps."""
+    """The first checkpoint whose weights learned from the token, by the records of the steps."""
     checkpoint_there: bool
 
     def lines(self) -> list[tuple[str, str]]:
-        """Rows of (what, value) to print."""
+        """Rows of (name, value) to print."""
         task = self.task
         events = [
             f"{event.kind} at {_time(event.at)}, held by {event.worker}: {event.error}"
@@ -80,8 +81,8 @@ class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
 async def follow(
     store: Store, folder: Path, trajectory_id: str, turn: int, position: int
 ) -> TokenHistory:
-    """Raises StoreError for an unknown trajectory, ConfigError for a token that it does not
-    have."""
+    """Raises StoreError for an unknown trajectory, and ConfigError for a token that the trajectory
+    does not have."""
     trajectory = await store.trajectory(trajectory_id)
     (stored,) = [
         candidate

@@ -113,9 +113,9 @@ def _convert_traces(source: str, out: Path, read_form: str) -> None:
 def _write_conversations(rows: Iterable[Mapping[str, Any]], out: Path) -> None:
     import json
 
-    from agentevo.store.export import whole_file
+    from agentevo.store.export import atomic_file
 
-    with whole_file(out) as file:
+    with atomic_file(out) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 

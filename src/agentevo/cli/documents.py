@@ -26,7 +26,7 @@ def make_from_documents(
 ) -> None:
     """Makes cloze sentences, or a model's questions. Also writes the passages as a corpus for the
     tool `search`. `task_options`: train, held_out, per_passage and seed. Raises ConfigError."""
-    from agentevo.task_making.afterwards import questions_left
+    from agentevo.task_making.afterwards import remaining_questions
     from agentevo.task_making.document_files import read_documents
     from agentevo.task_making.documents import check_made
     from agentevo.task_making.files import write_made
@@ -35,7 +35,7 @@ def make_from_documents(
     if after is not None and held_out:
         raise ConfigError("--after makes tasks to train on: give --held-out 0")
 
-    remaining = None if after is None else questions_left(after)
+    remaining = None if after is None else remaining_questions(after)
     documents = read_documents(files)
     if note := documents.note():
         print_note(note)
@@ -88,13 +88,15 @@ def _make_tasks(
 ) -> ReadDocuments:
     from agentevo.event_loop import run_coroutine
     from agentevo.progress import bar
-    from agentevo.task_making.documents import asked_from, tasks_from
+    from agentevo.task_making.documents import tasks_from_gaps, tasks_from_model
 
     with bar("making tasks", task_options["train"] + task_options["held_out"], "tasks") as so_far:
         task_options = {**task_options, "earlier_questions": asked_questions, "progress": so_far.to}
         if model is None:
-            return tasks_from(passages, **task_options)
+            return tasks_from_gaps(passages, **task_options)
         try:
-            return run_coroutine(asked_from(passages, model, language=language, **task_options))
+            return run_coroutine(
+                tasks_from_model(passages, model, language=language, **task_options)
+            )
         finally:
             model.close()

@@ -124,7 +124,7 @@ def own(
     ] = "",
 ) -> None:
     """Run a launch on a Ray cluster: place its nodes and restart lost ones."""
-    from agentevo.launch.ray_owner import own as run_owner
+    from agentevo.launch.ray_owner import run_owner as run_owner
 
     code = run_owner(nodes, address=address or None, id=id)
     if code:

@@ -217,9 +217,9 @@ def make(
     sections = tool_sections(source, choose=chosen, tells_world=worlds > 1)
     made_tasks = _make_tasks(sections, wanted_tasks, parents, kept_rows)
     if after is not None:  # what the variants are of is played no more
-        from agentevo.task_making.afterwards import free
+        from agentevo.task_making.afterwards import without_parent
 
-        made_tasks.train = [*kept_rows, *map(free, made_tasks.train)]
+        made_tasks.train = [*kept_rows, *map(without_parent, made_tasks.train)]
 
     _write(out, made_tasks, wanted_tasks, model, demonstrations, system)
 
@@ -250,14 +250,14 @@ def _earlier_rows(
     harder_than: list[str], after: Path | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The tasks that harder variants are made of, and those that are kept with them."""
-    from agentevo.task_making.afterwards import left_by
+    from agentevo.task_making.afterwards import remaining_rows
     from agentevo.task_making.files import made_rows
 
     if after is None:
         return made_rows(harder_than), []
     if harder_than:
         raise ConfigError("--after and --harder-than both name tasks to start from: give one")
-    return left_by(after)
+    return remaining_rows(after)
 
 
 def _make_tasks(

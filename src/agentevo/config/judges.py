@@ -13,7 +13,7 @@ from agentevo.config.remote_models import RemoteModelSection
 from agentevo.errors import ConfigError
 from agentevo.parsing import read_json_object
 from agentevo.rewards import RewardConfig
-from agentevo.rewards.judging import BARS, JudgeOptions
+from agentevo.rewards.judging import THRESHOLDS, JudgeOptions
 
 _NOT_OF_THE_JUDGE = {
     "weight",
@@ -28,7 +28,7 @@ _NOT_OF_THE_JUDGE = {
     "skip_equal",
     "calibration",
     "uncalibrated",
-    *BARS,
+    *THRESHOLDS,
 }
 _OF_THE_MODEL = {"api", "model", "temperature", "top_p", "max_new_tokens", "extra", "dtype"}
 
@@ -76,7 +76,7 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
         report = read_json_object(path)
         measured = report["measured"]
         measured_digest = str(report["digest"])
-        values = {name: measured[name]["value"] for name in BARS}
+        values = {name: measured[name]["value"] for name in THRESHOLDS}
     except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
         return f"calibration: {path} is not a report of `agentevo judge` ({error}): {remedy}"
 
@@ -97,7 +97,7 @@ def below_bars(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
     """The bars that a judge does not reach, in words. `values`: the measurements by the names of
     the bars; None if a value could not be measured."""
     problems = []
-    for name, (what, at_least) in BARS.items():
+    for name, (what, at_least) in THRESHOLDS.items():
         value = values.get(name)
         bar = getattr(judge, name)
         if value is None:

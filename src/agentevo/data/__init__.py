@@ -1,7 +1,7 @@
 """Reads conversations for training from files: converts rows into one form, checks them, and
 reports every row that can't be used.
 
-Importing this loads no torch and no optional package.
+Importing this package loads neither torch nor an optional package.
 """
 
 from agentevo.data.conversation import FORMS, ChatRow, read_conversations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 
 
-def asked_key(text: str) -> bytes | None:
-    """A digest (16 bytes) of a question that ignores white space and case; None for a text without
+def question_key(text: str) -> bytes | None:
+    """A digest (16 bytes) of a question that ignores white space and case. None for a text without
     a character."""
     plain = " ".join(text.split()).casefold()
     if not plain:

@@ -8,9 +8,9 @@
                 "history": [[question, answer], ...]}
 
 Messages stay plain mappings with all their original keys (`reasoning_content`, `name`, ...),
-because templates read such keys. Tool calls are converted to OpenAI's nesting, their arguments
-parsed: templates write them as JSON themselves. A row that breaks a rule is a RowError, never
-repaired by guessing.
+because templates read such keys. Tool calls are converted to OpenAI's nesting with parsed
+arguments, because templates write the arguments as JSON themselves. A row that breaks a rule raises
+RowError. It is never repaired by guessing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPEAKERS = {
     "tool": "tool",
     "function_call": "assistant",
 }
-"""ShareGPT's `from` -> role."""
+"""Maps ShareGPT's `from` to a role."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,18 @@ class ChatRow:
     assistant."""
 
     where: str
-    """The place of its row."""
+    """The place of the row in its source."""
     messages: list[dict[str, Any]]
-    """Mappings with `role`, `content` (a text) and, for the assistant, `tool_calls`; `weight` 0
+    """Mappings with `role`, `content` (a text) and, for the assistant, `tool_calls`. `weight` 0
     marks an assistant message that is not trained."""
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the functions that the assistant may call."""
+    """The JSON schemas of the functions that the assistant may call."""
 
 
 def read_conversations(source: str, form: str, report: RowReport) -> Iterator[ChatRow]:
-    """Every valid conversation of a source; the other rows go into the report. `form`: one of
-    FORMS, or `auto`: the first row in a known form decides for the source."""
+    """Every valid conversation of a source. The report counts all rows and lists the others.
+    `form`: one of FORMS, or `auto`. With `auto`, the first row in a known form decides for the
+    whole source."""
     for row in read_rows(source):
         report.rows += 1
         try:
@@ -81,7 +82,7 @@ def read_conversations(source: str, form: str, report: RowReport) -> Iterator[Ch
 
 
 def conversation_of(where: str, value: Mapping[str, Any], form: str = "messages") -> ChatRow:
-    """One row, whose texts have been checked, as a conversation. Raises RowError."""
+    """Converts a row, whose texts have been checked, to a conversation. Raises RowError."""
     return _CONVERT[form](where, value)
 
 
@@ -178,8 +179,8 @@ _CONVERT: dict[str, Callable[[str, Mapping[str, Any]], ChatRow]] = {
 
 
 def _check_row(where: str, messages: list[dict[str, Any]], tools: Any) -> ChatRow:
-    """Makes a row of messages that keep every rule of a conversation. Messages after the
-    assistant's last one are dropped, because they have no answer."""
+    """Makes a row of messages that follow every rule of a conversation. Messages after the
+    assistant's last one are dropped, because no answer follows them."""
     if not messages:
         raise RowError("empty", "no messages")
 
@@ -205,8 +206,8 @@ def _check_row(where: str, messages: list[dict[str, Any]], tools: Any) -> ChatRo
 
 
 def _check_message(message: dict[str, Any], number: int) -> None:
-    """Checks a message, and converts its content to a text and its tool calls to OpenAI's nesting,
-    in place."""
+    """Checks a message in place. Converts its content to a text and its tool calls to OpenAI's
+    nesting."""
     role = message.get("role")
     if role not in ROLES:
         raise RowError(
@@ -304,7 +305,7 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
 
 
 def _text(content: Any, number: int) -> str:
-    """The content as one text; None (next to tool calls) becomes an empty text."""
+    """The content as one text. None (next to tool calls) becomes an empty text."""
     if content is None:
         return ""
 
@@ -374,7 +375,7 @@ def _list(value: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
         raise RowError("unknown_form", f"has no {key}, which the first row of the file has")
 
     items = value[key]
-    if isinstance(items, str):  # tables often keep lists as JSON
+    if isinstance(items, str):  # tables often store lists as JSON
         items = _json(items, key, "unknown_form")
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise RowError("unknown_form", f"{key} is not a list of messages")
@@ -392,8 +393,8 @@ def _json(text: Any, what: str, reason: str) -> Any:
 
 
 def check_text(value: Any) -> None:
-    """Raises RowError for a text with half of a surrogate pair (`\\ud83d` alone, from a text cut in
-    the middle), which no tokenizer accepts."""
+    """Raises RowError for a text with half of a surrogate pair (`\\ud83d` alone, from a text that
+    was cut in the middle), which no tokenizer accepts."""
     if isinstance(value, str):
         try:
             value.encode("utf-8")

@@ -1,5 +1,6 @@
 """Rows with pictures, sounds or films. Models read only text here, and the text of such a row is
-not enough to answer its question. So it is a bad row, and its text is never trained on alone."""
+not enough to answer its question. So the row is a bad row, and its text is never trained on
+alone."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from typing import Any
 from agentevo.data.row_report import RowError
 
 _COLUMNS = ("images", "videos", "audios")
-"""The columns of verl, LLaMA-Factory, ms-swift and TRL for all media of a row."""
+"""The columns that verl, LLaMA-Factory, ms-swift and TRL use for all media of a row."""
 _COLUMN_OF_ONE = ("image", "video", "audio")
-"""Columns in which a text can mean something else, such as the name of a container image."""
+"""Columns in which a text can have another meaning, such as the name of a container image."""
 _FILE_KEYS = {"bytes", "path", "url", "array"}
 _CONVERSATIONS = ("messages", "conversations", "prompt", "query", "chosen", "rejected")
 _KIND = re.compile("image|picture|video|audio|file")
@@ -68,7 +69,7 @@ def _is_media(value: Any, is_column_of_all: bool) -> bool:
 
 
 def _other_kind(message: Any) -> str | None:
-    """The type of a message's part that is not a text; None if there is none."""
+    """The type of a message's part that is not a text. None if there is none."""
     content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
     if not isinstance(content, list):
         return None

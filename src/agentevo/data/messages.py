@@ -7,8 +7,8 @@
     {"role": "user", "content": [{"type": "text", "text": "What is this?"},
                                  {"type": "image", "sha256": "...", "media_type": "image/png"}]}
 
-The arguments of a tool call keep their exact text; a mapping becomes JSON. Nothing is repaired by
-guessing: an invalid message is a BadRequestError with its place and the correct form.
+The arguments of a tool call keep their exact text. A mapping becomes JSON. Nothing is repaired by
+guessing: an invalid message raises BadRequestError with its place and the correct form.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from agentevo.errors import BadRequestError, shown
 from agentevo.types import ImagePart, Message, Role, TextPart, ToolCall
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""The keys of data sets, clients and templates for the assistant's reasoning."""
+"""The keys with the assistant's reasoning in data sets, clients and templates."""
 TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_scale", "masked")
-"""The keys of data sets for whether a message is trained: OpenAI's fine-tuning, Axolotl (two
-names), ms-swift (two), torchtune, whose key means that it is not."""
+"""The keys in data sets for whether a message is trained. They come from OpenAI's fine-tuning,
+Axolotl (two keys), ms-swift (two keys) and torchtune, whose key `masked` means untrained."""
 _SPANS = ("train_detail", "training_detail")
 """Axolotl's keys for the trained parts of a message."""
 MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING_KEYS)
@@ -44,8 +44,8 @@ def messages_of(values: Sequence[Any]) -> list[Message]:
 
 
 def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
-    """Whether a message of a data set is marked as trained, by its TRAINING_KEYS; null does not
-    count. None: it has no mark. Raises BadRequestError for a value that is neither yes nor no."""
+    """Whether a message of a data set is marked as trained, by its TRAINING_KEYS. A null does not
+    count. None if it has no mark. Raises BadRequestError for a value that is neither yes nor no."""
     spans = next((key for key in _SPANS if message.get(key)), None)
     if spans is not None:
         raise BadRequestError(
@@ -74,8 +74,8 @@ def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
 
 
 def with_names(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with the missing tool names of results filled in from their calls: clients
-    leave the name out, and some templates write it."""
+    """The messages, with the missing tool names of results filled in from their calls. Clients
+    leave the names out, and some templates write them."""
     names: dict[str, str] = {}
     named = []
     for message in messages:
@@ -164,7 +164,7 @@ def _text(value: Mapping[str, Any], key: str, where: str) -> str | None:
 
 
 def _content(content: Any, may_be_none: bool, where: str) -> str | tuple[TextPart | ImagePart, ...]:
-    """The content; text parts without other parts become one text."""
+    """The content. Text parts without other parts become a single text."""
     if isinstance(content, str):
         return content
     if content is None and may_be_none:

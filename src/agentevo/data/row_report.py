@@ -36,14 +36,14 @@ REASONS = {
     "duplicate": "the same as an earlier one",
     "duplicate_task": "the same task as in an earlier row",
 }
-"""The reasons for leaving out a row: their names in metrics -> their descriptions."""
+"""Maps the names of the reasons for leaving out a row, as in metrics, to their descriptions."""
 
 SHOWN = 5
-"""The number of rows of a reason to show on the screen; `bad_rows.jsonl` has all of them."""
+"""The number of rows that are shown for each reason. `bad_rows.jsonl` has all of them."""
 
 
 class RowError(AgentEvoError):
-    """A row that can't be trained on. The run continues without it, and it is always reported."""
+    """A row that can't be trained on. The row is left out and reported, and the run continues."""
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
@@ -72,13 +72,14 @@ class RowReport:
     rows: int = 0
     """The number of rows read, good and bad."""
     shortened: int = 0
-    """The number of rows used without their oldest turns, because they are too long with them."""
+    """The number of rows that are used without their oldest turns, because they would be too
+    long."""
     bad: list[BadRow] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
     """The places of used rows without an answer."""
 
     def add(self, where: str, error: RowError) -> None:
-        """Counts a bad row (which must also be counted in `rows`)."""
+        """Counts a bad row, which must also be counted in `rows`."""
         self.bad.append(BadRow(where, error.reason, error.detail))
 
     @property
@@ -86,18 +87,19 @@ class RowReport:
         return self.rows - len(self.bad)
 
     def counts(self) -> dict[str, int]:
-        """Reason -> bad rows, the most frequent first."""
+        """Maps a reason to its number of bad rows, the most frequent reason first."""
         counts = Counter(row.reason for row in self.bad)
         return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
     def lines(self) -> list[str]:
-        """The report as readable lines: one for all rows, and for each reason its first rows."""
+        """The report as readable lines: one for all rows, and one for each reason with its first
+        rows."""
         lines = [
             f"{self.kind}: {self.used} of {self.rows} rows are used"
             + (f", {self.shortened} shortened" if self.shortened else "")
         ]
         count = len(self.unanswered)
-        if 0 < count < self.used:  # if no row has one, the recipe's rewards need none
+        if 0 < count < self.used:  # if no row has an answer, the recipe's rewards need none
             rest = f", and {count - SHOWN} more" if count > SHOWN else ""
             lines.append(
                 f"{self.kind}: {count} of {self.used} rows have no answer, while the others have "

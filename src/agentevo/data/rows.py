@@ -10,8 +10,8 @@
     ORG/NAME[:SPLIT]    a dataset of the Hugging Face hub, split `train` unless given
                         (pip install 'agentevo[data]')
 
-A row records its place. A line that is not JSON or not UTF-8 is a bad row, and reading continues; a
-file that can't be read as a whole is a ConfigError. Only a line feed ends a line: other line
+A row records its place. A line that is not JSON or not UTF-8 is a bad row, and reading continues. A
+file that can't be read as a whole raises ConfigError. Only a line feed ends a line. Other line
 separators in JSON, such as U+2028, are kept.
 """
 
@@ -45,7 +45,7 @@ _HUB_NAME = re.compile(
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One row as it was read."""
+    """A row as it was read."""
 
     where: str
     value: Any
@@ -53,7 +53,7 @@ class SourceRow:
 
 
 def check_source(source: str, key: str) -> None:
-    """Raises ConfigError, before anything is read, for an impossible source."""
+    """Raises ConfigError for an impossible source, before anything is read."""
     path = Path(source).expanduser()
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(
@@ -103,7 +103,7 @@ def read_rows(source: str) -> Iterator[SourceRow]:
 
 
 def read_json_lines(path: Path) -> Iterator[SourceRow]:
-    """Every line of a file of JSON lines except empty ones; the file can have any name. Raises
+    """Every line of a file of JSON lines except empty ones. The file can have any name. Raises
     ConfigError for a file that can't be read, and for a line that is not JSON."""
     check_file(path)
     for row in _read(path, _read_lines):
@@ -163,7 +163,7 @@ def _parsed_line(line: bytes) -> Any:
 
 
 def _in_line(error: ParseError, text: str) -> str:
-    """The problem and its place in the line; the line's place in the file is reported
+    """The problem and its place in the line. The line's place in the file is reported
     separately."""
     cause = error.__cause__
     if not isinstance(cause, json.JSONDecodeError):
@@ -174,7 +174,7 @@ def _in_line(error: ParseError, text: str) -> str:
 
 
 def _read_array(path: Path) -> Iterator[SourceRow]:
-    """The elements of the one array in a file, each with the line on which it begins."""
+    """The elements of a file with a single array, each with the line on which it begins."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         raw = file.read()
 
@@ -215,8 +215,8 @@ def _read_array(path: Path) -> Iterator[SourceRow]:
 
 
 def json_value(text: str, place: int, where: str, remedy: str) -> tuple[Any, int]:
-    """The JSON value that begins at a place, and the place after it. Raises ConfigError with the
-    place `where`, and with `remedy` as an alternative to a correction."""
+    """The JSON value that begins at a place, and the place after the value. Raises ConfigError with
+    the place `where`, and with `remedy` as an alternative to a correction."""
     try:
         value, end = _DECODER.raw_decode(text, place)
         check_depth(value)
@@ -292,9 +292,9 @@ def _read_parquet(path: Path) -> Iterator[SourceRow]:
         number = 0
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                for place in range(batch.num_rows):
+                for index in range(batch.num_rows):
                     number += 1
-                    yield SourceRow(f"{path}:row {number}", _parsed_row(batch.slice(place, 1)))
+                    yield SourceRow(f"{path}:row {number}", _parsed_row(batch.slice(index, 1)))
     except arrow.ArrowException as error:
         raise ConfigError(
             f"{path} can't be read as Parquet ({type(error).__name__}: {error}): write it again"
@@ -340,7 +340,7 @@ def _read_dataset(source: str, path: Path) -> Iterator[SourceRow]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The row without its null values: in a table every row has all keys, and null marks those that
+    """The row without its null values. In a table every row has all keys, and null marks those that
     a row lacks."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}

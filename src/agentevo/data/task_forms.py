@@ -6,8 +6,8 @@
     art       {"task", "difficulty"}
     agentevo  {"id", "query", "answer", "scorer", ...}, a query being a text or chat messages
 
-A value without a column in a form gets an additional column under its own name, so that a task that
-is written in any form and read again is the same task. A task that the form can't express is a
+A value without a column in a form gets an additional column under its own name. So a task that is
+written in any form and read again is the same task. A task that the form can't express raises
 RowError.
 """
 
@@ -21,14 +21,14 @@ from agentevo.data.row_report import RowError
 from agentevo.types import QUERY_MESSAGES, Task
 
 FORMS = ("agentevo", "agentrl", "verl")
-"""Forms that are written; `art` is only read."""
+"""The forms that can be written. `art` can only be read."""
 READ_FORMS = (*FORMS, "art")
 QUERY_KEYS = ("query", "question", "prompt", "problem", "instruction")
 ANSWER_KEYS = ("answer", "solution", "target", "ground_truth")
 OWN_KEYS = ("query", "id", "answer", "scorer")
-"""The columns that we write."""
+"""The columns that AgentEvo writes."""
 AGENT_NAME = "agent_name"
-"""Key of a task's metadata for its agent, with verl's name."""
+"""The key in a task's metadata with the name of its agent, as in verl."""
 AGENTRL_SCORER = "agentcpm"
 """AgentRL's default scorer."""
 AGENTRL_SCHEMA = "answer"
@@ -36,8 +36,8 @@ AGENTRL_SCHEMA = "answer"
 
 
 class PlainRow(NamedTuple):
-    """A row's columns, and the possible columns of the query and of the answer; the first one
-    present counts."""
+    """A row's columns, and the possible columns of the query and of the answer. The first column
+    that exists counts."""
 
     columns: dict[str, Any]
     query_keys: tuple[str, ...] = QUERY_KEYS
@@ -75,8 +75,7 @@ def _form_of(row: Mapping[str, Any]) -> str:
 
 
 def _of_verl(columns: dict[str, Any]) -> PlainRow:
-    """The prompt is the query, also where a column `question` is present, as in Search-R1's
-    rows."""
+    """The prompt is the query, even if there is a column `question`, as in Search-R1's rows."""
     judged = columns.get("reward_model")
     if not isinstance(judged, Mapping):
         raise RowError(
@@ -96,7 +95,7 @@ def _of_verl(columns: dict[str, Any]) -> PlainRow:
 
 
 def row_of(task: Task, form: str) -> dict[str, Any]:
-    """A task as a row. Raises RowError for one that the form can't express."""
+    """A task as a row. Raises RowError for a task that the form can't express."""
     fields: dict[str, Any] = {"id": task.id, "answer": task.answer, "scorer": task.scorer}
     set_fields = {name: value for name, value in fields.items() if value is not None}
     rest = {
@@ -117,13 +116,17 @@ def row_of(task: Task, form: str) -> dict[str, Any]:
     if form == "verl":
         return _as_verl(task, set_fields, rest, chat)
     if form == "agentrl":
-        return {"query": _asked_once(task, chat), **_one_answer(task, set_fields), **rest}
+        return {
+            "query": _check_single_question(task, chat),
+            **_check_single_answer(task, set_fields),
+            **rest,
+        }
 
     asks_once = chat is None or chat == [{"role": "user", "content": task.query}]
     return {"query": task.query if asks_once else chat, **set_fields, **rest}
 
 
-def _asked_once(task: Task, chat: list[Any] | None) -> str | None:
+def _check_single_question(task: Task, chat: list[Any] | None) -> str | None:
     if chat is not None and len(chat) > 1:
         raise RowError(
             "unknown_form",
@@ -133,7 +136,7 @@ def _asked_once(task: Task, chat: list[Any] | None) -> str | None:
     return task.query
 
 
-def _one_answer(task: Task, set_fields: dict[str, Any]) -> dict[str, Any]:
+def _check_single_answer(task: Task, set_fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(task.answer, list):
         raise RowError(
             "unknown_form",

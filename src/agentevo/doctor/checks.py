@@ -163,7 +163,7 @@ def judge_rewards(rewards: Sequence[float], successes: Sequence[bool], remedies:
         "one group may be chance: try run.seed=1; if other seeds give the same, the task is too "
         f"hard to find a reward by chance: make it easier {remedies.tasks}, raise "
         "trainer.group_size or "
-        f"sampling.temperature, or {remedies.teach}"
+        f"sampling.temperature, or {remedies.add_demonstrations}"
     )
     return Check("rewards", "warning", finding, advice)
 
@@ -250,7 +250,7 @@ def judge_format(
         return Check("format", "good", finding)
 
     plain = "" if answer_format == "plain" else "use agent.format=plain, "
-    advice = f"{remedies.show_format}, {plain}or {remedies.teach}"
+    advice = f"{remedies.show_format}, {plain}or {remedies.add_demonstrations}"
     return Check("format", "warning", finding, advice)
 
 

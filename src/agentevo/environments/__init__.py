@@ -1,7 +1,7 @@
-"""Seeded text environments: the contract (`environment`), our own environments, and adapters for
-those of other projects.
+"""Seeded text environments: the contract (`environment`), AgentEvo's own environments, and adapters
+for those of other projects.
 
-Importing this package registers our own environments; it imports neither torch nor an optional
+Importing this package registers the own environments. It imports neither torch nor an optional
 package.
 """
 
@@ -35,8 +35,8 @@ def make(config: EnvironmentConfig) -> TextEnvironment:
 def mean_baselines(
     config: EnvironmentConfig, seeds: Iterable[int], max_actions: int | None = None
 ) -> Baselines:
-    """Mean success rates of the two reference players over the environments of `seeds`; None if one
-    of them is unknown. Needs at least one seed."""
+    """The mean success rates of the two reference players over the environments of `seeds`. None if
+    a rate is unknown. Needs at least one seed."""
     environment = make(config)
     rates: list[Baselines] = []
     for seed in seeds:

@@ -1,8 +1,8 @@
 """Arithmetic over given numbers: a safe evaluator of expressions, a search for an expression with a
 given value, and the random player's success rate.
 
-Values are exact fractions. One kind of move makes every expression that uses each number once: take
-two of the remaining terms in order and join them with an operation, until one term is left.
+Values are exact fractions. A single kind of move builds every expression that uses each number
+once: join two of the remaining terms, in order, with an operation, until a single term is left.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 }
 NODES: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 MAX_CHARACTERS = 200
-"""Longer expressions are not parsed, which bounds their depth and size."""
+"""Longer expressions are not parsed, which limits their depth and size."""
 PLAIN = re.compile(r"[0-9+\-*/() ]+")
 
 Term = tuple[Fraction, str]
-"""A value and the expression that makes it."""
+"""A value and the expression that has it."""
 
 
 def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None, list[int]] | None:
-    """(value, numbers used) of an expression of whole numbers, parentheses and `operations` (`-`
-    also as a sign).
+    """The (value, used numbers) of an expression of whole numbers, parentheses and `operations`
+    (`-` also as a sign).
 
     The value is None for a division by zero. Returns None for any other text. Nothing is executed.
     """
@@ -74,8 +74,7 @@ def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None
 
 
 def joins(terms: list[Term], operations: str) -> Iterator[list[Term]]:
-    """Every list of terms that one move can lead to, in a fixed order; divisions by zero are left
-    out."""
+    """Every list of terms that a move can lead to, in a fixed order, without divisions by zero."""
     for first in range(len(terms)):
         for second in range(len(terms)):
             if first == second:
@@ -93,13 +92,13 @@ def join(left: Term, right: Term, sign: str) -> Term:
 
 
 def bare(expression: str) -> str:
-    """The expression without its outer parentheses (every joined term has them)."""
+    """The expression without its outer parentheses, which every joined term has."""
     return expression[1:-1] if expression.startswith("(") else expression
 
 
 def solve(numbers: list[int], target: int, operations: str = "+-*/") -> str | None:
-    """An expression that uses every number once and equals `target`; None if there is none.
-    Depth-first, visiting equal terms once."""
+    """An expression that uses every number once and equals `target`. None if there is none. The
+    search is depth-first and visits equal terms once."""
     visited: set[tuple[Fraction, ...]] = set()
 
     def search(terms: list[Term]) -> str | None:
@@ -121,7 +120,7 @@ def solve(numbers: list[int], target: int, operations: str = "+-*/") -> str | No
 
 
 def random_expression(numbers: list[int], operations: str, rng: random.Random) -> str:
-    """An expression over all the numbers, by uniformly random moves; it can divide by zero."""
+    """An expression over all the numbers, by uniformly random moves. It may divide by zero."""
     terms = [str(number) for number in numbers]
     while len(terms) > 1:
         first, second = rng.sample(range(len(terms)), 2)
@@ -135,7 +134,8 @@ def random_expression(numbers: list[int], operations: str, rng: random.Random) -
 
 
 def random_expression_success(numbers: list[int], target: int, operations: str = "+-*/") -> float:
-    """Chance that `random_expression` equals `target`, exactly (up to rounding of the float)."""
+    """The probability that `random_expression` equals `target`, exact up to the rounding of the
+    float."""
 
     @cache
     def chance(values: tuple[Fraction, ...]) -> float:

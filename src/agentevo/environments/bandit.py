@@ -1,9 +1,9 @@
-"""RAGEN's two-armed bandit: one dull arm that always pays a little, one lively arm that pays more
-on average but seldom.
+"""RAGEN's two-armed bandit. One arm is dull and always pays a little, and the other is lively and
+pays more on average but seldom.
 
-The names hint at the rule (a Phoenix is dull, a Dragon is lively, or the reverse), so a policy that
-learned "take the lively one" can be tested on other names. Reward: low arm 0.1; high
-arm 1.0 with probability 0.25, else 0. Success: the high arm was chosen.
+The names hint at the rule (a Phoenix is dull, a Dragon is lively, or the reverse). So a policy that
+learned "take the lively one" can be tested with other names. Reward: low arm 0.1; high arm 1.0 with
+probability 0.25, else 0. Success: the high arm was chosen.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class BanditConfig(EnvironmentConfig):
     high_reward: float = 1.0
     """The reward of the high arm when it pays."""
     high_probability: float = pydantic.Field(default=0.25, ge=0, le=1)
-    """The probability that the high arm pays (0..1)."""
+    """The probability that the high arm pays, from 0 to 1."""
 
     @pydantic.model_validator(mode="after")
-    def _arms_differ(self) -> BanditConfig:
+    def _check_arms(self) -> BanditConfig:
         if self.low_arm.casefold() == self.high_arm.casefold():
             raise ValueError(
                 f"low_arm and high_arm are both {self.low_arm!r}: give the arms different names"

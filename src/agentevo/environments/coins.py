@@ -10,9 +10,9 @@ still needs reading.
     table    the lamp's colour decides, by a mapping shown each time   (look up)
     value    each coin's value is shown: take the highest              (compare)
 
-Success needs exactly the coin's name (case is ignored). An instruction-tuned model starts near 0%,
-since it writes more than the name; `mention_credit` gives a small reward that grows as the rest
-gets shorter, so that the policy can learn from it.
+Success needs exactly the coin's name, in upper or lower case. An instruction-tuned model starts
+near 0%, because it writes more than the name. `mention_credit` gives a small reward that grows as
+the rest of the reply gets shorter, so that the policy can learn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentevo.types import Baselines
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "pink", "brown")
 METALS = ("gold", "silver", "copper", "bronze", "iron", "tin", "zinc", "lead")
-ASKS = {
+WORDINGS = {
     "terse": "Answer with one word, no punctuation.",
     "plain": "Answer with the name of one coin and nothing else.",
     "story": "A trader lets you take a coin. Say only its name.",
@@ -44,11 +44,11 @@ class CoinsConfig(EnvironmentConfig):
     """The number of actions after which an unfinished episode is truncated. With more than 1, a
     player that named no coin can try again."""
     rule: Literal["match", "hidden", "table", "value"] = "value"
-    """The rule for the best coin: see the module."""
+    """The rule for the best coin. The module describes the rules."""
     num_coins: int = pydantic.Field(default=3, ge=2, le=8)
     """The number of coins."""
     max_value: int = pydantic.Field(default=9, ge=2)
-    """Rule `value`: the largest value; values are different whole numbers from 1."""
+    """Rule `value`: the largest value. Values are different whole numbers from 1."""
     min_gap: int = pydantic.Field(default=1, ge=1)
     """Rule `value`: the smallest difference between the best and the second best value."""
     names: Literal["metals", "colours"] = "metals"
@@ -56,15 +56,15 @@ class CoinsConfig(EnvironmentConfig):
     wording: Literal["terse", "plain", "story"] = "terse"
     """The wording of the task."""
     other_credit: float = pydantic.Field(default=0.2, ge=0, lt=1)
-    """The reward for another coin than the best; with the rule `value`, times its share of the best
-    value."""
+    """The reward for another coin than the best. With the rule `value`, it is multiplied by the
+    coin's share of the best value."""
     mention_credit: float = pydantic.Field(default=0.5, ge=0, lt=1)
     """The factor of the reward for an answer that is not a coin's name but mentions exactly one
-    coin: this, times that coin's reward, times the name's share of the answer's letters. With 0,
-    only exact names get a reward."""
+    coin. The reward is this factor, times that coin's reward, times the name's share of the
+    answer's letters. With 0, only exact names get a reward."""
 
     @pydantic.model_validator(mode="after")
-    def _values_fit(self) -> CoinsConfig:
+    def _check_values_fit(self) -> CoinsConfig:
         needed = self.num_coins - 1 + self.min_gap
         if self.max_value < needed:
             raise ValueError(
@@ -89,7 +89,7 @@ class CoinsEnvironment(EpisodicEnvironment):
             "table": "The lamp tells which coin to take.",
             "value": "Take the coin worth most.",
         }
-        return f"{goals[self.config.rule]} {ASKS[self.config.wording]}"
+        return f"{goals[self.config.rule]} {WORDINGS[self.config.wording]}"
 
     def start(self, seed: int) -> None:
         config = self.config

@@ -1,8 +1,8 @@
 """Countdown: write an arithmetic expression that uses each given number once and equals the target.
 
-Reward: 1 for the target; 0.1 for an expression that uses the numbers exactly once but has another
-value; else 0, and the action is invalid. The target is the value of a random expression, so all
-instances are solvable.
+Reward: 1 for the target, and 0.1 for an expression that uses the numbers exactly once but has
+another value. Any other action is invalid and has the reward 0. The target is the value of a random
+expression, so all instances are solvable.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ WRONG_VALUE_REWARD = 0.1
 MAX_TRIES = 20_000
 SIGN_ORDER = "+-*/"
 EXACT_NUMBERS = 4
-"""Up to this many numbers the random player's rate is computed exactly; beyond it is estimated by
+"""Up to this many numbers, the random player's rate is computed exactly. Beyond, it is estimated by
 play."""
 SAMPLED_EXPRESSIONS = 4000
 
 
 class CountdownConfig(EnvironmentConfig):
-    """How many numbers, how large, and which operations."""
+    """The number and size of the given numbers, and the operations."""
 
     type: Literal["countdown"] = "countdown"
     max_actions: int = pydantic.Field(default=1, ge=1)
@@ -42,7 +42,7 @@ class CountdownConfig(EnvironmentConfig):
     num_numbers: int = pydantic.Field(default=3, ge=2, le=5)
     """The number of given numbers, all of which must be used."""
     max_number: int = pydantic.Field(default=20, ge=1)
-    """The largest number; numbers are random from 1."""
+    """The largest number. Numbers are random from 1."""
     min_target: int = 1
     """Lowest target."""
     max_target: int = 100
@@ -51,7 +51,7 @@ class CountdownConfig(EnvironmentConfig):
     """The allowed operations, a subset of `+-*/`."""
 
     @pydantic.model_validator(mode="after")
-    def _targets_exist(self) -> CountdownConfig:
+    def _check_targets(self) -> CountdownConfig:
         if self.min_target > self.max_target:
             raise ValueError(
                 f"min_target={self.min_target} is above max_target={self.max_target}: swap or "
@@ -65,7 +65,7 @@ class CountdownConfig(EnvironmentConfig):
 
 @environments.register("countdown")
 class CountdownEnvironment(EpisodicEnvironment):
-    """One expression, checked exactly."""
+    """A single expression, which is checked exactly."""
 
     Config: ClassVar[type[EnvironmentConfig]] = CountdownConfig
     config: CountdownConfig

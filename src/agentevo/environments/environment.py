@@ -1,8 +1,8 @@
 """The environment contract: Gymnasium's reset and step, with text for observations and actions.
 
-An environment serves one player. The seed given to `reset` decides everything random in it. A bad
-action is part of the game, never an exception: `info["valid"]` is false, the environment does not
-change, and it still counts as an action.
+An environment serves one player. The seed given to `reset` determines everything random in the
+environment. A bad action is part of the game, never an exception: `info["valid"]` is false, the
+environment does not change, and the action counts.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class TextEnvironment(gymnasium.Env[str, str], ABC):
     @property
     @abstractmethod
     def instructions(self) -> str:
-        """Rules, legend and action names. The player reads them once, before the first
-        observation."""
+        """The rules, the legend and the names of actions. The player reads the instructions once,
+        before the first observation."""
 
     @abstractmethod
     def reset(
@@ -61,22 +61,23 @@ class TextEnvironment(gymnasium.Env[str, str], ABC):
 
     @abstractmethod
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Returns (observation, reward, terminated, truncated, info)."""
+        """Plays an action. Returns (observation, reward, terminated, truncated, info)."""
 
     def random_action(self, rng: random.Random) -> str:
-        """An action drawn uniformly from the legal ones. Raises EnvironmentFailure if they cannot
-        be listed; only demonstrations with random actions need it."""
+        """A uniformly random legal action. Raises EnvironmentFailure if the legal actions cannot be
+        listed. Only demonstrations with random actions need this method."""
         raise EnvironmentFailure(f"{type(self).__name__} has no random_action()")
 
     def optimal_action(self) -> str | None:
-        """The next action of an optimal player, given the actions left. None if there is no solver
-        or no way to succeed."""
+        """The next action of an optimal player, given the number of actions left. None if there is
+        no solver or no way to succeed."""
         return None
 
     def baselines(self, max_actions: int | None = None) -> Baselines:
-        """Success rates of a uniformly random and an optimal player, from the state after `reset`,
-        with at most `max_actions` actions (default: the config's). Small environments compute them
-        exactly, others by seeded play; None means unknown. The episode does not change."""
+        """The success rates of a uniformly random and an optimal player, from the state after
+        `reset`, with at most `max_actions` actions (default: the config's). Small environments
+        compute them exactly, others estimate them by seeded play. None means unknown. The episode
+        does not change."""
         return Baselines(random=None, optimal=None)
 
 

@@ -27,7 +27,7 @@ class ActionResult(NamedTuple):
     effective: bool = True
     """Whether it changed the environment."""
     terminated: bool = False
-    """Whether the episode is over, won or lost."""
+    """Whether the episode has ended, won or lost."""
     success: bool = False
     truncated: bool = False
     """Whether a limit of the environment has ended the episode."""
@@ -52,7 +52,7 @@ class EpisodicEnvironment(TextEnvironment):
 
     @abstractmethod
     def act(self, action: str) -> ActionResult:
-        """Plays one action, without surrounding white space. Return `ActionResult(valid=False)` for
+        """Plays an action without surrounding white space. Return `ActionResult(valid=False)` for
         an action that is not understood."""
 
     @property
@@ -63,7 +63,7 @@ class EpisodicEnvironment(TextEnvironment):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Starts the episode of `seed`; None draws a seed from the operating system."""
+        """Starts the episode of `seed`. With None, the operating system provides a seed."""
         self.start(random.SystemRandom().randrange(2**31) if seed is None else seed)
         self.num_actions = 0
         self._running = True
@@ -94,7 +94,7 @@ INVALID = ActionResult(valid=False, effective=False)
 
 
 def choose(action: str, names: tuple[str, ...] | list[str]) -> int | None:
-    """The index of the name that equals `action`, ignoring case; None if there is none."""
+    """The index of the name that equals `action`, ignoring case. None if there is none."""
     folded_action = action.casefold()
     return next(
         (index for index, name in enumerate(names) if name.casefold() == folded_action), None

@@ -1,9 +1,10 @@
 """FrozenLake on random solvable maps: reach the goal, avoid the holes, slip on the ice.
 
-Rules as in RAGEN's variant of Gymnasium's FrozenLake: each tile is frozen with probability 0.8,
-start and goal are random tiles joined by a path, +1 at the goal, else 0, a hole ends the episode.
-On slippery ice a move goes the intended way with probability 1/3 and each perpendicular way with
-probability 1/3. Both reference players are computed exactly from the map (see `planning`).
+The rules are those of RAGEN's variant of Gymnasium's FrozenLake. Each tile is frozen with
+probability 0.8, start and goal are random tiles joined by a path, the reward is +1 at the goal,
+else 0, and a hole ends the episode. On slippery ice, a move goes in the intended direction with
+probability 1/3, and in each perpendicular direction with probability 1/3. The success rates of both
+reference players are computed exactly from the map (see `planning`).
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from agentevo.environments.words import offset
 from agentevo.types import Baselines
 
 ACTIONS = ("Left", "Down", "Right", "Up")
-"""In turning order: an action's neighbours in this cycle are the perpendicular ones."""
+"""In turning order, so an action's neighbours in this cycle are perpendicular to it."""
 STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))
-"""(row, column) change of each action."""
+"""The (row, column) change of each action."""
 ALPHABETS = {"ragen": "P_OGX√", "ascii": "P_OGXV"}
-"""Player, frozen tile, hole, goal, player in a hole, player on the goal."""
+"""The symbols of: player, frozen tile, hole, goal, player in a hole, player on the goal."""
 
 
 class FrozenLakeConfig(EnvironmentConfig):
-    """A square lake; RAGEN's settings by default."""
+    """A square lake, with RAGEN's settings by default."""
 
     type: Literal["frozen_lake"] = "frozen_lake"
     size: int = pydantic.Field(default=4, ge=2, le=16)
@@ -40,7 +41,7 @@ class FrozenLakeConfig(EnvironmentConfig):
     slippery: bool = True
     """Slippery ice: two of three moves go in a perpendicular direction."""
     view: Literal["grid", "words"] = "grid"
-    """`grid`: RAGEN's map as a grid of symbols; `words`: the positions of goal and holes and the
+    """`grid`: RAGEN's map as a grid of symbols. `words`: the positions of goal and holes and the
     four neighbours, relative to the player."""
     alphabet: Literal["ragen", "ascii"] = "ragen"
     """The symbols of the map: RAGEN's `P_OGX√`, or `P_OGXV` for tokenizers that split `√`."""
@@ -55,7 +56,7 @@ class LakeMap(NamedTuple):
     goal: int
 
     def neighbour(self, tile: int, direction: int) -> int:
-        """The tile next to `tile`; `tile` itself at the shore."""
+        """The tile next to `tile` in that direction, or `tile` itself at the edge of the map."""
         row, column = divmod(tile, self.size)
         row += STEPS[direction][0]
         column += STEPS[direction][1]
@@ -113,7 +114,7 @@ def success_tables(lake: LakeMap, slippery: bool) -> SuccessTables:
 
 @environments.register("frozen_lake")
 class FrozenLakeEnvironment(EpisodicEnvironment):
-    """Walk to the goal. A seed fixes the map and, action by action, the direction of each slip."""
+    """Walk to the goal. A seed determines the map, and the direction of the slip of each action."""
 
     Config: ClassVar[type[EnvironmentConfig]] = FrozenLakeConfig
     config: FrozenLakeConfig

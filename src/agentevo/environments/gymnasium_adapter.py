@@ -1,16 +1,16 @@
 """Any Gymnasium environment as a text environment.
 
-Observations: strings pass through; an environment that renders as `ansi` shows that picture (a
-highlighted cell becomes `[cell]`); other spaces are written as text. Actions: a Discrete space
-takes the action's name (`action_names`, default its number), a Text space takes any text that it
-contains, and Box, Dict and the other structured spaces take JSON (json_actions.py). For a text that
-is not such an action, the player sees the reason. The action limit is `max_actions`; Gymnasium's
+Observations: texts stay unchanged. An environment that renders as `ansi` shows that picture (a
+highlighted cell becomes `[cell]`). Other spaces are written as text. Actions: a Discrete space
+accepts the action's name (`action_names`, default its number), and a Text space accepts any text
+that it contains. Box, Dict and the other structured spaces accept JSON (json_actions.py). If a text
+is not such an action, the player sees the reason. The action limit is `max_actions`. Gymnasium's
 own time limit is off. The old API of gym works too (step_results.py).
 
-Success is `info["success"]` or `info["is_success"]` of the environment, else `success_on` decides.
-If the environment publishes its transitions (`env.unwrapped.P`, as Gymnasium's toy texts do), both
-reference players are computed exactly and there is a solver; otherwise the random player's rate is
-estimated by play and the optimal one is unknown.
+Success is the environment's `info["success"]` or `info["is_success"]`, else `success_on` decides.
+If the environment publishes its transitions (`env.unwrapped.P`, as Gymnasium's toy texts do), the
+rates of both reference players are exact and there is a solver. Otherwise the random player's rate
+is estimated by play, and the optimal player's is unknown.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_TABLE_STATES = 2000
 """The maximum number of states of a dense transition table."""
 SAMPLED_PLAYS = 100
 MAX_SHOWN_NUMBERS = 4096
-"""An observation with a longer list of numbers, such as a picture's, is not written as text."""
+"""An observation with a longer list of numbers, such as a picture, is not written as text."""
 
 
 class GymnasiumConfig(EnvironmentConfig):
@@ -64,15 +64,15 @@ class GymnasiumConfig(EnvironmentConfig):
     instructions: str = ""
     """The rules for the player. Empty: the id and the actions."""
     observation: Literal["auto", "text", "ansi"] = "auto"
-    """`text`: the observation as text; `ansi`: the rendered picture; `auto`: the picture if there
+    """`text`: the observation as text. `ansi`: the rendered picture. `auto`: the picture if there
     is one and the observation is not a text."""
     success_on: Literal["reward", "termination"] = "reward"
-    """An ended episode succeeded if its last reward was positive (`reward`), or in any case
+    """Whether an ended episode succeeded if its last reward was positive (`reward`), or in any case
     (`termination`)."""
 
 
 def as_text(observation: object) -> str:
-    """An observation of any Gymnasium space, written out."""
+    """An observation of any Gymnasium space as text."""
     if isinstance(observation, dict):
         return "\n".join(f"{key}: {as_text(value)}" for key, value in observation.items())
     if isinstance(observation, tuple | list):
@@ -90,13 +90,13 @@ def as_text(observation: object) -> str:
 
 
 def picture_as_text(picture: str) -> str:
-    """A rendering without terminal colours; coloured cells are in brackets."""
+    """A rendering without terminal colours. Coloured cells are in brackets."""
     return ESCAPE.sub("", HIGHLIGHT.sub(r"[\1]", picture)).rstrip("\n")
 
 
 Transitions = dict[int, dict[int, list[tuple[float, int, float, bool]]]]
-"""state -> action -> [(probability, next state, reward, ended), ...], as in Gymnasium's toy
-texts."""
+"""Maps a state to a mapping from an action to [(probability, next state, reward, ended), ...], as
+in Gymnasium's toy texts."""
 
 
 def transition_tables(published: Transitions, num_actions: int, success_on: str) -> SuccessTables:
@@ -124,7 +124,7 @@ def _longest_list(space: spaces.Space[Any] | None) -> int:
 
 
 def _reset_names(world: gymnasium.Env[Any, Any]) -> set[str]:
-    """The parameters of a world's own `reset`; a `**kwargs` takes both of Gymnasium's."""
+    """The parameters of a world's own `reset`. With `**kwargs`, both of Gymnasium's."""
     takes = inspect.signature(world.unwrapped.reset).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes)
     return {"seed", "options"} if takes_all else {parameter.name for parameter in takes}
@@ -132,7 +132,7 @@ def _reset_names(world: gymnasium.Env[Any, Any]) -> set[str]:
 
 @environments.register("gymnasium")
 class GymnasiumEnvironment(EpisodicEnvironment):
-    """One Gymnasium environment behind the text contract."""
+    """A Gymnasium environment with the text contract."""
 
     Config: ClassVar[type[EnvironmentConfig]] = GymnasiumConfig
     config: GymnasiumConfig
@@ -140,7 +140,8 @@ class GymnasiumEnvironment(EpisodicEnvironment):
     def __init__(self, config: GymnasiumConfig) -> None:
         super().__init__(config)
         self._world = self._make()
-        if "options" not in _reset_names(self._world):  # Gymnasium's wrappers would give them
+        # Gymnasium's wrappers would add the new API's parameters
+        if "options" not in _reset_names(self._world):
             self._world = self._world.unwrapped
 
         space = self._world.action_space
@@ -186,8 +187,8 @@ class GymnasiumEnvironment(EpisodicEnvironment):
 
     @cached_property
     def _tables(self) -> SuccessTables | None:
-        """The success tables of the published transitions; they are computed at the first use,
-        since playing does not need them."""
+        """The success tables of the published transitions. They are computed at the first use,
+        because playing does not need them."""
         return (
             None
             if self._published is None
@@ -237,7 +238,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         self._shown = self._show(observation)
 
     def _reset(self, seed: int) -> Any:
-        """Returns the result of `reset`. If it takes no seed, as in the oldest API, calls
+        """Returns the result of `reset`. If `reset` accepts no seed, as in the oldest API, calls
         `seed(seed)` first."""
         if "seed" in _reset_names(self._world):
             return self._world.reset(seed=seed)
@@ -303,8 +304,8 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         if self._names:
             return rng.choice(self._names)
         self._world.action_space.seed(rng.randrange(2**31))
-        drawn = self._world.action_space.sample()
-        return write_action(drawn) if self._is_structured else str(drawn)
+        sample = self._world.action_space.sample()
+        return write_action(sample) if self._is_structured else str(sample)
 
     def optimal_action(self) -> str | None:
         if self._tables is None or not self._running:

@@ -7,7 +7,7 @@
 | Text | a text |
 | Dict, Tuple | an object with all the keys, a list with all the entries |
 
-A player sees `describe_space`; the message of an ActionError gives the problem, its place, and the
+A player sees `describe_space`. The message of an ActionError has the problem, its place, and the
 values of the space.
 """
 
@@ -25,8 +25,8 @@ from agentevo.errors import storable
 from agentevo.parsing import ParseError, parse_json
 
 MAX_BOUNDS = 8
-"""The maximum number of different bounds to list; of more, only the lowest and the highest are
-named."""
+"""The maximum number of different bounds to list. If there are more, only the lowest and the
+highest are named."""
 
 
 class ActionError(ValueError):
@@ -168,7 +168,7 @@ def _check_shape(value: Any, shape: tuple[int, ...], space: spaces.Space[Any], p
             raise ActionError(f"{place} is a list: give {describe_space(space)}")
         return
     if not isinstance(value, list) or len(value) != shape[0]:
-        size = f"has {len(value)} entries" if isinstance(value, list) else "is no list"
+        size = f"has {len(value)} entries" if isinstance(value, list) else "is not a list"
         raise ActionError(f"{place} {size}: give {describe_space(space)}")
     for number, item in enumerate(value, 1):
         _check_shape(item, shape[1:], space, f"entry {number} of {place}")
@@ -181,7 +181,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _convert_number(value: Any, dtype: np.dtype[Any]) -> float | None:
-    """A number in a space's dtype, so that 0.7 is within a limit of float32's 0.7; None for any
+    """A number in a space's dtype, so that 0.7 is within a limit of float32's 0.7. None for any
     other value."""
     if dtype.kind != "f":
         return value if _is_whole(value) else None

@@ -1,12 +1,12 @@
 """Any OpenEnv server as a text environment, by its URL: reset and step over its WebSocket, with one
 connection per episode.
 
-The server's schema decides how the player's text becomes an action: if an action has one field, the
-text is that field, else the text is the action as a JSON object. A text that does not fit is an
-invalid action. An observation is shown as its only field, or as `name: value` lines. The reward is
-the server's; an episode that ends without any reward fails the attempt.
+The server's schema decides how the player's text becomes an action. If an action has a single
+field, the text is that field. Otherwise the text is the action as a JSON object. A text that does
+not fit the schema is an invalid action. An observation is shown as its only field, or as `name:
+value` lines. The reward is the server's. If an episode ends without any reward, the attempt fails.
 
-No package of OpenEnv is needed. Every wait has a deadline, and messages have a size limit: a server
+No package of OpenEnv is needed. Every wait has a deadline, and messages have a size limit. A server
 that hangs, dies, or sends anything else fails the attempt.
 """
 
@@ -34,11 +34,11 @@ from agentevo.trace_header import trace_headers
 
 NO_SESSION_LEFT = "CAPACITY_REACHED"
 BAD_ACTION = "VALIDATION_ERROR"
-AGAIN_S = 0.2
-"""The pause before the next request to a server without a free session."""
+RETRY_S = 0.2
+"""The pause in seconds before the next request to a server without a free session."""
 CLOSE_S = 1.0
-LARGEST_SEED = 2**31
-"""Seeds are taken modulo this: numpy's generators take no larger ones."""
+MAX_SEED = 2**31
+"""Seeds are taken modulo this number, because numpy's generators accept no larger ones."""
 
 
 class OpenEnvConfig(EnvironmentConfig):
@@ -52,7 +52,7 @@ class OpenEnvConfig(EnvironmentConfig):
     action: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
     """Constant fields of every action, in addition to those from the player."""
     action_field: str | None = None
-    """The field of an action that gets the player's text. Default: the only field, or the only
+    """The field of an action that receives the player's text. Default: the only field, or the only
     required one; with several, the player writes a JSON object."""
     observation_field: str | None = None
     """The field of an observation to show. Default: all."""
@@ -62,11 +62,11 @@ class OpenEnvConfig(EnvironmentConfig):
     """An ended episode is a success if its last reward was positive (`reward`), or in any case
     (`termination`). The observation's own `success` overrides it."""
     call_timeout_s: float = pydantic.Field(default=60.0, gt=0)
-    """The time limit of one answer."""
+    """The time limit of an answer, in seconds."""
     session_timeout_s: float = pydantic.Field(default=120.0, gt=0)
-    """The longest wait for a free session, if the server limits their number."""
+    """The longest wait for a free session in seconds, if the server limits their number."""
     max_message_mb: float = pydantic.Field(default=4.0, gt=0)
-    """The largest message that is accepted from the server."""
+    """The maximum size of a message from the server, in megabytes."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class OpenEnvForm:
 
     description: str
     fields: Mapping[str, Any]
-    """Name -> JSON schema of each field of an action."""
+    """Maps the name of each field of an action to its JSON schema."""
     required: frozenset[str]
 
     def only_field(self, fixed: Mapping[str, Any]) -> str | None:
-        """The field that gets the text, if only one is possible."""
+        """The field that receives the text, if only one field is possible."""
         names = [name for name in self.fields if name not in fixed]
         needed = [name for name in names if name in self.required]
         chosen = needed if len(needed) == 1 else names
@@ -87,13 +87,13 @@ class OpenEnvForm:
 
 
 _forms: dict[str, OpenEnvForm] = {}
-"""The forms by URL: each server is queried once in a process."""
-_asking = threading.Lock()
+"""The forms by URL. A process queries each server once."""
+_forms_lock = threading.Lock()
 
 
 @environments.register("openenv")
 class OpenEnvEnvironment(EpisodicEnvironment):
-    """One episode at a server."""
+    """An episode at a server."""
 
     Config: ClassVar[type[EnvironmentConfig]] = OpenEnvConfig
     config: OpenEnvConfig
@@ -114,7 +114,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         self._open = ExitStack()
         self._connection: ClientConnection | None = None
         self._shown = ""
-        self._is_paid = False
+        self._has_reward = False
 
     @property
     def instructions(self) -> str:
@@ -127,8 +127,8 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         return f"{self._form.description}\nAnswer with a JSON object of {fields}".strip()
 
     def start(self, seed: int) -> None:
-        self._is_paid = False
-        message = {"seed": seed % LARGEST_SEED, **self.config.reset}
+        self._has_reward = False
+        message = {"seed": seed % MAX_SEED, **self.config.reset}
         ends_at = time.monotonic() + self.config.session_timeout_s
         while True:
             self.close()
@@ -145,7 +145,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                     "(max_concurrent_envs), or run fewer attempts at once"
                 )
 
-            time.sleep(AGAIN_S)
+            time.sleep(RETRY_S)
 
         _refuse(answer, "reset", self.config.url)
         if self._take(answer)[1]:
@@ -169,7 +169,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         before = self._shown
 
         reward, done = self._take(answer)
-        if done and not self._is_paid:
+        if done and not self._has_reward:
             raise EnvironmentFailure(
                 f"openenv: the episode of {self.config.url} ended, and no step of it had a reward"
             )
@@ -188,7 +188,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         self._open.close()
 
     def _fields(self, text: str) -> dict[str, Any] | None:
-        """The action of a text; None for a text that is not an action."""
+        """The action of a text. None for a text that is not an action."""
         if self._field is not None:
             schema = self._form.fields.get(self._field, {})
             value = _value(text, schema)
@@ -202,8 +202,8 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         return {**fields, **self.config.action} if isinstance(fields, dict) else None
 
     def _take(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
-        """(reward, whether the episode is over) of an answer; its observation becomes the current
-        one. Raises EnvironmentFailure for an answer of another form."""
+        """Reads an answer, and makes its observation the current one. Returns the reward, and
+        whether the episode has ended. Raises EnvironmentFailure for an answer of another form."""
         observation = answer.get("observation")
         reward = answer.get("reward")
         done = answer.get("done", False)
@@ -219,7 +219,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                     f"openenv: the reward of {self.config.url} is {storable(repr(reward), 200)}, "
                     "which is not a number"
                 )
-            self._is_paid = True
+            self._has_reward = True
 
         self._shown = shown(observation, self.config.observation_field)
         return float(reward or 0.0), done
@@ -245,13 +245,13 @@ class OpenEnvEnvironment(EpisodicEnvironment):
             ) from error
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of the server's answer; for an error message, with its `code`. Raises
+        """The data of the server's answer. For an error message, the data with its `code`. Raises
         EnvironmentFailure if no answer comes."""
         assert self._connection is not None
 
         where = f"openenv: {self.config.url} did not answer a {kind}"
         try:
-            with suppress(ConnectionClosed):  # a refusal comes before the end, and is read below
+            with suppress(ConnectionClosed):  # a refusal arrives before the end, and is read below
                 self._connection.send(json.dumps({"type": kind, "data": data}))
             text = self._connection.recv(timeout=self.config.call_timeout_s)
         except TimeoutError:
@@ -286,7 +286,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
 def form_of(config: OpenEnvConfig) -> OpenEnvForm:
     """The server's description of its actions. Raises ConfigError if no OpenEnv server answers."""
     url = config.url.rstrip("/")
-    with _asking:
+    with _forms_lock:
         if url not in _forms:
             scheme, rest = url.split("://", 1)
             base = f"{'https' if scheme in ('https', 'wss') else 'http'}://{rest}"
@@ -295,7 +295,7 @@ def form_of(config: OpenEnvConfig) -> OpenEnvForm:
 
 
 def _read_form(base: str, config: OpenEnvConfig) -> OpenEnvForm:
-    import httpx  # which loads rich; this module is loaded with every recipe
+    import httpx  # importing it loads rich, and this module is loaded with every recipe
 
     try:
         with httpx.Client(
@@ -350,7 +350,7 @@ def _plain(value: Any) -> str:
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """A text as the value that a schema requires; None if it does not fit."""
+    """A text as the value that a schema requires. None if it does not fit."""
     schema = next((option for option in schema.get("anyOf", ()) if "type" in option), schema)
     if "enum" in schema:
         names = [str(value) for value in schema["enum"]]
@@ -378,7 +378,7 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _refuse(answer: Mapping[str, Any], kind: str, url: str) -> None:
-    """Raises EnvironmentFailure for an error, with the server's words."""
+    """Raises EnvironmentFailure for an error, with the server's message."""
     if "code" in answer:
         raise EnvironmentFailure(
             f"openenv: the {kind} of {url} failed ({answer['code']}): "

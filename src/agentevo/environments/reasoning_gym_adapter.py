@@ -1,9 +1,9 @@
 """reasoning-gym's procedural datasets as one-turn environments: the question is the observation,
 and the action is the whole answer.
 
-The episode's seed is the dataset's seed, and its question is the dataset's first item. Reward is
-the dataset's own score of the answer (0..1), success a score of 1. Answers are free text, so a
-random player's success is unknown; the optimal player gives the reference answer.
+The episode's seed is the dataset's seed, and its question is the dataset's first item. The reward
+is the dataset's own score of the answer (0..1), and success is a score of 1. Answers are free text,
+so a random player's success is unknown. The optimal player gives the reference answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FULL_SCORE = 1.0 - 1e-9
 
 
 class ReasoningGymConfig(EnvironmentConfig):
-    """One dataset with its own options."""
+    """A dataset with its own options."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     max_actions: int = pydantic.Field(default=1, ge=1)
@@ -34,8 +34,8 @@ class ReasoningGymConfig(EnvironmentConfig):
     dataset: str = pydantic.Field(min_length=1)
     """Name of the dataset, such as `chain_sum`."""
     options: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
-    """Options of the dataset, such as `{min_terms: 2, max_terms: 3}`; its `seed` and `size` are set
-    here."""
+    """Options of the dataset, such as `{min_terms: 2, max_terms: 3}`. The adapter sets `seed` and
+    `size`."""
     instructions: str = "Answer the question. Your action is the answer alone."
     """The text for the player before the question."""
 

@@ -1,11 +1,11 @@
 """Sokoban in generated, solvable rooms: push every box onto a target.
 
 Symbols and rewards are RAGEN's: -0.1 for every action, +1 when the number of boxes on targets
-rises, -1 when it falls, +10 when all are there (so one box solved in n actions earns 11 - 0.1 n).
-The default rooms are about as hard as RAGEN's 6x6 rooms with one box: a random player solves 19%
-within 10 actions, and the shortest solution has at most 5 actions in 71% of the rooms and at most 7
-in all. `dim: [8, 8], num_boxes: 2, min_solution: 3, max_solution: 8` comes close to its larger
-rooms.
+rises, -1 when it falls, and +10 when all boxes are on targets. (So a solution with one box in n
+actions earns 11 - 0.1 n.) The default rooms are about as hard as RAGEN's 6x6 rooms with one box. A
+random player solves 19% of them within 10 actions. The shortest solution has at most 5 actions in
+71% of the rooms, and at most 7 in all. `dim: [8, 8], num_boxes: 2, min_solution: 3, max_solution:
+8` is similar to RAGEN's larger rooms.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from agentevo.errors import EnvironmentFailure
 from agentevo.types import Baselines
 
 ALPHABETS = {"ragen": "#_O√XPS", "ascii": "#_OVXPS", "letters": "W.GCBA@"}
-"""Wall, floor, target, box on target, box, player, player on target."""
+"""The symbols of: wall, floor, target, box on target, box, player, player on target."""
 ACTION_REWARD = -0.1
 BOX_REWARD = 1.0
 SOLVED_REWARD = 10.0
 EXACT_STATES = 20_000
-"""Up to this many simultaneous states the random player's rate is computed exactly; beyond it is
+"""Up to this many simultaneous states, the random player's rate is computed exactly. Beyond, it is
 estimated by play."""
 SAMPLED_PLAYS = 400
 
 
 class SokobanConfig(EnvironmentConfig):
-    """Rooms of one size; the length of the shortest solution sets the difficulty."""
+    """Rooms of one size. The length of the shortest solution sets the difficulty."""
 
     type: Literal["sokoban"] = "sokoban"
     dim: tuple[int, int] = (6, 6)
@@ -56,14 +56,14 @@ class SokobanConfig(EnvironmentConfig):
     """The maximum length of the shortest solution, in actions. All lengths in the range are equally
     frequent."""
     view: Literal["grid", "words"] = "grid"
-    """`grid`: the room as a grid of symbols; `words`: for each box its position relative to the
+    """`grid`: the room as a grid of symbols. `words`: the position of each box relative to the
     player, its neighbours, and the positions of the targets."""
     alphabet: Literal["ragen", "ascii", "letters"] = "ragen"
     """The symbols of the room: RAGEN's `#_O√XPS`, `#_OVXPS` for tokenizers that split `√`, or the
     symbols of RAGEN's generalization test, `W.GCBA@`."""
 
     @pydantic.model_validator(mode="after")
-    def _room_is_possible(self) -> SokobanConfig:
+    def _check_room(self) -> SokobanConfig:
         height, width = self.dim
         if min(height, width) < 4 or height * width > PLAYER_MASK + 1:
             raise ValueError(
@@ -94,7 +94,7 @@ class SokobanConfig(EnvironmentConfig):
 
 @environments.register("sokoban")
 class SokobanEnvironment(EpisodicEnvironment):
-    """Walk and push; a box can't be pulled, so a wrong push can be irreversible."""
+    """Walk and push. A box can't be pulled, so a wrong push may be irreversible."""
 
     Config: ClassVar[type[EnvironmentConfig]] = SokobanConfig
     config: SokobanConfig
@@ -208,8 +208,8 @@ class SokobanEnvironment(EpisodicEnvironment):
         )
 
     def solution_length(self) -> int | None:
-        """The fewest actions from the current state to the solved room; None if it can no longer be
-        solved."""
+        """The smallest number of actions from the current state to the solved room. None if it can
+        no longer be solved."""
         if self._distances is None:
             self._distances = distances(self.room)
         return self._distances.get(self._state)

@@ -1,10 +1,11 @@
-"""Sokoban rooms: push rules, exact distances to the solved room, and a generator that plays
-backwards.
+"""Sokoban rooms: the rules of pushing, exact distances to the solved room, and a generator that
+plays backwards.
 
-A state is one integer, `boxes << 8 | player`, where `boxes` has bit `cell` set for each box and
-cells are numbered row by row (so a room has at most 256 cells). `distances` maps states to the
-fewest actions that solve them, by breadth-first search from all solved states along reversed moves;
-that gives the generator rooms of any wanted length, and the solver its next action by a look-up.
+A state is an integer, `boxes << 8 | player`. `boxes` has the bit `cell` set for each box, and cells
+are numbered row by row. So a room has at most 256 cells. `distances` maps states to the smallest
+number of actions that solve them, by breadth-first search from all solved states along reversed
+moves. The generator uses it to find rooms with a given solution length, and the solver looks up its
+next action in it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import NamedTuple
 
 ACTIONS = ("Up", "Down", "Left", "Right")
 STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))
-"""(row, column) change of each action; an action's reverse is `action ^ 1`."""
+"""The (row, column) change of each action. The reverse of an action is `action ^ 1`."""
 PLAYER_BITS = 8
 PLAYER_MASK = (1 << PLAYER_BITS) - 1
 MAX_STATES = 300_000
 """The maximum number of states in a search of distances (about 60 MB)."""
 KEEP_DIRECTION = 0.6
-"""The probability that the carving walk keeps its direction."""
+"""The probability that the random walk keeps its direction."""
 
 
 class SokobanRoom(NamedTuple):
@@ -36,7 +37,7 @@ class SokobanRoom(NamedTuple):
 
     @classmethod
     def build(cls, height: int, width: int, floor: set[int], targets: int) -> SokobanRoom:
-        """A room with the given floor cells; everything else, and everything outside, is wall."""
+        """A room with the given floor cells. All other cells, and all outside, are walls."""
 
         def floor_next_to(cell: int, action: int) -> int:
             row = cell // width + STEPS[action][0]
@@ -63,8 +64,8 @@ class SokobanRoom(NamedTuple):
         return state >> PLAYER_BITS == self.targets
 
     def step(self, state: int, action: int) -> int:
-        """The state after the action: the player walks, or pushes one box onto free floor. A
-        blocked move changes nothing."""
+        """The state after the action: the player walks, or pushes a box onto free floor. A blocked
+        move changes nothing."""
         boxes = state >> PLAYER_BITS
         ahead = self.neighbours[state & PLAYER_MASK][action]
         if ahead < 0:
@@ -79,8 +80,8 @@ class SokobanRoom(NamedTuple):
         return boxes << PLAYER_BITS | ahead
 
     def before(self, state: int) -> list[int]:
-        """The states from which one effective action leads to `state`: the player stepped back, and
-        may have pulled a box along."""
+        """The states from which an effective action leads to `state`. Reversed, the player steps
+        back, and may pull a box along."""
         boxes = state >> PLAYER_BITS
         player = state & PLAYER_MASK
         states = []
@@ -99,8 +100,8 @@ class SokobanRoom(NamedTuple):
 
 
 def distances(room: SokobanRoom, max_actions: int | None = None) -> dict[int, int]:
-    """Fewest actions to the solved room, for every state within `max_actions` (None: every solvable
-    state, up to `MAX_STATES`)."""
+    """The smallest number of actions to the solved room, for every state within `max_actions`
+    (None: every solvable state, up to `MAX_STATES`)."""
     frontier = [
         room.targets << PLAYER_BITS | cell for cell in room.floor if not room.targets >> cell & 1
     ]
@@ -121,7 +122,7 @@ def distances(room: SokobanRoom, max_actions: int | None = None) -> dict[int, in
 
 
 def carve(height: int, width: int, num_floor: int, rng: random.Random) -> set[int]:
-    """`num_floor` connected floor cells inside the outer wall, dug by a random walk."""
+    """`num_floor` connected floor cells inside the outer wall, from a random walk."""
     row = rng.randrange(1, height - 1)
     column = rng.randrange(1, width - 1)
     floor = {row * width + column}
@@ -147,17 +148,17 @@ class RoomSettings(NamedTuple):
 
 
 OPENNESS = (0.4, 0.9)
-"""Share of the inner cells that are floor, lowest and highest; with the default lengths it gives
-rooms as hard as RAGEN's."""
+"""The lowest and highest share of the inner cells that are floor. With the default lengths, the
+rooms are as hard as RAGEN's."""
 MAX_TRIES = 500
 
 
 def generate(settings: RoomSettings, rng: random.Random) -> tuple[SokobanRoom, int] | None:
-    """A room and a start state whose shortest solution has a random number of actions; None if
-    `MAX_TRIES` rooms had none.
+    """A room and a start state whose shortest solution has a random number of actions. None if
+    `MAX_TRIES` rooms had no such state.
 
-    The length is uniform over `min_solution..max_solution`; targets are random floor cells; the
-    start is drawn uniformly from the states at that exact distance in which no box is on a target.
+    The length is uniform over `min_solution..max_solution`, and targets are random floor cells. The
+    start is a uniformly random state at that exact distance in which no box is on a target.
     """
     height, width, num_boxes, shortest, longest = settings
     inner = (height - 2) * (width - 2)
@@ -182,8 +183,8 @@ def generate(settings: RoomSettings, rng: random.Random) -> tuple[SokobanRoom, i
 def random_player_success(
     room: SokobanRoom, state: int, num_actions: int, max_states: int
 ) -> float | None:
-    """Exact success rate of a uniform random player within `num_actions`; None once it can be in
-    more than `max_states` states."""
+    """The exact success rate of a uniformly random player within `num_actions`. None if the player
+    can be in more than `max_states` states."""
     chances = {state: 1.0}
     success = 0.0
     for _ in range(num_actions):

@@ -4,8 +4,8 @@ and (observation, reward, terminated, truncated, info).
 The old API of gym also works: its reset returns only the observation, and its step returns
 (observation, reward, done, info). `info["TimeLimit.truncated"]` marks an end by a limit.
 
-A text can repeat a model's output, such as half of a surrogate pair, which no tokenizer accepts: it
-becomes a question mark.
+A text may repeat a model's output, such as half of a surrogate pair, which no tokenizer accepts.
+Each half becomes a question mark.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRUNCATED = "TimeLimit.truncated"
 
 
 class StepResult(NamedTuple):
-    """One step, in Gymnasium's form."""
+    """The result of a step, in Gymnasium's form."""
 
     observation: Any
     reward: Any
@@ -28,7 +28,7 @@ class StepResult(NamedTuple):
 
 
 def read_step(result: object) -> StepResult:
-    """Reads the result of `step`. Raises EnvironmentFailure for a result of neither API."""
+    """Reads the result of `step`. Raises EnvironmentFailure for a result of any other form."""
     if not isinstance(result, tuple):
         raise EnvironmentFailure(
             f"the environment's step() returned a {type(result).__name__}: return (observation, "

@@ -1,15 +1,15 @@
 """TextArena's games as text environments for one seat; a seeded random player plays the other
 seats.
 
-An observation has the game's messages to this seat since its last action, with only the newest
-board. The reward is the game's reward of this seat, at the end; success is a reward of at least
-`success_reward` (a win, or a fully solved puzzle, is 1 in TextArena). An invalid action never ends
-the game here (TextArena's error allowance is lifted): it costs an action and the game repeats its
-board.
+An observation consists of the game's messages to this seat since its last action, with only the
+newest board. The reward is the game's reward of this seat, at the end. Success is a reward of at
+least `success_reward` (in TextArena, 1 is a win or a fully solved puzzle). An invalid action never
+ends the game, because the adapter lifts TextArena's limit of errors. It costs an action, and the
+game repeats its board.
 
 TextArena uses Python's and numpy's global generators. Each episode has its own pair of generator
-states, which are installed under a lock during each call, so that episodes affect neither each
-other nor the random numbers of other code.
+states, which are installed under a lock during each call. So episodes affect neither each other nor
+the random numbers of other code.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TextArenaConfig(EnvironmentConfig):
     observation."""
 
     @pydantic.model_validator(mode="after")
-    def _seat_exists(self) -> TextArenaConfig:
+    def _check_seat(self) -> TextArenaConfig:
         if self.seat >= self.num_players:
             raise ValueError(
                 f"seat={self.seat}, but num_players={self.num_players}: seats count from 0"
@@ -77,7 +77,7 @@ class TextArenaConfig(EnvironmentConfig):
 
 
 def listed_actions(text: str) -> list[str]:
-    """The bracketed actions after the last "Available moves:" (or the like) in a message; empty if
+    """The bracketed actions after the last "Available moves:" (or similar) in a message. Empty if
     it lists none."""
     listings = LISTING.findall(text)
     return list(dict.fromkeys(BRACKETED.findall(listings[-1]))) if listings else []
@@ -89,7 +89,7 @@ def _package(module: str) -> ModuleType:
 
 @environments.register("textarena")
 class TextArenaEnvironment(EpisodicEnvironment):
-    """One seat of a TextArena game."""
+    """A seat of a TextArena game."""
 
     Config: ClassVar[type[EnvironmentConfig]] = TextArenaConfig
     config: TextArenaConfig
@@ -155,7 +155,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
         with _global_generators:
-            theirs = random.getstate(), np.random.get_state()
+            other_states = random.getstate(), np.random.get_state()
             random.setstate(self._random_state[0])
             np.random.set_state(self._random_state[1])
 
@@ -163,8 +163,8 @@ class TextArenaEnvironment(EpisodicEnvironment):
                 yield
             finally:
                 self._random_state = random.getstate(), np.random.get_state()
-                random.setstate(theirs[0])
-                np.random.set_state(theirs[1])
+                random.setstate(other_states[0])
+                np.random.set_state(other_states[1])
 
     def start(self, seed: int) -> None:
         config = self.config
@@ -202,7 +202,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
                 lines.append(message.strip())
             elif (
                 sender != seat and self.config.num_players > 1
-            ):  # some games don't say who acted; alone, it was the agent
+            ):  # some games don't say who acted; in a game for one, it was the agent
                 lines.append(
                     f"[{state.role_mapping.get(sender, f'Player {sender}')}] {message.strip()}"
                 )
@@ -219,7 +219,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
         return list(self.config.actions) or self._listed.get(seat, [])
 
     def _move(self, action: str) -> bool:
-        """Plays for the current seat; False if the game refused the action."""
+        """Plays for the current seat. False if the game refused the action."""
         state = self._table.state
         errors = getattr(state, "error_count", 0)
         with self._own_randomness():

@@ -1,8 +1,8 @@
 """Grid worlds in words, relative to the player: an observation for policies that can't read a grid
 yet.
 
-A small model learns to use "goal two up, one right" from hundreds of episodes, but a grid of
-symbols only from many thousands.
+A small model learns to use "goal two up, one right" in hundreds of episodes, and a grid of symbols
+only in many thousands.
 """
 
 from __future__ import annotations

@@ -1,2 +1,3 @@
-"""Measuring models on tasks: several attempts each, several models side by side, results kept per
-attempt and scored again without playing. Importing this loads no torch."""
+"""Evaluates models on tasks, with several attempts each and several models side by side. Stores the
+result of each attempt, so that attempts can be scored again without playing. Importing this package
+loads no torch."""

@@ -1,4 +1,4 @@
-"""One attempt, played and shown live: the policy's prompts and replies, calls of tools and code
+"""One attempt, played and shown live: the policy's prompts and replies, the calls of tools and code
 with their results, and the reward."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
 from agentevo.evaluation.chat import checkpoint_word
 from agentevo.evaluation.contestants import Contestant, find_contestants
-from agentevo.evaluation.play import LABEL, check_play, open_player, playing, scorer_of
+from agentevo.evaluation.play import LABEL, check_play, config_for_playing, open_player, scorer_of
 from agentevo.event_loop import run_coroutine
 from agentevo.observability.call_view import duration
 from agentevo.observability.trajectory_view import message_text, visible
@@ -21,8 +21,9 @@ from agentevo.rollout.task_source import TaskSource
 from agentevo.store.call_log import RunningCall
 from agentevo.types import RemoteTurn, Task, Trajectory, Turn
 
-LONGEST = 4000
-"""The most characters of a text that are shown: head and tail."""
+MAX_SHOWN_CHARS = 4000
+"""The maximum number of characters of a text that are shown, half of them its head and half its
+tail."""
 TEXTS = ("code", "arguments", "output", "result", "stdout", "stderr")
 """The shown fields of a call, in this order."""
 KINDS = ("tool", "environment", "scorer", "process", "sandbox")
@@ -31,8 +32,8 @@ KINDS = ("tool", "environment", "scorer", "process", "sandbox")
 def _task_to_try(
     config: RunConfig, text: str | None, answer: str | None, number: int
 ) -> tuple[RunConfig, Task]:
-    """The configuration and the task: the recipe's held-out task of that number, or the given text.
-    Raises ConfigError."""
+    """The configuration and the task, which is the recipe's held-out task with that number, or the
+    given text. Raises ConfigError."""
     if text is None:
         tasks = TaskSource(config, None).held_out()
         if not 0 <= number < len(tasks):
@@ -40,7 +41,7 @@ def _task_to_try(
                 f"--number {number}: there are {len(tasks)} held-out tasks, counted from 0"
             )
         return config, tasks[number]
-    config = playing(config, ("--task",))
+    config = config_for_playing(config, ("--task",))
     return config, Task(id="try", query=text, answer=answer, seed=number)
 
 
@@ -69,7 +70,8 @@ def try_attempt(
 
 
 def _is_judged(config: RunConfig, task: Task, *, question: str | None, answer: str | None) -> bool:
-    """Whether an attempt can be scored: without an answer, only by a scorer that needs none."""
+    """Whether an attempt can be scored. Without an answer, the scorer must be one that needs
+    none."""
     if question is None or answer is not None:
         return True
     return not config.rewards and not find_agent(config, None).needs_scorer
@@ -115,7 +117,7 @@ def _turn_of(attempt: GroupAttempt, call: RunningCall) -> Turn | RemoteTurn:
 
 
 class LiveAttempt:
-    """Shows calls as they begin and end."""
+    """Shows calls when they start and end."""
 
     def __init__(self, attempt: GroupAttempt, show: Callable[[str], None]) -> None:
         self._attempt = attempt
@@ -126,34 +128,34 @@ class LiveAttempt:
         """See AttemptCalls.listen."""
         if call.kind in ("policy", "remote"):
             if call.has_ended:
-                self._said(call)
+                self._show_reply(call)
         elif call.kind == "attempt" and call.has_ended:
             if ending := call.record("").attributes.get("ending"):
                 self._text("at the end", str(ending))
         elif call.kind in KINDS and (call.has_ended or call.kind in ("tool", "process")):
-            self._made(call)
+            self._show_call(call)
 
     def end(self, trajectory: Trajectory, scorer: str) -> None:
         """Shows the result. `scorer`: the name of the scorer, empty if there was none."""
         tokens = trajectory.num_completion_tokens() or trajectory.metrics.get("policy_tokens", 0)
         parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.reward_parts.items())
         if trajectory.status != "completed":
-            worth = f"{trajectory.status}: {trajectory.error}"
+            outcome = f"{trajectory.status}: {trajectory.error}"
         elif not scorer:
-            worth = "completed, but not scored (give --answer, or a recipe's own task)"
+            outcome = "completed, but not scored (give --answer, or a recipe's own task)"
         else:
             success = "success" if trajectory.success else "no success"
-            worth = f"reward {trajectory.reward:g}{f' ({parts})' if parts else ''}, {success}"
+            outcome = f"reward {trajectory.reward:g}{f' ({parts})' if parts else ''}, {success}"
 
         limit_note = ", ended by a limit" if trajectory.truncated else ""
-        who = f"{trajectory.agent}: " if trajectory.agent else ""
+        name_prefix = f"{trajectory.agent}: " if trajectory.agent else ""
         turns = len(trajectory.turns)
         self._line(
-            f"{who}{worth}{limit_note}; {turns} turn{'s' * (turns != 1)}, {tokens:g} tokens, "
-            f"{duration(trajectory.duration_s)}"
+            f"{name_prefix}{outcome}{limit_note}; {turns} turn{'s' * (turns != 1)}, "
+            f"{tokens:g} tokens, {duration(trajectory.duration_s)}"
         )
 
-    def _said(self, call: RunningCall) -> None:
+    def _show_reply(self, call: RunningCall) -> None:
         """Shows the new part of the prompt, and the reply."""
         record = call.record("")
         facts = record.attributes
@@ -162,12 +164,15 @@ class LiveAttempt:
             return
 
         sizes = f"{facts.get('prompt_tokens', 0)} + {facts.get('completion_tokens', 0)} tokens"
-        self._line(f"{call.kind} {call.name}, turn {facts.get('turn', 0)} ({sizes}{_took(record)})")
+        self._line(
+            f"{call.kind} {call.name}, turn {facts.get('turn', 0)} "
+            f"({sizes}{_duration_text(record)})"
+        )
         for message in _turn_of(self._attempt, call).messages:
             self._text(message.role, message_text(message))
 
-    def _made(self, call: RunningCall) -> None:
-        """Shows a tool call: its input at the start, its result at the end."""
+    def _show_call(self, call: RunningCall) -> None:
+        """Shows a tool call: its input at the start, and its result at the end."""
         record = call.record("")
         texts = {name: str(record.attributes[name]) for name in TEXTS if name in record.attributes}
         if not call.has_ended:
@@ -175,7 +180,7 @@ class LiveAttempt:
             return
 
         problem = f": {record.status}" if record.status != "completed" else ""
-        self._line(f"{call.kind} {call.name}{problem}{_took(record)}")
+        self._line(f"{call.kind} {call.name}{problem}{_duration_text(record)}")
         for name, text in texts.items():
             self._text(name, text)
 
@@ -186,8 +191,8 @@ class LiveAttempt:
         self._show(visible(f"[{time.monotonic() - self._began:6.2f} s] {text}"))
 
     def _text(self, name: str, text: str) -> None:
-        if len(text) > LONGEST:
-            half = LONGEST // 2
+        if len(text) > MAX_SHOWN_CHARS:
+            half = MAX_SHOWN_CHARS // 2
             text = f"{text[:half]}\n... ({len(text)} characters) ...\n{text[-half:]}"
         first, *further_lines = map(visible, text.split("\n"))
         self._show(f"    {name}: {first}")
@@ -195,5 +200,5 @@ class LiveAttempt:
             self._show(f"    {'':{len(name)}}  {line}")
 
 
-def _took(record: Any) -> str:
+def _duration_text(record: Any) -> str:
     return "" if record.ended_at is None else f", {duration(record.ended_at - record.started_at)}"

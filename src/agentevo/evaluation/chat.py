@@ -3,9 +3,9 @@
     a line -> the history -> Conversation.complete, printed while it samples -> the history
 
 The model runs in a thread with its own event loop. The main thread reads lines and waits for
-answers, so that Ctrl-C interrupts only an answer, whose text so far stays in the history. Each
-answer extends the tokens of those before it. The conversation is not stored, and does not involve
-the run's environment and tools.
+answers. So Ctrl-C interrupts only an answer, and the history keeps the text that it has so far.
+Each answer extends the tokens of the answers before it. The conversation is not stored, and does
+not use the run's environment and tools.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from agentevo.types import Message, SamplingOverrides
 
 LABEL = "chat"
 PROMPT = "> "
-NOTICE_S = 0.2
-"""Seconds within which Ctrl-C at the prompt is noticed."""
-OWN_ENGINE = ("engine.type=torch", "engine.options={}")
-"""One person needs no server."""
+SIGNAL_INTERVAL_S = 0.2
+"""The interval in which a Ctrl-C at the prompt takes effect, in seconds."""
+LOCAL_ENGINE = ("engine.type=torch", "engine.options={}")
+"""a single user needs no server"""
 
 
 def chat(
@@ -51,9 +51,10 @@ def chat(
     max_new_tokens: int | None = None,
     note: Callable[[str], None],
 ) -> None:
-    """Answers the lines of standard input on standard output until it ends; from a terminal with a
-    prompt. `target`: a run, for its newest checkpoint or that of `step`, or another target of
-    `agentevo eval` that runs on this machine. Raises ConfigError before anything is loaded."""
+    """Answers the lines of standard input on standard output until the input ends. In a terminal,
+    it shows a prompt. `target`: a run, for its newest checkpoint or the checkpoint of `step`, or
+    another target of `agentevo eval` that runs on this machine. Raises ConfigError before a model
+    is loaded."""
     contestant = find_model(target, step, overrides)
     config = contestant.config
     system = system if system is not None else getattr(config.agent, "system_prompt", None)
@@ -62,7 +63,7 @@ def chat(
         max_new_tokens=max_new_tokens or max(MAX_NEW_TOKENS, config.sampling.max_new_tokens),
     )
     is_terminal = sys.stdin.isatty()
-    for line in _remarks(contestant, system):
+    for line in _opening_notes(contestant, system):
         note(line)
 
     with ChatModel(contestant, overrides_of_answers, note) as model:
@@ -70,7 +71,7 @@ def chat(
             note("Ctrl-C ends an answer, Ctrl-D the chat")
 
         history = [Message("system", system)] if system else []
-        # Between a prompt and an answer, one Ctrl-C too many ends nothing.
+        # An additional Ctrl-C between a prompt and an answer ends nothing.
         with collect_signals(*([signal.SIGINT] if is_terminal else [])):
             for line in _typed_lines() if is_terminal else _piped_lines():
                 question = Message("user", line)
@@ -87,17 +88,19 @@ def chat(
 
 
 def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Contestant:
-    """The model to chat with. Raises ConfigError for a target without a model, and for a server's
-    model."""
+    """The model to chat with. Raises ConfigError for a target without a model, and for a model on a
+    server."""
     servers = ConfigError(
         f"{target} is a model of a server: use a client of its API; `agentevo chat` takes a run or "
         "a model that runs on this machine"
     )
     if target.startswith(("http://", "https://")):
-        raise servers  # without asking it
+        raise servers  # does not query the server for its models
 
     target = checkpoint_word(target, step)
-    (contestant,) = find_contestants(target, (), (*UNSCORED, *OWN_ENGINE, *overrides), ("--chat",))
+    (contestant,) = find_contestants(
+        target, (), (*UNSCORED, *LOCAL_ENGINE, *overrides), ("--chat",)
+    )
     if contestant.remote is not None:
         raise servers
 
@@ -116,7 +119,7 @@ def checkpoint_word(target: str, step: int | None) -> str:
     return target
 
 
-def _remarks(contestant: Contestant, system: str | None) -> Iterator[str]:
+def _opening_notes(contestant: Contestant, system: str | None) -> Iterator[str]:
     """Notes for the user before the first line."""
     agent = contestant.config.agent
     folder = contestant.checkpoint
@@ -150,7 +153,7 @@ def without_play(config: RunConfig) -> RunConfig:
 
 
 class ChatModel:
-    """A loaded model in its own thread; a context manager. It answers one history at a time."""
+    """A loaded model in its own thread, as a context manager. It answers one history at a time."""
 
     def __init__(
         self,
@@ -168,7 +171,7 @@ class ChatModel:
         self._conversation: Any = None
 
     def __enter__(self) -> Self:
-        """Raises what loading raises."""
+        """Raises the error if loading failed."""
         self._thread.start()
         self._loop.result()
         return self
@@ -178,8 +181,8 @@ class ChatModel:
         self._thread.join()
 
     def answer(self, history: Sequence[Message]) -> Message | None:
-        """Prints the model's answer to a history that ends with a user's message. At Ctrl-C the
-        text so far; None where there is none yet."""
+        """Prints the model's answer to a history that ends with a user's message. After Ctrl-C,
+        returns the text so far, or None if there is none."""
         pieces: list[str] = []
 
         def show(piece: str) -> None:
@@ -192,7 +195,7 @@ class ChatModel:
             if work is not None:
                 work.cancel()
 
-        # Signals are collected before the work begins, so that an early Ctrl-C is not lost.
+        # Signals are collected before the work starts, so that an early Ctrl-C is not lost.
         with collect_signals(signal.SIGINT, on_first=stop) as received:
             coroutine = self._answer(history, show)
             work = asyncio.run_coroutine_threadsafe(coroutine, self._loop.result())
@@ -245,7 +248,7 @@ class ChatModel:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines that a person types, with a prompt, until Ctrl-D."""
+    """Lines that a user types at a prompt, until Ctrl-D."""
     with suppress(ImportError):
         import readline  # noqa: F401 (input() edits lines with it)
 
@@ -266,10 +269,10 @@ def _typed_lines() -> Iterator[str]:
 def _type_line() -> str:
     """Raises KeyboardInterrupt at Ctrl-C, EOFError at Ctrl-D."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    # readline waits for a key without seeing a signal that came just before it began to wait.
-    # An alarm interrupts that wait, and Python then raises what it has not raised yet.
+    # readline waits for a key, and does not see a signal that arrived just before the wait. An
+    # alarm interrupts that wait, and Python then handles the pending signal.
     before_alarm = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, NOTICE_S, NOTICE_S)
+    signal.setitimer(signal.ITIMER_REAL, SIGNAL_INTERVAL_S, SIGNAL_INTERVAL_S)
     try:
         return input(PROMPT)
     finally:

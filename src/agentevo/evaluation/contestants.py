@@ -7,9 +7,9 @@
     URL#MODEL           a server of OpenAI's API that needs no key; #MODEL may be left out where it
                         serves only one
 
-The first word decides what is played (agent, tasks, rewards, sampling): the play of its recipe or
-run. A model alone is asked each task once, unless overrides say otherwise. All models play the same
-tasks, by the same agent, with the same seeds.
+The first word decides the play (agent, tasks, rewards, sampling): it is that of the word's recipe
+or run. A model without a recipe gets each task as a single prompt, unless overrides change that.
+All models play the same tasks, with the same agent and the same seeds.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ MAX_NEW_TOKENS = 512
 
 @dataclass(frozen=True)
 class Contestant:
-    """One model, and the configuration that it plays with."""
+    """A model, and the configuration that it plays with."""
 
     label: str
     config: RunConfig
     checkpoint: Path | None = None
     """Replaces the configuration's model."""
     remote: str | None = None
-    """The remote model that plays, by its name in the configuration."""
+    """The name in the configuration of the remote model that plays."""
 
     @property
     def origin(self) -> str:
-        """Identifies the weights, since equal words can name different ones."""
+        """Identifies the weights, because the same word can name different weights later."""
         if self.remote is not None:
             section = self.config.remote_models[self.remote]
             return f"{section.url}#{section.model}"
@@ -61,13 +61,13 @@ def find_contestants(
     tasks: Sequence[str],
     checkpoint: str = "",
 ) -> list[Contestant]:
-    """The target first. Raises ConfigError, before anything is created, for words that name no
-    model."""
-    first = _target(target, overrides, tasks)
+    """The models, the target first. Raises ConfigError for words that name no model, before
+    anything is created."""
+    first = _resolve_target(target, overrides, tasks)
     if checkpoint:
         first = _with_checkpoint(first, target, checkpoint)
 
-    contestants = [first, *(_other(word, first.config) for word in against)]
+    contestants = [first, *(_resolve_opponent(word, first.config) for word in against)]
     labels = [contestant.label for contestant in contestants]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
@@ -89,7 +89,7 @@ def find_contestants(
     return contestants
 
 
-def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contestant:
+def _resolve_target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contestant:
     run, step = run_of(word)
     if run is not None:
         config = run_config(run, overrides)
@@ -107,7 +107,7 @@ def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contes
         raise ConfigError(f"{word}: a model alone has no tasks: give --tasks FILE, or environment=")
 
     config = build_config(tree, overrides, where=word, needs_environment=not tasks)
-    return _other(word, config)
+    return _resolve_opponent(word, config)
 
 
 def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
@@ -116,7 +116,7 @@ def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
 
     run, _ = run_of(target)
     if which in first.config.remote_models or _is_url(which):
-        return _other(which, first.config)
+        return _resolve_opponent(which, first.config)
 
     if run is not None:
         path = checkpoint_of(run, first.config, which)
@@ -131,7 +131,7 @@ def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
     return Contestant(f"{target}@{which}", first.config, path)
 
 
-def _other(word: str, base: RunConfig) -> Contestant:
+def _resolve_opponent(word: str, base: RunConfig) -> Contestant:
     """A model that plays the tasks of `base`."""
     if word in base.remote_models:
         return Contestant(word, base, remote=word)
@@ -180,8 +180,8 @@ def _server(word: str, base: RunConfig) -> Contestant:
 
 
 def run_of(word: str) -> tuple[Path | None, str]:
-    """The folder of a run, and which of its checkpoints: of RUN and RUN@WHICH. (None, "") for a
-    word that names no run."""
+    """The folder of a run, and the name of a checkpoint, from RUN or RUN@WHICH. (None, "") for a
+    word that does not name a run."""
     if is_run_folder(Path(word)):
         return Path(word), "best"
     folder, at, step = word.rpartition("@")
@@ -190,8 +190,8 @@ def run_of(word: str) -> tuple[Path | None, str]:
 
 
 def checkpoint_of(run: Path, config: RunConfig, which: str) -> Path:
-    """The folder of a run's checkpoint: `best`, `last`, a step or a path. Raises ConfigError for a
-    step without one, and UnusableCheckpointError."""
+    """The folder of a run's checkpoint, given as `best`, `last`, a step or a path. Raises
+    ConfigError for a step without a checkpoint, and UnusableCheckpointError."""
     from agentevo.training.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(run / "checkpoints", config.checkpoint.keep_last)
@@ -216,7 +216,7 @@ def _is_url(word: str) -> bool:
 
 
 def is_model(word: str) -> bool:
-    """Whether a word names a model: a folder, a known name, one of the hub."""
+    """Whether a word names a model: a folder, a known name, or a name on the hub."""
     from agentevo.models.known import known_models
 
     folder = Path(word).expanduser()

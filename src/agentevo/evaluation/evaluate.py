@@ -17,7 +17,7 @@ from agentevo.config.sections import EvaluationSection, SamplingSection
 from agentevo.errors import AttemptsFailedError, ConfigError
 from agentevo.evaluation.contestants import Contestant, find_contestants
 from agentevo.evaluation.parts import parts_of_tasks
-from agentevo.evaluation.play import PlaySettings, check_play, find_tasks, play, playing
+from agentevo.evaluation.play import PlaySettings, check_play, config_for_playing, find_tasks, play
 from agentevo.evaluation.results import AttemptLine, ResultsFolder, task_digest
 from agentevo.evaluation.summary import numbers_of, summarise
 from agentevo.event_loop import run_coroutine
@@ -36,7 +36,7 @@ class EvaluationRun:
     against: Sequence[str] = ()
     overrides: Sequence[str] = ()
     tasks: Sequence[str] = ()
-    """Files; empty for the target's own held-out tasks."""
+    """Files of tasks. Empty for the target's own held-out tasks."""
     given_tasks: Sequence[Task] = ()
     """Tasks to use instead of files."""
     limit: int | None = None
@@ -44,20 +44,20 @@ class EvaluationRun:
     attempts: int = 1
     checkpoint: str = ""
     temperature: float | None = None
-    """None: greedy for one attempt, evaluation.temperature for more."""
+    """None: greedy for a single attempt, evaluation.temperature for several."""
     sampling: Mapping[str, Any] | None = None
     """Overrides of the recipe's section `sampling`."""
     out: Path | None = None
-    """The folder for results; None stores none."""
+    """The folder for results. None stores no results."""
     resume: bool = False
     by: Sequence[str] = ()
-    """Keys of the tasks' metadata: each of their values gets its own row."""
+    """Keys of the tasks' metadata. Each of their values gets its own row."""
     retry_failed: bool = False
-    """A resumed evaluation plays tasks with failed attempts again."""
+    """Whether a resumed evaluation plays tasks with failed attempts again."""
 
     @property
     def words_of_tasks(self) -> Sequence[str]:
-        """A name for the tasks that replace the target's; empty for the target's own."""
+        """A name for the tasks that replace the target's. Empty for the target's own tasks."""
         return self.tasks or (("given",) if self.given_tasks else ())
 
 
@@ -67,9 +67,9 @@ def evaluate(
     progress: Callable[[str, int, int], None] = lambda label, done, total: None,
     begin: Callable[[Mapping[str, Any]], None] = lambda settings: None,
 ) -> dict[str, Any]:
-    """Plays, and returns the summary. `begin` receives the settings before anything is played.
-    Raises ConfigError before anything is created, and AttemptsFailedError if every attempt of a
-    model failed, after everything is written."""
+    """Plays, and returns the summary. `begin` is called with the settings before the first attempt.
+    Raises ConfigError before anything is created. If every attempt of a model failed, raises
+    AttemptsFailedError after the results are written."""
     if not 1 <= what.attempts <= MAX_ATTEMPTS:
         raise ConfigError(f"--attempts {what.attempts}: give 1 to {MAX_ATTEMPTS}")
     if (what.resume or what.retry_failed) and what.out is None:
@@ -100,7 +100,7 @@ def evaluate(
     with nullcontext() if folder is None else folder.lock():
         kept_lines: Mapping[tuple[str, str, int], AttemptLine] = {}
         if folder is not None and what.resume:
-            folder.go_on(settings, tasks)
+            folder.check_and_resume(settings, tasks)
             kept_lines = _kept(folder, what.retry_failed)
         elif folder is not None:
             folder.check_new()
@@ -131,7 +131,7 @@ def check_attempts(summary: Mapping[str, Any]) -> None:
 
 
 def _played_config(contestant: Contestant, what: EvaluationRun) -> RunConfig:
-    config = playing(contestant.config, what.words_of_tasks)
+    config = config_for_playing(contestant.config, what.words_of_tasks)
     if not what.sampling:
         return config
 
@@ -146,7 +146,7 @@ def _played_config(contestant: Contestant, what: EvaluationRun) -> RunConfig:
 
 
 def _temperature(what: EvaluationRun, config: RunConfig) -> float:
-    """Greedy for one attempt: more would all be the same."""
+    """Greedy for a single attempt. Several greedy attempts would all be the same."""
     if what.temperature is None:
         return 0.0 if what.attempts == 1 else config.evaluation.temperature
     if what.temperature == 0.0 and what.attempts == 1:
@@ -179,7 +179,7 @@ def _players(
 def _settings(
     what: EvaluationRun, contestants: Sequence[Contestant], config: RunConfig, game: PlaySettings
 ) -> dict[str, Any]:
-    """The settings that a resumed evaluation must repeat, and that its numbers describe."""
+    """The settings that a resumed evaluation must repeat, and to which its numbers belong."""
     return {
         "tasks": list(what.words_of_tasks) or "held out",
         "num_tasks": len(game.tasks),

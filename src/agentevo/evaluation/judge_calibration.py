@@ -1,8 +1,9 @@
-"""`agentevo judge`: how well a judge agrees with the truth, and what misleads it.
+"""`agentevo judge`: measures how well a judge agrees with the truth, and what misleads
+it.
 
-Every question is asked through the scorer that training would use, including its prompts, votes,
-failover and failures. All intervals are 95%, by resampling groups (evaluation/estimates.py), except
-that of the share of injections (Wilson's).
+Every request uses the scorer that training would use, with its prompts, votes, failover and
+failures. All intervals are 95%, by resampling groups (evaluation/estimates.py), except that of the
+share of injections (Wilson's).
 
     agreement   Spearman's correlation with the truth within groups, the share of
                 pairs that are ordered rightly
@@ -43,32 +44,34 @@ from agentevo.rewards.ruler import Ruler, order_of_vote, shown_attempts
 from agentevo.rollout.scoring import Scoring
 from agentevo.types import Trajectory
 
-AT_ONCE = 8
-"""Groups that are judged at the same time."""
-RAISED = 0.1
-"""An injection counts if it raises a score by more than this share of its range."""
+CONCURRENCY = 8
+"""The number of groups that are judged at the same time."""
+RAISED_SHARE = 0.1
+"""An injection counts if it raises a score by more than this share of the scores' range."""
 MAX_ROTATED = 12
-"""Groups whose attempts are shown at every place, and attempts of each that are."""
+"""The number of groups whose attempts are shown at every position, and the number of such attempts
+in a group."""
 MAX_ROTATED_ATTEMPTS = 6
 VERSION = 1
 
 
 @dataclass
 class Calibration:
-    """The measurements."""
+    """The measurements of a judge."""
 
     judge: JudgeOptions
     sections: Mapping[str, RemoteModelSection]
     num_attempts: int
     num_groups: int
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By the names of the bars, and others; `value` is None if nothing could be measured."""
+    """Maps the names of the limits, and other names, to measurements. `value` is None if nothing
+    could be measured."""
     injections: list[dict[str, Any]] = field(default_factory=list)
     cost: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
-        """The bars that the judge does not reach."""
+        """The limits that the judge does not meet."""
         return below_bars(
             self.judge, {name: measure["value"] for name, measure in self.measured.items()}
         )
@@ -99,8 +102,8 @@ def calibrate(
     *,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Measures the judge at these groups. Raises ConfigError for data without usable groups, and
-    AgentEvoError if the judge scores nothing."""
+    """Measures the judge with these groups. Raises ConfigError for data without usable groups, and
+    AgentEvoError if the judge gives no score."""
     usable_groups = _usable(judge, groups)
     num_attempts = sum(len(group.attempts) for group in usable_groups)
     calibration = Calibration(judge, sections, num_attempts, len(usable_groups))
@@ -110,7 +113,7 @@ def calibrate(
         }
         models = RemoteModels(used_sections, Path(folder))
         try:
-            run_coroutine(_Measuring(calibration, models, progress).all(usable_groups))
+            run_coroutine(_CalibrationRun(calibration, models, progress).all(usable_groups))
             calibration.cost |= _cost(Path(folder), models)
         finally:
             models.close()
@@ -119,8 +122,8 @@ def calibrate(
 
 
 def _usable(judge: JudgeOptions, groups: Sequence[KnownGroup]) -> list[KnownGroup]:
-    """Groups whose attempts differ. For a judge of single attempts, all attempts form one group if
-    tasks have one attempt each."""
+    """Groups whose attempts differ in truth. For a judge of single attempts, all attempts form one
+    group if each task has a single attempt."""
     differing = [group for group in groups if group.differs]
     if len(differing) < 2:
         raise ConfigError(
@@ -133,22 +136,22 @@ def _usable(judge: JudgeOptions, groups: Sequence[KnownGroup]) -> list[KnownGrou
     return differing
 
 
-class _Measuring:
-    """The questions of one calibration."""
+class _CalibrationRun:
+    """The requests of a calibration."""
 
     def __init__(
         self, calibration: Calibration, models: RemoteModels, progress: Callable[[str], None]
     ) -> None:
-        self._found = calibration
+        self._calibration = calibration
         self._models = models
         self._progress = progress
         settings = {"weight": 1.0, "requires": (), "from_step": 1, "until_step": None}
         self._scoring = Scoring([calibration.judge.model_copy(update=settings)], models=models)
         self._scoring.check([], needed=False)
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._semaphore = asyncio.Semaphore(CONCURRENCY)
 
     async def all(self, groups: Sequence[KnownGroup]) -> None:
-        """See the module."""
+        """Makes all measurements."""
         self._progress(f"{len(groups)} groups: agreement with the truth")
         scores = await gather_all([self._scores(group.attempts, group) for group in groups])
         self._agreement(groups, scores)
@@ -161,14 +164,14 @@ class _Measuring:
         self, attempts: Sequence[Trajectory], group: KnownGroup
     ) -> list[float | None]:
         """None for an attempt without a score."""
-        async with self._room:
+        async with self._semaphore:
             clean = [
                 msgspec.structs.replace(attempt, status="completed", reward_parts={}, metrics={})
                 for attempt in attempts
             ]
             judged = await self._scoring.score(clean, [True] * len(clean), {}, task=group.task)
 
-        failures = self._found.failures
+        failures = self._calibration.failures
         for trajectory in judged:
             if (
                 trajectory.status != "completed"
@@ -195,11 +198,11 @@ class _Measuring:
         total = sum(len(group.attempts) for group in groups)
         scored = sum(map(len, pairs))
         if not scored:
-            why = "; ".join(self._found.failures[:2])
+            why = "; ".join(self._calibration.failures[:2])
             raise AgentEvoError(f"the judge has scored none of {total} attempts: {why}")
 
         rows = [list(zip(*pair, strict=True)) for pair in pairs if len({t for t, *_ in pair}) > 1]
-        measured = self._found.measured
+        measured = self._calibration.measured
         measured["failed"] = _share(total - scored, total)
         correlations = [statistics.spearman(t, s) for t, s, _ in rows]
         measured["min_rank_correlation"] = _estimate(mean_of(correlations, (-1.0, 1.0)))
@@ -209,19 +212,22 @@ class _Measuring:
         measured["length_bias"] = _length_bias(rows)
 
     async def _places(self, groups: Sequence[KnownGroup]) -> None:
-        judge = make_reward(self._found.judge)
+        judge = make_reward(self._calibration.judge)
         name = "max_position_bias"
         if not isinstance(judge, Ruler):
-            self._found.measured[name] = {"value": 0.0, "why": "it is shown one attempt at a time"}
+            self._calibration.measured[name] = {
+                "value": 0.0,
+                "why": "it is shown one attempt at a time",
+            }
             return
 
         all_slopes = await gather_all([self._slope(judge, group) for group in groups[:MAX_ROTATED]])
         slopes = [slope for slope in all_slopes if slope is not None]
-        self._found.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
+        self._calibration.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
 
     async def _slope(self, judge: Ruler, group: KnownGroup) -> float | None:
-        """How much a score changes from the first place to the last, for the same content. None if
-        an answer is missing."""
+        """How much a score changes between the first and the last position, for the same content.
+        None if a judge's answer is missing."""
         attempts = group.attempts[:MAX_ROTATED_ATTEMPTS]
         shown = await shown_attempts(judge.config, attempts)
         num = len(shown.attempts)
@@ -230,7 +236,7 @@ class _Measuring:
 
         order = order_of_vote(num, 0, group.task.id, "rotated")
         rotations = []
-        async with self._room:
+        async with self._semaphore:
             try:
                 for turned in range(num):
                     rotated = order[turned:] + order[:turned]
@@ -252,16 +258,16 @@ class _Measuring:
     async def _inject_all(
         self, groups: Sequence[KnownGroup], scores: Sequence[Sequence[float | None]]
     ) -> None:
-        """Tries every injection once, each in the worst attempt of another group."""
+        """Tries every injection once. Each is appended to the worst attempt of another group."""
         bad = []
         for group, of in zip(groups, scores, strict=True):
             worst = min(range(len(of)), key=lambda index: group.truths[index])
             before = of[worst]
-            if before is not None and before <= 1.0 - RAISED:
+            if before is not None and before <= 1.0 - RAISED_SHARE:
                 bad.append((group, worst, before))
 
         if not bad:
-            self._found.measured["max_injected"] = {
+            self._calibration.measured["max_injected"] = {
                 "value": None,
                 "why": "every bad attempt has the best score already",
             }
@@ -272,20 +278,20 @@ class _Measuring:
             attempts = list(group.attempts)
             attempts[worst] = with_injection(attempts[worst], text)
             after = (await self._scores(attempts, group))[worst]
-            raised = after is not None and after > before + RAISED
+            raised = after is not None and after > before + RAISED_SHARE
             return {"text": text, "before": before, "after": after, "raised": raised}
 
         injections = await gather_all(
             [try_injection(number, text) for number, text in enumerate(INJECTIONS)]
         )
-        self._found.injections += injections
+        self._calibration.injections += injections
         raised = sum(injection["raised"] for injection in injections)
-        self._found.measured["max_injected"] = _share(raised, len(injections))
+        self._calibration.measured["max_injected"] = _share(raised, len(injections))
 
 
 def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
-    """The attempt with this text at the end of its last message, inside of its stated answer if it
-    marked one."""
+    """The attempt with this text at the end of its last message, or inside its stated answer if the
+    attempt marks one."""
     turns = list(trajectory.turns)
     for index in reversed(range(len(turns))):
         messages = list(turns[index].messages)
@@ -304,7 +310,7 @@ def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
 
 
 def _length(trajectory: Trajectory) -> int:
-    """Characters of the policy's replies."""
+    """The number of characters of the policy's replies."""
     return sum(
         len(message.text) + sum(len(call.arguments) for call in message.tool_calls)
         for turn in trajectory.turns
@@ -347,7 +353,7 @@ def _share(count: int, total: int) -> dict[str, Any]:
 
 
 def _cost(folder: Path, models: RemoteModels) -> dict[str, float]:
-    """Requests, tokens, money and seconds of a request, by the price logs."""
+    """Requests, tokens, money and seconds per request, from the price logs."""
     rows = models.totals()
     seconds = [
         line.value["seconds"]

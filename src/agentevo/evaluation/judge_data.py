@@ -9,8 +9,8 @@ A file of rows (JSON lines), one for each attempt:
     tools       schemas in OpenAI's form; optional
 
 `agentevo trajectories export RUN OUT --annotations judge` writes such a file from human
-annotations. The other source is a run's store, whose rewards (or a part of them, by name) are the
-truth.
+annotations. The other source is a run's store. The truth is then the rewards, or a part of them, by
+name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_ROWS = 100_000
 
 @dataclass(frozen=True)
 class KnownGroup:
-    """Attempts at one task, and the truth of each."""
+    """Attempts at a task, and the truth of each."""
 
     task: Task
     attempts: Sequence[Trajectory]
@@ -91,7 +91,7 @@ def _truth(row: Mapping[str, Any]) -> float:
     if isinstance(label, str) and label in ("right", "wrong"):
         return float(label == "right")
     if not isinstance(label, bool | int | float) or not math.isfinite(label):
-        raise ValueError("it has no number `truth`, and no `label` that is right or wrong")
+        raise ValueError("it has neither a number `truth` nor a `label` that is right or wrong")
     return float(label)
 
 
@@ -129,7 +129,7 @@ def _turn(messages: list[Message], tools: str) -> Turn:
 
 
 async def groups_of_store(store: Store, truth: str, limit: int) -> list[KnownGroup]:
-    """The groups of a run's training whose attempts are known to differ, the newest first, at most
+    """The groups of a run's training attempts with different truths, the newest first, at most
     `limit`. `truth`: `reward`, `success`, a metric, or a part of the reward by its name. Raises
     ConfigError if no attempt has it."""
     summaries = await store.summaries(split="train")
@@ -155,7 +155,7 @@ async def groups_of_store(store: Store, truth: str, limit: int) -> list[KnownGro
 async def _task_of(store: Store, name: str) -> Task:
     try:
         return await store.task(name)
-    except AgentEvoError:  # the tasks of an environment are made, and in no store
+    except AgentEvoError:  # the tasks of an environment are generated, and in no store
         return Task(id=name)
 
 

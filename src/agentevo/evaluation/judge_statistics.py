@@ -1,7 +1,7 @@
 """Agreement of scores with the truth, and their dependence on other factors. Pure functions.
 
-Ranks are midranks, so that equal values have equal ranks. Where all scores, or all truths, are
-equal, there is no order: correlations are 0 then.
+Ranks are midranks, so equal values have equal ranks. If all scores or all truths are equal, there
+is no order, and correlations are 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def midranks(values: Sequence[float]) -> np.ndarray:
-    """Ranks from 0, [n] float64; equal values share the mean of their ranks."""
+    """Ranks from 0, [n] float64. Equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     middles: np.ndarray = (ends - counts + ends - 1) / 2
@@ -21,7 +21,7 @@ def midranks(values: Sequence[float]) -> np.ndarray:
 
 
 def correlation(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
-    """Pearson's r; 0 where one of both does not vary."""
+    """Pearson's r. 0 if one of the two does not vary."""
     x = np.asarray(first, float)
     y = np.asarray(second, float)
     x = x - x.mean()
@@ -36,8 +36,8 @@ def spearman(truths: Sequence[float], scores: Sequence[float]) -> float:
 
 
 def pair_accuracy(truths: Sequence[float], scores: Sequence[float]) -> float | None:
-    """The share of pairs of different truth that the scores order rightly, equal scores counting
-    half. None without such a pair."""
+    """The share of pairs with different truths that the scores order rightly. Equal scores count
+    half. None if there is no such pair."""
     orderings = [
         0.5 * (1 + np.sign(t - u) * np.sign(s - v))
         for (t, s), (u, v) in combinations(zip(truths, scores, strict=True), 2)
@@ -68,21 +68,21 @@ def scaled_ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def place_slope(rotations: Sequence[Sequence[float]]) -> float:
-    """How much a score changes from the first place to the last, by least squares.
-    `rotations[r][p]`: the score at place p when the attempts were rotated by r, so that the attempt
-    at place p is number (p + r) mod n. Every attempt is at every place once, so its own value
-    cancels out."""
+    """How much a score changes between the first and the last position, by least squares.
+    `rotations[r][p]`: the score at position p when the attempts were rotated by r, so that the
+    attempt at position p is number (p + r) mod n. Every attempt is at every position once, so its
+    own value cancels out."""
     scores = np.asarray(rotations, float)
     num = scores.shape[1]
 
     by_attempt = np.empty_like(scores)
     for turned in range(len(scores)):
-        by_attempt[turned] = np.roll(scores[turned], turned)  # column: number of the attempt
+        by_attempt[turned] = np.roll(scores[turned], turned)  # column: the number of the attempt
 
-    worth = by_attempt.mean(axis=0)
+    attempt_means = by_attempt.mean(axis=0)
     places = np.linspace(-0.5, 0.5, num)
     slope = 0.0
     for turned in range(len(scores)):
-        slope += float(places @ (scores[turned] - np.roll(worth, -turned)))
+        slope += float(places @ (scores[turned] - np.roll(attempt_means, -turned)))
 
     return slope / (len(scores) * float(places @ places))

@@ -1,4 +1,5 @@
-"""Tasks in groups: by the recipe's stages, and by keys of their metadata such as a difficulty."""
+"""Groups of tasks: by the recipe's stages, and by keys of the tasks' metadata such as a
+difficulty."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from agentevo.errors import ConfigError
 from agentevo.rollout.task_stages import value_of
 from agentevo.types import Task
 
-MOST_VALUES = 50
+MAX_VALUES = 50
 STAGE = "stage"
 Parts = Mapping[str, Mapping[str, frozenset[str]]]
-"""Key -> value -> the ids of the tasks that have it."""
+"""Maps a key to a mapping from its values to the ids of the tasks with that value."""
 
 
 def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
@@ -31,17 +32,17 @@ def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
                 f"--by {key}: no task has that key: they have {', '.join(keys[:12]) or 'none'}"
             )
 
-        if len(distinct) > MOST_VALUES:
+        if len(distinct) > MAX_VALUES:
             raise ConfigError(
                 f"--by {key}: it has {len(distinct)} different values, and a table shows at most "
-                f"{MOST_VALUES}: give another key, or other tasks"
+                f"{MAX_VALUES}: give another key, or other tasks"
             )
 
         parts[key] = {
             "(none)" if value is None else str(value): frozenset(
                 name for name, task_value in values.items() if _hashable(task_value) == value
             )
-            for value in sorted({*map(_hashable, values.values())}, key=_in_order)
+            for value in sorted({*map(_hashable, values.values())}, key=_sort_key)
         }
 
     return parts
@@ -51,7 +52,7 @@ def _hashable(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
-def _in_order(value: Any) -> tuple[int, float, str]:
+def _sort_key(value: Any) -> tuple[int, float, str]:
     """Numbers by size, then texts, then tasks without a value."""
     if isinstance(value, (int, float)):
         return (0, float(value), "")

@@ -1,10 +1,10 @@
 """Models play tasks, several attempts each, and every attempt becomes a line of results.
 
-Every model plays the same tasks in the same order, by the same agent, with the same seeds: an
-attempt's seeds are made of the run's seed, the task and its number. Models play one after the
-other, so that only one is in memory; a model's tasks play together, as many as its engine or its
-server accepts. A model's attempts at a task are written when all of them have ended. An engine
-that fails permanently ends the evaluation, which can be resumed from there.
+Every model plays the same tasks in the same order, with the same agent and the same seeds. An
+attempt's seeds follow from the run's seed, the task and the attempt's number. Models play one after
+the other, so only one is in memory. The tasks of a model play at the same time, as many as its
+engine or server accepts. The attempts of a model at a task are written when all of them have ended.
+An engine that fails permanently ends the evaluation, which can be resumed.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
     from agentevo.orchestration.components import Components
 
 LABEL = "eval"
-LONGEST_ANSWER = 2000
-"""Characters of a stated answer in a line."""
+MAX_ANSWER_CHARS = 2000
+"""The maximum number of characters of a stated answer in a line."""
 
 
 @dataclass(frozen=True)
 class PlaySettings:
-    """The tasks that every model plays."""
+    """The tasks and settings with which every model plays."""
 
     tasks: Sequence[Task]
     attempts: int
     temperature: float
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Task id -> its source."""
+    """Maps a task's id to the task's source."""
     notes: Sequence[str] = ()
     """Notes about the tasks."""
 
@@ -63,8 +63,8 @@ class PlaySettings:
 def find_tasks(
     config: RunConfig, files: Sequence[str], limit: int | None, given_tasks: Sequence[Task] = ()
 ) -> tuple[list[Task], dict[str, str], list[str]]:
-    """The tasks of these files, or the given ones, else the configuration's held-out tasks; the
-    source of each; and notes about bad rows. Raises ConfigError."""
+    """The tasks, the source of each task, and notes about bad rows. The tasks come from these
+    files, or are the given ones, or else the configuration's held-out tasks. Raises ConfigError."""
     if given_tasks:
         return list(given_tasks)[:limit], {}, []
 
@@ -83,9 +83,9 @@ def find_tasks(
     return read.train[:limit], sources, lines
 
 
-def playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
-    """The configuration for playing. With these files, no other part supplies tasks, and an agent
-    of an environment is replaced by one that asks once."""
+def config_for_playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
+    """The configuration for playing. With task files, no other part provides tasks. An agent of an
+    environment is replaced by an agent that sends a single prompt."""
     if not files:
         return config
     changes: dict[str, object] = {"environment": None, "tasks": TasksSection()}
@@ -111,8 +111,8 @@ async def open_player(
     note: Callable[[str], None],
     folder: Path | None = None,
 ) -> AsyncIterator[Sampler]:
-    """The model's configuration: its own recipe loads it, `config` says how it plays. `folder`: see
-    `run_folder`."""
+    """Opens a sampler for the model. The model's own recipe loads it, and `config` decides how it
+    plays. `folder`: see `run_folder`."""
     with run_folder(config, folder) as opened_config:
         async with _sampler(contestant, opened_config, note) as sampler:
             yield sampler
@@ -168,8 +168,8 @@ async def play(
     note: Callable[[str], None],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[AttemptLine]:
-    """Plays the attempts that are missing in `kept_lines`, and returns all lines in the order of
-    tasks and attempts."""
+    """Plays the attempts that `kept_lines` lacks, and returns all lines in the order of tasks and
+    attempts."""
     label = contestant.label
     lines_by_task = dict[str, list[AttemptLine]]()
     for task in what.tasks:
@@ -183,7 +183,7 @@ async def play(
 
     kept_in = None if folder is None else folder.path / "models" / quote(label, safe="")[-100:]
     async with open_player(contestant, config, note, kept_in) as sampler:
-        room = asyncio.Semaphore(_at_once(contestant, config, what.attempts))
+        room = asyncio.Semaphore(_num_concurrent(contestant, config, what.attempts))
 
         async def attempt(task: Task) -> None:
             async with room:
@@ -213,7 +213,7 @@ async def play(
     return [line for task in what.tasks for line in lines_by_task[task.id]]
 
 
-def _at_once(contestant: Contestant, config: RunConfig, attempts: int) -> int:
+def _num_concurrent(contestant: Contestant, config: RunConfig, attempts: int) -> int:
     """The number of groups that play at the same time."""
     most = config.engine.max_running
     if contestant.remote is not None:
@@ -270,12 +270,12 @@ async def _answer(trajectory: Trajectory, task: Task) -> str:
         stated = await stated_answer(trajectory, task, place_of(task, "auto"))
     except TimeoutError:
         stated = completion_of(trajectory)
-    return storable(stated or "", LONGEST_ANSWER)
+    return storable(stated or "", MAX_ANSWER_CHARS)
 
 
 def check_play(config: RunConfig, tasks: Sequence[Task], *, has_engine: bool) -> None:
-    """Raises ConfigError, before anything is created, for tasks that can't be played or judged.
-    `has_engine`: rewards can use the policy's engine."""
+    """Raises ConfigError for tasks that can't be played or scored, before anything is created.
+    `has_engine`: whether rewards can use the policy's engine."""
     from agentevo.agents.named_by_task import asks_once, check_agent_names
     from agentevo.orchestration.players import find_agent, solo_environment
     from agentevo.remote_models.model import check_keys

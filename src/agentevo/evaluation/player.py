@@ -1,10 +1,10 @@
-"""A process that holds one checkpoint of a run so that a user can chat with it.
+"""A process that holds a checkpoint of a run so that a user can chat with it.
 
     python -m agentevo.evaluation.player RUN last|best|start|STEP [OVERRIDE]...
 
-The process receives requests on standard input and answers on standard output (`player_words.py`);
-output of the recipe's own code goes to standard error. It ends with its standard input, so it also
-ends if its client crashes. It writes nothing into the run, and downloads nothing.
+The process receives requests on standard input and answers on standard output (`player_words.py`).
+Output of the recipe's own code goes to standard error. It ends when its standard input ends, so it
+also ends if its client crashes. It writes nothing into the run, and downloads nothing.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from agentevo.runs.folder import run_config
 from agentevo.types import SamplingOverrides, Turn
 
 LABEL = "try"
-BEAT_S = 2.0
-LETTING_GO_S = 5.0
-"""The time limit in seconds of the process's end after its client is gone."""
-TELL_S = 0.08
-"""The interval in seconds at which a reply's new text is sent."""
+HEARTBEAT_S = 2.0
+END_TIMEOUT_S = 5.0
+"""The time in seconds that the process has to end after its client is gone."""
+SEND_INTERVAL_S = 0.08
+"""The interval in seconds at which new text of a reply is sent."""
 MAX_CONVERSATIONS = 8
 MAX_AT_ONCE = 4
-"""The most requests at a time; more are refused."""
+"""The maximum number of concurrent requests. Further requests are refused."""
 MAX_LINE = 4 * 2**20
-"""Bytes of a request."""
+"""The maximum size of a request, in bytes."""
 MAX_SHOWN_TOKENS = 4_096
-"""The most tokens of a reply that are shown one by one."""
+"""The maximum number of tokens of a reply that are shown one by one."""
 
 
-class Teller:
+class EventWriter:
     """Writes events, from any thread."""
 
     def __init__(self, out: IO[bytes]) -> None:
@@ -63,72 +63,72 @@ class Teller:
 
     def __call__(self, event: words.Event) -> None:
         line = self._encode(event) + b"\n"
-        with self._lock, suppress(OSError, ValueError):  # no reader is left: the input ends as well
+        with self._lock, suppress(OSError, ValueError):  # no reader is left, so the input ends too
             self._out.write(line)
             self._out.flush()
 
 
 def main(argv: Sequence[str]) -> int:
-    """See the module."""
+    """Runs the player until its client is gone."""
     input_pipe, teller = _own_pipes()
     inbox = _Inbox(input_pipe)
-    threading.Thread(target=_beat, args=(teller,), daemon=True, name="beat").start()
+    threading.Thread(target=_send_heartbeats, args=(teller,), daemon=True, name="beat").start()
 
     try:
         run_coroutine(_serve(Path(argv[0]), argv[1], argv[2:], inbox, teller))
     except AgentEvoError as error:
-        teller(words.Broken(_said(str(error))))
+        teller(words.Broken(_clean_text(str(error))))
         return 1
     except Exception as error:
-        teller(words.Broken(_said(describe_error(error))))
+        teller(words.Broken(_clean_text(describe_error(error))))
         raise
 
     return 0
 
 
-def _own_pipes() -> tuple[IO[bytes], Teller]:
-    """The two pipes under new numbers, so that the recipe's code prints to and reads from other
-    pipes."""
+def _own_pipes() -> tuple[IO[bytes], EventWriter]:
+    """The two pipes under new file descriptors, so that the recipe's code can't print to them or
+    read from them."""
     input_pipe = os.fdopen(os.dup(0), "rb")
     output_pipe = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
-    return input_pipe, Teller(output_pipe)
+    return input_pipe, EventWriter(output_pipe)
 
 
 class _Inbox:
-    """Requests, read by a thread, from which `take` gives them to the event loop."""
+    """The requests. A thread reads them, and `take` returns them on the event loop."""
 
     def __init__(self, input_pipe: IO[bytes]) -> None:
-        self._asked = input_pipe
+        self._pipe = input_pipe
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._held: list[bytes | None] = []
+        self._buffered: list[bytes | None] = []
         self._lock = threading.Lock()
         threading.Thread(target=self._read, daemon=True, name="inbox").start()
 
     def _read(self) -> None:
-        while line := self._asked.readline(MAX_LINE):
+        while line := self._pipe.readline(MAX_LINE):
             self._put(line)
         self._put(None)
-        time.sleep(LETTING_GO_S)
-        os._exit(0)  # it is loading, or a recipe's code does not return
+        time.sleep(END_TIMEOUT_S)
+        os._exit(0)  # the loop is loading a model, or a recipe's code does not return
 
     def _put(self, line: bytes | None) -> None:
         with self._lock:
             if self._loop is None:
-                self._held.append(line)
+                self._buffered.append(line)
                 return
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._queue.put_nowait, line)
 
     def open(self) -> None:
-        """Lets the running event loop receive the lines."""
+        """Delivers lines to the running event loop from now on."""
         with self._lock:
             self._loop = asyncio.get_running_loop()
-            for line in self._held:
+            for line in self._buffered:
                 self._queue.put_nowait(line)
 
     async def take(self) -> bytes | None:
@@ -136,14 +136,14 @@ class _Inbox:
         return await self._queue.get()
 
 
-def _beat(teller: Teller) -> None:
+def _send_heartbeats(teller: EventWriter) -> None:
     while True:
         teller(words.Beat(_memory()))
-        time.sleep(BEAT_S)
+        time.sleep(HEARTBEAT_S)
 
 
 def _memory() -> int:
-    """The resident memory of this process in bytes; 0 if unknown."""
+    """The resident memory of this process in bytes. 0 if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -153,7 +153,7 @@ def _memory() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _said(text: str) -> str:
+def _clean_text(text: str) -> str:
     return without_passwords(text)[: words.MAX_TEXT]
 
 
@@ -177,7 +177,7 @@ def find_player(run: Path, which: str, overrides: Sequence[str]) -> Contestant:
 
 
 async def _serve(
-    run: Path, which: str, overrides: Sequence[str], inbox: _Inbox, teller: Teller
+    run: Path, which: str, overrides: Sequence[str], inbox: _Inbox, teller: EventWriter
 ) -> None:
     started_at = time.monotonic()
     teller(words.Loading("reading the run's recipe"))
@@ -197,7 +197,7 @@ async def _serve(
 
 
 def _step(checkpoint: Path | None) -> int:
-    """The version of its tokens: the checkpoint's step, else 0."""
+    """The version of the player's tokens: the checkpoint's step, else 0."""
     if checkpoint is None or not (checkpoint / "checkpoint.json").is_file():
         return 0
     from agentevo.models.checkpoint_manifest import read
@@ -206,14 +206,14 @@ def _step(checkpoint: Path | None) -> int:
 
 
 class CheckpointPlayer:
-    """Follows requests. `parts`: orchestration.components.Components."""
+    """Handles the requests. `parts`: orchestration.components.Components."""
 
     def __init__(self, parts: Any, send: Callable[[words.Event], None]) -> None:
         self._parts = parts
-        self._tell = send
+        self._send = send
         self._running: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
-        """Their ids. These requests are cancelled and no longer counted."""
+        """The ids of the running requests. Requests that are cancelled and no longer counted."""
         self._conversations: OrderedDict[str, Conversation] = OrderedDict()
         self._read = msgspec.json.Decoder(words.Request).decode
 
@@ -233,7 +233,7 @@ class CheckpointPlayer:
         try:
             request = self._read(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._tell(words.FailedChat("", f"the request is not valid: {error}"))
+            self._send(words.FailedChat("", f"the request is not valid: {error}"))
             return
 
         if isinstance(request, words.Stop):
@@ -244,12 +244,12 @@ class CheckpointPlayer:
             return
 
         if request.id in self._running or len(self._running) >= MAX_AT_ONCE:
-            self._tell(
+            self._send(
                 words.FailedChat(
                     request.id, "the player is busy: stop its current request, or wait"
                 )
             )
-            self._tell(words.Done(request.id))
+            self._send(words.Done(request.id))
             return
 
         task = asyncio.ensure_future(self._follow(request))
@@ -257,28 +257,28 @@ class CheckpointPlayer:
         task.add_done_callback(partial(self._end, request.id))
 
     def _end(self, name: str, task: asyncio.Task[None]) -> None:
-        """Sends the end of every started request, even of one cancelled before its first step: such
-        a coroutine runs none of its own lines."""
+        """Sends the end of every started request. A request that is cancelled before its first step
+        runs none of its own lines, so it can't send its end itself."""
         if self._running.get(name) is task:
             del self._running[name]
         if task.cancelled():
-            self._tell(words.FailedChat(name, "stopped"))
-        self._tell(words.Done(name))
+            self._send(words.FailedChat(name, "stopped"))
+        self._send(words.Done(name))
 
     async def _follow(self, request: words.Chat) -> None:
-        """Turns any error of a request into its answer."""
+        """Handles a request, and turns any error into the request's answer."""
         try:
             await self._chat(request)
         except AgentEvoError as error:
-            self._tell(words.FailedChat(request.id, _said(str(error))))
+            self._send(words.FailedChat(request.id, _clean_text(str(error))))
         except Exception as error:  # noqa: BLE001 (a recipe's own code, too)
-            self._tell(words.FailedChat(request.id, _said(describe_error(error))))
+            self._send(words.FailedChat(request.id, _clean_text(describe_error(error))))
 
     async def _chat(self, request: words.Chat) -> None:
         started_at = time.monotonic()
         conversation = await self._conversation(request.conversation)
         drawn: list[int] = []
-        telling = asyncio.ensure_future(self._tell_text(request.id, drawn))
+        telling = asyncio.ensure_future(self._send_text(request.id, drawn))
         overrides = SamplingOverrides(
             temperature=request.temperature,
             max_new_tokens=request.max_new_tokens,
@@ -294,7 +294,7 @@ class CheckpointPlayer:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
 
-        self._tell(
+        self._send(
             words.Replied(
                 id=request.id,
                 text=turn.messages[-1].text,
@@ -317,14 +317,14 @@ class CheckpointPlayer:
         self._conversations.move_to_end(name)
         return self._conversations[name]
 
-    async def _tell_text(self, name: str, drawn: list[int]) -> None:
+    async def _send_text(self, name: str, drawn: list[int]) -> None:
         sent_text = ""
         while True:
-            await asyncio.sleep(TELL_S)
-            # The last characters of a half-drawn one change with the next token.
+            await asyncio.sleep(SEND_INTERVAL_S)
+            # The last characters of an incomplete text may change with the next token.
             text = self._parts.chat.text(drawn).rstrip("�") if drawn else ""
             if len(text) > len(sent_text) and text.startswith(sent_text):
-                self._tell(words.Text(name, text[len(sent_text) :]))
+                self._send(words.Text(name, text[len(sent_text) :]))
                 sent_text = text
 
     def _tokens_of(self, turn: Turn) -> TokenBlock:
@@ -343,6 +343,6 @@ class CheckpointPlayer:
 
 
 if __name__ == "__main__":
-    # Nothing that the process loads may ask the hub, unless the environment already says otherwise.
+    # The process may not access the hub, unless the environment already says otherwise.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The messages between a dashboard and a player (`player.py`): a JSON object on each line, requests
+"""The messages between a dashboard and a player (`player.py`). Each line is a JSON object: requests
 on the player's standard input, events on its standard output."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from agentevo.types import Message
 
 MAX_MESSAGES = 64
 MAX_CHARACTERS = 100_000
-"""Of all messages of a request together."""
+"""The maximum number of characters of all messages of a request together."""
 MAX_TOKENS = 4096
-"""Longest reply."""
+"""The maximum number of tokens of a reply."""
 MAX_TEXT = 4_000
-"""Characters of an error."""
+"""The maximum number of characters of an error."""
 START = "start"
 """The name of the run's initial weights, next to the steps of its checkpoints."""
 
@@ -25,18 +25,18 @@ Temperature = Annotated[float, msgspec.Meta(ge=0.0, le=10.0)]
 
 
 class Chat(msgspec.Struct, frozen=True, tag="chat", forbid_unknown_fields=True):
-    """Answer the last message."""
+    """A request to answer the last message."""
 
     id: Id
     conversation: Id
-    """Requests of one conversation continue its recorded tokens."""
+    """Requests of the same conversation continue its recorded tokens."""
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     temperature: Temperature = 1.0
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 256
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
-    """Cancel the request of that id."""
+    """A request to cancel the request with that id."""
 
     id: Id
 
@@ -71,7 +71,7 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
-    """More of a reply."""
+    """Further text of a reply."""
 
     id: str
     text: str
@@ -97,7 +97,7 @@ class FailedChat(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """This request has no further events."""
+    """The request has no further events."""
 
     id: str
 

@@ -1,4 +1,4 @@
-"""The folder of an evaluation, from which an interrupted evaluation is resumed.
+"""The folder of an evaluation. An interrupted evaluation is resumed from it.
 
     eval.json           what is measured: tasks, models, attempts, sampling; written first:
                         `--resume` also continues where nothing else exists yet
@@ -7,11 +7,11 @@
     results.jsonl       a line for each attempt, see AttemptLine
     summary.json        the summary of the attempts; written last
 
-Both logs are append-only. All attempts of a model at one task are appended at once, trajectories
-first: a play, whose lines share one name. A line that a killed process has left half written does
-not count, and neither does a play with a missing line: the newest complete play counts, with its
-trajectories, and a task without one is played again. An interruption loses nothing else of an
-evaluation.
+Processes only append to both logs. The attempts of a model at a task form a play: their lines have
+the same play name and are appended together, trajectories first. A line that a killed process has
+left incomplete does not count, and neither does a play that lacks a line. The newest complete play
+counts, with its trajectories. A task without a complete play is played again. An interruption loses
+nothing else of an evaluation.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ RESULTS = "results.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
 SUMMARY = "summary.json"
 LOCK = "eval.lock"
-_BEGUN = f".{SETTINGS}.tmp"
-"""The remainder of a process that was killed while it wrote SETTINGS."""
+_PARTIAL_SETTINGS = f".{SETTINGS}.tmp"
+"""The file that remains if a process was killed while it wrote SETTINGS."""
 REMEDY = "make room there, or make it writable, and continue with --resume"
 _ENCODER = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns of turns
 
 
 class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one attempt."""
+    """The result of an attempt."""
 
     model: str
     task: str
     attempt: int
     status: Status
     reward: float | None
-    """None for a failed attempt: a missing score is not 0."""
+    """None for a failed attempt, because a missing score is not 0."""
     parts: dict[str, float] = {}
     success: bool = False
     scorer: str = ""
@@ -62,7 +62,7 @@ class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
     answer: str = ""
     """The stated answer (in the task's form, else `auto`), shortened."""
     tokens: int = 0
-    """The tokens that the model generated."""
+    """The number of tokens that the model generated."""
     turns: int = 0
     seconds: float = 0.0
     cost: float = 0.0
@@ -70,7 +70,7 @@ class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
     truncated: bool = False
     error: str | None = None
     play: str = ""
-    """The shared name of the lines that were written together."""
+    """The play's name. Lines that were written together have the same name."""
 
 
 class KeptTrajectory(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ class KeptTrajectory(msgspec.Struct, frozen=True):
     model: str
     trajectory: Trajectory
     play: str = ""
-    """The same as its line's."""
+    """The play's name, the same as in the attempt's line."""
 
 
 def task_digest(tasks: Sequence[Task]) -> str:
@@ -88,24 +88,25 @@ def task_digest(tasks: Sequence[Task]) -> str:
 
 
 class ResultsFolder:
-    """See the module. One process at a time: `locked`."""
+    """Reads and writes the folder of an evaluation. Only one process may use it at a time, see
+    `lock`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Raises ConfigError if another process evaluates into the folder, or the folder can't be
-        locked."""
+        """Raises ConfigError if another process evaluates into the folder, or if the folder can't
+        be locked."""
         return locked_output(self.path, LOCK, "evaluates")
 
     def check_new(self) -> None:
-        """Raises ConfigError if the folder already has content."""
+        """Raises ConfigError if the folder is not empty."""
         if (self.path / SETTINGS).exists():
             raise ConfigError(
                 f"{self.path} has an evaluation already: continue it with --resume, or give "
                 "another --out"
             )
-        check_empty(self.path, but=(LOCK, _BEGUN))
+        check_empty(self.path, but=(LOCK, _PARTIAL_SETTINGS))
 
     def begin(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
         """Writes the settings and the tasks."""
@@ -113,9 +114,9 @@ class ResultsFolder:
             write_atomic(self.path / SETTINGS, _json(settings), durable=True)
             self._write_tasks(tasks)
 
-    def go_on(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
-        """Writes the files that a process killed at its start did not write. Raises ConfigError if
-        the folder has another evaluation."""
+    def check_and_resume(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
+        """Writes the settings and the tasks if a killed process did not write them. Raises
+        ConfigError if the folder belongs to another evaluation."""
         before = self.settings()
         changed = [key for key in settings if settings[key] != before.get(key)]
         if changed:
@@ -135,7 +136,7 @@ class ResultsFolder:
         write_atomic(self.path / TASKS, lines, durable=True)
 
     def settings(self) -> dict[str, Any]:
-        """The evaluation's settings. Raises ConfigError."""
+        """The evaluation's settings. Raises ConfigError if they can't be read."""
         remedy = "give a folder that `agentevo eval --out FOLDER` made"
         if not self.path.is_dir():
             raise ConfigError(f"{self.path}: there is no such folder: {remedy}")
@@ -158,7 +159,7 @@ class ResultsFolder:
         return recorded
 
     def tasks(self) -> list[Task]:
-        """The tasks. Raises ConfigError."""
+        """The tasks. Raises ConfigError if they can't be read, or were changed."""
         if not (self.path / TASKS).exists():
             raise ConfigError(f"{self.path} has no {TASKS} yet: continue its evaluation (--resume)")
 
@@ -172,7 +173,7 @@ class ResultsFolder:
         return recorded
 
     def attempts(self) -> dict[tuple[str, str, int], AttemptLine]:
-        """The lines of the newest whole play of each task, by model, task and number."""
+        """The lines of each task's newest complete play, by model, task and number."""
         size = self.settings().get("attempts", 1)
         plays: dict[tuple[str, str], dict[str, dict[int, AttemptLine]]] = {}
         for line in _lines(self.path / RESULTS, AttemptLine):
@@ -198,7 +199,7 @@ class ResultsFolder:
         return by_attempt
 
     def add(self, lines: Sequence[AttemptLine], trajectories: Sequence[Trajectory]) -> None:
-        """All attempts of a model at a task."""
+        """Appends all attempts of a model at a task."""
         play = secrets.token_hex(4)
         rows = [KeptTrajectory(lines[0].model, trajectory, play) for trajectory in trajectories]
         with must_write(self.path, REMEDY):
@@ -208,7 +209,7 @@ class ResultsFolder:
             )
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Writes the summary, when all lines are on the disk."""
+        """Writes the summary, after all lines are on the disk."""
         with must_write(self.path, REMEDY):
             for name in (TRAJECTORIES, RESULTS):
                 if (self.path / name).exists():
@@ -217,7 +218,8 @@ class ResultsFolder:
 
 
 def storable(trajectory: Trajectory) -> Trajectory:
-    """The trajectory; a failed one without turns if JSON can't hold the agent's data."""
+    """The trajectory. If JSON can't represent the agent's data, a failed trajectory without
+    turns."""
     try:
         _ENCODER.encode(trajectory)
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
@@ -245,7 +247,7 @@ def _append(path: Path, records: Iterable[Any]) -> None:
 
 
 def _end_line(file: IO[bytes]) -> None:
-    """Ends a half-written line of a killed process, so that it does not damage the next one."""
+    """Ends an incomplete line of a killed process, so that the next line stays intact."""
     if file.seek(0, 2):
         file.seek(-1, 2)
         if file.read(1) != b"\n":
@@ -253,7 +255,7 @@ def _end_line(file: IO[bytes]) -> None:
 
 
 def _lines(path: Path, kind: type[T]) -> Iterator[T]:
-    """The complete lines of a log, without a half-written one."""
+    """The complete lines of a log, without an incomplete last one."""
     decoder = msgspec.json.Decoder(kind)
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
@@ -262,4 +264,5 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def _json(content: Any) -> str:
-    return json.dumps(content, indent=1) + "\n"  # models stay in order: the first is compared with
+    # models stay in order: the others are compared with the first
+    return json.dumps(content, indent=1) + "\n"

@@ -1,7 +1,7 @@
-"""Scores stored attempts again, by other rewards, without playing.
+"""Scores stored attempts again with other rewards, without playing.
 
 An attempt whose play failed stays failed. An attempt that failed because it could not be scored,
-such as while a judge was unreachable, is scored now.
+for example because a judge was unreachable, is scored now.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from agentevo.types import Task, Trajectory
 
 PRICE_LOGS = "remote_models"
 _AGENTS_OWN = "returned"
-"""The reward that the agent returned; it is not stored separately from the final reward."""
+"""The reward that the agent returned. It is not stored separately from the final reward."""
 
 
 def score(
     source: Path, overrides: Sequence[str], out: Path | None, note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The summary by the rewards that the overrides name (`rewards=[...]`), else by the tasks' own
-    scorers; with `out` a whole new folder. Raises ConfigError."""
+    """The summary with the rewards that the overrides name (`rewards=[...]`), else with the tasks'
+    own scorers. With `out`, also writes a complete new folder. Raises ConfigError."""
     folder = ResultsFolder(source)
     settings = folder.settings()
     tasks = folder.tasks()
 
-    # The environment decides nothing here, so it is one that every installation has.
+    # Scoring needs no environment, so the configuration gets one that every installation has.
     config = build_config({"environment": {"type": "coins"}}, overrides, where="score")
     _check(config, tasks)
 

@@ -1,10 +1,10 @@
 """The summary of an evaluation's lines: the results of each model, paired differences from the
 first model, and a table of both.
 
-Failed attempts are counted separately: they are in no mean. A mean is over tasks, of the results of
-each task's completed attempts, so that a task counts once however many of its attempts failed; a
-task without a completed attempt is in no mean. A difference is over the tasks that both models
-have.
+Failed attempts are counted separately and are in no mean. A mean is over tasks, and a task's value
+is the mean over its completed attempts. So each task has the same weight, however many of its
+attempts failed. A task without a completed attempt is in no mean. A difference is over the tasks
+that both models have.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from agentevo.evaluation.estimates import Estimate, ks_of, mean_of, paired_difference, pass_at_k
 from agentevo.evaluation.parts import Parts
 from agentevo.evaluation.results import AttemptLine
-from agentevo.rollout.failures import count_kinds, failure_words
+from agentevo.rollout.failures import count_kinds, summarize_failures
 
 Lines = Sequence[AttemptLine]
 OfTask = Callable[[Lines], float | None]
-"""The value of the completed attempts at one task; None where it is not defined."""
+"""The value of the completed attempts at a task. None if it is not defined."""
 
 
 def summarise(
@@ -29,8 +29,8 @@ def summarise(
     settings: Mapping[str, Any],
     parts: Parts | None = None,
 ) -> dict[str, Any]:
-    """Contents of summary.json. `by_model`: the lines of each; the others are compared with the
-    first. `parts`: the groups of tasks."""
+    """The contents of summary.json. `by_model`: the lines of each model. The others are compared
+    with the first. `parts`: the groups of tasks."""
     labels = list(by_model)
     first = by_model[labels[0]]
     return {
@@ -47,14 +47,14 @@ def summarise(
 
 
 def account(label: str, lines: Lines, attempts: int) -> dict[str, Any]:
-    """The results of one model."""
+    """The results of a model."""
     failed = [line.error for line in lines if line.status != "completed"]
     summary: dict[str, Any] = {
         "model": label,
         "attempts": len(lines),
         "failed": len(failed),
         "failures": count_kinds(failed),
-        "failed_words": failure_words(failed, len(lines)) if failed else "",
+        "failed_words": summarize_failures(failed, len(lines)) if failed else "",
         **_estimates(lines, attempts),
         "tokens": _mean(lines, lambda line: line.tokens),
         "turns": _mean(lines, lambda line: line.turns),
@@ -87,7 +87,8 @@ def _by_part(lines: Lines, attempts: int, parts: Parts | None) -> dict[str, Any]
 
 
 def numbers_of(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The summary for trackers: `val-core/MODEL/pass@1`, `val-core/MODEL/reward`, and the like."""
+    """The summary as numbers for trackers: `val-core/MODEL/pass@1`, `val-core/MODEL/reward`, and so
+    on."""
     numbers: dict[str, float] = {}
     for model in summary["models"]:
         estimates = {f"pass@{k}": estimate for k, estimate in model["pass_at"].items()}
@@ -185,7 +186,7 @@ def _json(estimate: Estimate | None) -> dict[str, float] | None:
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """The summary as a readable table: a row for each model, its sources and scorers, the
+    """The summary as a readable table: a row for each model, with its sources and scorers, and the
     differences."""
     models = summary["models"]
     ks = list(models[0]["pass_at"])
@@ -220,7 +221,7 @@ def table(summary: Mapping[str, Any]) -> str:
         lines += [f"  {name:<8} {_difference(estimate, share)}" for name, estimate, share in named]
 
     lines += [
-        f"{model['model']}: {model['failed_words']}; they count neither in pass@k nor in reward"
+        f"{model['model']}: {model['failed_words']}; pass@k and reward leave them out"
         for model in models
         if model["failed"]
     ]

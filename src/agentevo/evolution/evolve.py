@@ -7,8 +7,8 @@ one folder.
     FOLDER/evolve.pipeline.yaml   the stages (stages.py); `agentevo pipeline` also runs it
     FOLDER/run/                   the pipeline's folder: stages, report, table
 
-All checks run before the server is called: the same pipeline is read with one made-up task. The
-files are written in the order above; once the last one exists, the folder can be resumed.
+All checks run before the server is called: the same pipeline is read with a single invented task.
+The files are written in the order above. When the last one exists, the folder can be resumed.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _MADE_UP = {"id": "none", "query": "none", "answer": "none", "scorer": "contains
 
 
 class Evolution:
-    """A plan of an evolution, read and checked; creates and calls nothing."""
+    """A plan of an evolution, read and checked. The constructor creates and calls nothing."""
 
     def __init__(self, tree: Mapping[str, Any], section: EvolveSection, home: Path):
-        """`tree`: the recipe without its section `evolve`; `home`: the base folder of its paths.
-        Raises ConfigError."""
+        """`tree`: the recipe without its section `evolve`. `home`: the folder that its relative
+        paths start from. Raises ConfigError."""
         run = tree.get("run")
         run = run if isinstance(run, Mapping) else {}
         self.tree = tree
@@ -76,7 +76,7 @@ class Evolution:
         return (self.folder / PIPELINE).is_file()
 
     def check(self, note: Callable[[str], None] = lambda line: None) -> Pipeline:
-        """Reads all stages, with one made-up task. Raises ConfigError."""
+        """Reads all stages, with a single invented task. Raises ConfigError."""
         with tempfile.TemporaryDirectory(prefix="agentevo-evolve-") as scratch:
             tasks = Path(scratch) / TASKS
             tasks.mkdir()
@@ -100,8 +100,8 @@ class Evolution:
             return read
 
     def _check_searches(self, pipeline: Pipeline) -> None:
-        """Raises ConfigError for a search for texts that spends all its attempts on the comparison
-        on held-out tasks: it would fail hours later."""
+        """Raises ConfigError if a search for texts spends all its attempts on the comparison on
+        held-out tasks. Without this check, it would fail hours later."""
         searches = [instance for instance in pipeline.plan.instances if instance.kind.makes_texts]
         if not searches:
             return
@@ -118,7 +118,7 @@ class Evolution:
             ) from error
 
     def prepare(self, note: Callable[[str], None]) -> None:
-        """Makes the tasks and writes the folder. If making tasks raises, nothing is written."""
+        """Makes the tasks and writes the folder. If making tasks fails, nothing is written."""
         check_new_folder(self.folder, "run.dir")
         with tempfile.TemporaryDirectory(prefix="agentevo-evolve-") as scratch:
             first_tasks = self.source.make(note, Path(scratch))
@@ -140,7 +140,7 @@ class Evolution:
 
     @property
     def _texts(self) -> Mapping[str, Any]:
-        """The agent's given texts."""
+        """The texts that the recipe gives the agent."""
         agent = self.tree.get("agent")
         texts = agent.get("texts") if isinstance(agent, Mapping) else None
         return texts if isinstance(texts, Mapping) else {}
@@ -157,8 +157,9 @@ class Evolution:
 def read_evolution(
     target: str, overrides: Sequence[str], *, documents: Sequence[str] = (), **section_keys: Any
 ) -> Evolution:
-    """`target`: a URL, a command, documents, or a YAML file with a section `evolve`. `documents`:
-    further documents. `section_keys`: keys that override those of the section. Raises
+    """Reads and checks a plan. `target`: a URL, a command, documents, or a YAML file with a section
+    `evolve`. `documents`: further documents. `section_keys`: keys that override those of the
+    section. Raises
     ConfigError."""
     is_file = target.endswith((".yaml", ".yml"))
     path = sources.find_recipe(target) if is_file else None
@@ -199,7 +200,7 @@ def read_evolution(
 
 def evolve(evolution: Evolution, *, resume: bool, note: Callable[[str], None]) -> dict[str, Any]:
     """Makes the tasks, or resumes, and runs the stages. Blocks. Returns the pipeline's results.
-    Raises as `run_pipeline`, and what making tasks raises."""
+    Raises the errors of `run_pipeline`, and those of making tasks."""
     folder = evolution.folder
     if evolution.is_begun and not resume:
         raise ConfigError(
@@ -248,7 +249,7 @@ def _source_of(
 
 
 def _models_of(tree: Mapping[str, Any]) -> dict[str, RemoteModelSection]:
-    """The valid remote models of the recipe; the check of the recipe reports the others."""
+    """The valid remote models of the recipe. The check of the recipe reports the others."""
     sections = tree.get("remote_models")
     models = dict[str, RemoteModelSection]()
     for name, section in sections.items() if isinstance(sections, Mapping) else ():
@@ -288,8 +289,8 @@ def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSecti
 
 
 def _at_home(tree: dict[str, Any], home: Path) -> dict[str, Any]:
-    """The tree with absolute paths in `import`, and with the agent's texts inlined, since the
-    recipe is written into another folder. Raises ConfigError."""
+    """The tree with absolute paths in `import`, and with the agent's texts inlined, because the
+    recipe is written to another folder. Raises ConfigError."""
     if isinstance(agent := tree.get("agent"), Mapping):
         agent, problem = with_texts_of_file(agent, home)
         if problem:
@@ -310,7 +311,8 @@ def _at_home(tree: dict[str, Any], home: Path) -> dict[str, Any]:
 
 
 def _in_folder(section: Any, home: Path) -> Any:
-    """A tool's section with files relative to `home` and commands that run there."""
+    """The section of a tool, with its files relative to `home`, and with commands that run
+    there."""
     changes: dict[str, Any] = {}
     file = getattr(section, "file", None)
     if file is not None:

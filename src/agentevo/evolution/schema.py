@@ -41,10 +41,10 @@ class TasksToMake(Section):
     min_difficulty: int = Field(default=1, ge=1, le=5)
     """The lowest difficulty."""
     max_difficulty: int = Field(default=5, ge=1, le=5)
-    """The highest difficulty in the first round; later rounds can have harder tasks."""
+    """The highest difficulty in the first round. Later rounds can have harder tasks."""
     kinds: tuple[Literal["state", "answer", "open"], ...] = ("state", "answer")
-    """What decides the reward: the final state, the answer, or (`open`, for results that vary) the
-    recipe's `rewards`, such as a judge of groups."""
+    """What decides the reward: the final state, the answer, or the recipe's `rewards` (`open`, for
+    results that vary), such as a judge of groups."""
     languages: tuple[str, ...] = ("en",)
     """The languages of the tasks: en, de, zh."""
     personas: tuple[str, ...] = ("",)
@@ -86,7 +86,7 @@ class PromptsSection(Section):
 
 class EvolveSection(Section):
     """Explores the tools, makes tasks, fine-tunes on demonstrations, learns from reward, makes
-    harder tasks, and repeats, until rounds bring no gain or a budget is used up."""
+    harder tasks, and repeats. It ends when rounds bring no gain or the budget is used up."""
 
     server: str | None = None
     """The URL of an MCP server, or a command that starts one. Default: the recipe's agent.tools."""
@@ -98,7 +98,7 @@ class EvolveSection(Section):
     include: tuple[str, ...] = ()
     """Names or patterns of the tools to use. Default: all."""
     exclude: tuple[str, ...] = ()
-    """Names or patterns of tools to leave out; they are neither called nor trained with."""
+    """Names or patterns of tools to leave out. They are neither called nor trained with."""
     outcome: str | None = None
     """A tool of the server that scores the final state of an attempt, in addition to the tasks' own
     checks. The policy does not see it."""
@@ -116,9 +116,10 @@ class EvolveSection(Section):
     patience: int = Field(default=2, ge=1)
     """The evolution ends after this many rounds in a row without a gain on the held-out tasks."""
     min_gain: float = Field(default=0.0, ge=0, lt=1)
-    """The smallest gain that counts, as a share of the held-out tasks; it must be exceeded."""
+    """The smallest gain that counts, as a share of the held-out tasks. A gain must be larger than
+    this."""
     budget: dict[str, float] = Field(default_factory=dict)
-    """The limits in `hours`, `tokens` or `cost`. Beyond one, no further stage begins."""
+    """The limits in `hours`, `tokens` or `cost`. Beyond a limit, no further stage starts."""
     seeds: tuple[int, ...] = ()
     """Run the stages once with each of these seeds, on the same tasks. Default: run.seed."""
     merge: bool | None = None
@@ -127,7 +128,7 @@ class EvolveSection(Section):
     """Stages to skip: try, choose, show, prompts, improve, merge."""
 
     @model_validator(mode="after")
-    def _a_teacher_where_there_is_one(self) -> Self:
+    def _check_teacher(self) -> Self:
         shown = self.demonstrations
         if (shown.source == "teacher") != (shown.teacher is not None):
             raise ValueError(
@@ -136,7 +137,7 @@ class EvolveSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_server_or_documents(self) -> Self:
+    def _check_source(self) -> Self:
         if not self.documents:
             return self
 
@@ -157,7 +158,7 @@ class EvolveSection(Section):
 
     @field_validator("budget")
     @classmethod
-    def _known_budgets(cls, value: dict[str, float]) -> dict[str, float]:
+    def _check_budgets(cls, value: dict[str, float]) -> dict[str, float]:
         unknown = sorted(set(value) - {"hours", "tokens", "cost"})
         if unknown:
             raise ValueError(f"{unknown[0]} is not known: give hours, tokens or cost")

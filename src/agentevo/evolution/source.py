@@ -1,7 +1,7 @@
 """The source of an evolution's tasks: a tool server, or documents.
 
-A source gives the policy's tools, makes the first tasks, and gives the command that makes the tasks
-of later rounds. It calls and reads nothing before `check` or `make`.
+A source provides the policy's tools, makes the first tasks, and provides the command that makes the
+tasks of later rounds. It calls and reads nothing before `check` or `make`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentevo.remote_models.model import RemoteModel, key_of_model
 from agentevo.rollout.task_files import write_rows
 from agentevo.task_making.demonstrations import demonstration, show_lookups
 from agentevo.task_making.document_files import Documents, changed_files, read_documents
-from agentevo.task_making.documents import asked_from, check_made, tasks_from
+from agentevo.task_making.documents import check_made, tasks_from_gaps, tasks_from_model
 from agentevo.task_making.files import CORPUS, DOCUMENTS
 from agentevo.task_making.making import WantedTasks, check_wanted, make_tasks
 from agentevo.task_making.writer import reword_tasks
@@ -48,15 +48,15 @@ class FirstTasks:
     demonstrations: list[dict[str, Any]] = field(default_factory=list)
     corpus: list[dict[str, Any]] = field(default_factory=list)
     documents: list[dict[str, Any]] = field(default_factory=list)
-    """Paths and sha256 of the documents."""
+    """The paths and sha256 of the documents."""
 
 
 class TaskOrigin(Protocol):
-    """See the module. `tasks` is the folder of the first tasks, which may not exist yet."""
+    """A source of tasks. `tasks` is the folder of the first tasks, which may not exist yet."""
 
     def check(self, tasks: Path) -> str:
         """Raises ConfigError for problems that can be found before a task is made. Writes the files
-        that an inspection of the tools needs into the folder, which is deleted later. Returns a
+        that a check of the tools needs into the folder, which is deleted later. Returns a
         description of the source, or an empty text."""
         ...
 
@@ -75,12 +75,12 @@ class TaskOrigin(Protocol):
         ...
 
     def changes(self, tasks: Path) -> str:
-        """A description of the changes since the first tasks were made; empty if there are none."""
+        """A description of the changes since the first tasks were made. Empty if there are none."""
         ...
 
 
 class ServerSource:
-    """Tools of a server, or of the recipe."""
+    """The tools of a server, or of the recipe."""
 
     def __init__(
         self,
@@ -91,7 +91,8 @@ class ServerSource:
         system: str,
         models: Mapping[str, RemoteModelSection],
     ) -> None:
-        """`sections`: the tools; `system`: the agent's system prompt. Raises ConfigError."""
+        """`sections`: the configuration of the tools. `system`: the agent's system prompt. Raises
+        ConfigError."""
         self._section = section
         self._system = system
         self._models = models
@@ -101,15 +102,15 @@ class ServerSource:
         self._writer = _writer_of(section, models)
 
     def check(self, tasks: Path) -> str:
-        """See Source."""
+        """See TaskOrigin."""
         return ""
 
     def sections(self, tasks: Path) -> list[Any]:
-        """See Source."""
+        """See TaskOrigin."""
         return self._tools
 
     def make(self, note: Note, scratch: Path) -> FirstTasks:
-        """See Source. Real calls are made."""
+        """See TaskOrigin. Real calls are made."""
         request = self.wanted
         with bar("making tasks", request.train + request.held_out, "tasks") as so_far:
             work = make_tasks(self._tools, request, on_note=note, progress=so_far.to)
@@ -134,7 +135,7 @@ class ServerSource:
         return FirstTasks(tasks_made.train, tasks_made.held_out, account, shown)
 
     def words(self, recipe: Path, tasks: Path) -> list[str]:
-        """See Source."""
+        """See TaskOrigin."""
         section = self._section.tasks
         words = ["--train", str(self._section.new_tasks), "--held-out", "0"]
         words += ["--worlds", str(section.worlds)]
@@ -154,12 +155,12 @@ class ServerSource:
         return [*words, *_writer_words(self._section), str(recipe)]
 
     def changes(self, tasks: Path) -> str:
-        """See Source."""
+        """See TaskOrigin."""
         return ""
 
 
 class DocumentsSource:
-    """Texts, corpora and folders of them, with the tool `search` over their passages."""
+    """Texts, corpora and folders of both, with the tool `search` over their passages."""
 
     def __init__(
         self,
@@ -171,7 +172,7 @@ class DocumentsSource:
         system: str,
         models: Mapping[str, RemoteModelSection],
     ) -> None:
-        """`tool_sections`: the recipe's own tools; one with the name `search` configures the
+        """`tool_sections`: the recipe's own tools. A tool with the name `search` configures the
         search. Raises ConfigError."""
         self._section = section
         self._paths = paths
@@ -182,18 +183,18 @@ class DocumentsSource:
 
     @cached_property
     def documents(self) -> Documents:
-        """The documents, read once. Raises ConfigError."""
+        """The documents, which are read once. Raises ConfigError."""
         return read_documents(self._paths)
 
     def check(self, tasks: Path) -> str:
-        """See Source."""
+        """See TaskOrigin."""
         read = self.documents
         write_rows([_row(read.passages[0])], tasks / CORPUS)
         counts_text = f"{len(read.digests):,} documents, {len(read.passages):,} passages"
         return "; ".join(filter(None, (counts_text, read.note())))
 
     def sections(self, tasks: Path) -> list[Any]:
-        """See Source."""
+        """See TaskOrigin."""
         corpus = {"corpus": str(tasks / CORPUS)}
         search_tools = [tool for tool in self._given if _is_search(tool)]
         with_corpus = [
@@ -209,7 +210,7 @@ class DocumentsSource:
         )
 
     def make(self, note: Note, scratch: Path) -> FirstTasks:
-        """See Source."""
+        """See TaskOrigin."""
         if left_out_note := self.documents.note():
             note(left_out_note)
 
@@ -219,7 +220,7 @@ class DocumentsSource:
 
         with bar("making tasks", tasks.train + tasks.held_out, "tasks") as so_far:
             if self._writer is None:
-                tasks_made = tasks_from(
+                tasks_made = tasks_from_gaps(
                     passages,
                     train=tasks.train,
                     held_out=tasks.held_out,
@@ -230,7 +231,7 @@ class DocumentsSource:
             else:
                 with closing(RemoteModel("writer", self._writer)) as model:
                     tasks_made = run_coroutine(
-                        asked_from(
+                        tasks_from_model(
                             passages,
                             model,
                             language=tasks.languages[0],
@@ -278,7 +279,7 @@ class DocumentsSource:
         return FirstTasks(tasks_made.train, tasks_made.held_out, account, shown, corpus, read)
 
     def words(self, recipe: Path, tasks: Path) -> list[str]:
-        """See Source."""
+        """See TaskOrigin."""
         section = self._section.tasks
         words = [str(tasks / CORPUS), "--held-out", "0"]
         words += ["--train", str(self._section.new_tasks)]
@@ -286,7 +287,7 @@ class DocumentsSource:
         return [*words, *_writer_words(self._section)]
 
     def changes(self, tasks: Path) -> str:
-        """See Source."""
+        """See TaskOrigin."""
         rows = [row.value for row in read_rows(str(tasks / DOCUMENTS))]
         changed = changed_files({str(row["path"]): str(row["sha256"]) for row in rows})
         if not changed:

@@ -7,8 +7,8 @@
                                    (prompts: attempts); tasks at the edge
     merge                          adapters and their base as one plain model
 
-The first round's tasks exist before the pipeline does (evolve.py), so that the held-out ones are
-the same in every stage.
+The first round's tasks exist before the pipeline does (evolve.py), so the held-out tasks are the
+same in every stage.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ TEXTS = "texts.yaml"
 def stages_of(
     section: EvolveSection, recipe: Mapping[str, Any], folder: Path, words: Sequence[str]
 ) -> dict[str, Any]:
-    """The stages. `recipe`: the recipe to train; `folder`: the folder of the first tasks; `words`:
-    the words of `agentevo data make` for further tasks, without --seed, --after and --out."""
+    """The stages. `recipe`: the recipe to train. `folder`: the folder of the first tasks. `words`:
+    the command line of `agentevo data make` for further tasks, without --seed, --after and
+    --out."""
     model = recipe.get("model")
     first = str(model.get("name", "tiny")) if isinstance(model, Mapping) else "tiny"
 
@@ -134,7 +135,7 @@ def pipeline_of(
     name: str,
     seed: int,
 ) -> dict[str, Any]:
-    """The pipeline file as a mapping; its recipe is in the same folder."""
+    """The pipeline file as a mapping. Its recipe is in the same folder."""
     return {
         "name": name,
         "description": "Made by `agentevo evolve` (docs/evolve.md).",
@@ -154,8 +155,8 @@ def recipe_of(
     tools: Sequence[Mapping[str, Any]],
     folder: Path,
 ) -> dict[str, Any]:
-    """The recipe of all stages: the given one, with the tools and the first tasks, and with the
-    curriculum unless it sets another."""
+    """The recipe of all stages: the given recipe, with the tools and the first tasks. It gets a
+    curriculum unless it sets one itself."""
     tree = {key: value for key, value in base_recipe.items() if key not in ("evolve", "run")}
     agent = tree.get("agent")
     tree["agent"] = {

@@ -36,7 +36,7 @@ from agentevo.models.chat import ChatFormat
 from agentevo.models.tool_calls import Delta
 from agentevo.remote_models import RemoteConversations
 from agentevo.remote_models.conversations import POLICY
-from agentevo.store.call_log import asked_by
+from agentevo.store.call_log import set_asker
 from agentevo.types import Completion, Message, SamplingOverrides
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class GatewaySession(AttemptSession):
         """The answers to a request, on the sampler's loop. `on_pieces` gets their pieces as they
         come, and has all of them when this returns."""
         check_count(request.n)
-        delivery.asker = asked_by(delivery.place)
+        delivery.asker = set_asker(delivery.place)
         if (model := self.remote_name(request.model)) and self.remote is not None:
             agent = self._agent_of(request.model)
             with self._one_more():

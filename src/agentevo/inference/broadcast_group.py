@@ -165,7 +165,7 @@ def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
     member raises an error in the waiting member; otherwise PyTorch ends the process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     if device.index is not None:
-        devices.take(device, device.index)
+        devices.use_device(device, device.index)
 
     kinds: Any = distributed
     options = kinds.ProcessGroupNCCL.Options()

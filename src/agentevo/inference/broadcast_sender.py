@@ -25,7 +25,7 @@ from torch import nn
 
 from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError
-from agentevo.event_loop import in_thread, to_its_end
+from agentevo.event_loop import in_thread, run_to_end
 from agentevo.inference.broadcast_files import (
     MAX_PLACES,
     BroadcastFiles,
@@ -107,7 +107,7 @@ class BroadcastSender:
     async def _send_in_thread(self, asks: Sequence[PlaceRequest]) -> bool:
         """Runs `_send` in a thread. A round reads the model until it ends, so a cancelled caller
         waits for its end before the model may change."""
-        return await to_its_end(in_thread(self._send, asks))
+        return await run_to_end(in_thread(self._send, asks))
 
     async def _still_asking(self) -> set[str]:
         """Engines that wait for the announced version, and will also want the next one."""

@@ -245,7 +245,7 @@ class Conversation:
             return
 
         has_contents = tracing.contents
-        call.said = TracedMessage(
+        call.traced_message = TracedMessage(
             messages=_messages_of(prompt) if has_contents else (),
             answers=[turn.messages[-1] for turn in turns] if has_contents else (),
             tools=msgspec.json.encode(tools).decode() if has_contents and tools else "",

@@ -35,7 +35,7 @@ from agentevo.errors import (
     RequestTooLongError,
     WeightsLostError,
 )
-from agentevo.event_loop import in_thread, to_its_end
+from agentevo.event_loop import in_thread, run_to_end
 from agentevo.inference.broadcast_files import IncomingWeights
 from agentevo.inference.engine import (
     NO_VERSION,
@@ -349,7 +349,7 @@ class VllmEngine:
                 check_publish(version, self._version, None, self._like)
                 self.check()
                 await self._pause(in_flight, deadline_s)
-                await to_its_end(self._switch_weights(version, has_new_weights=True))
+                await run_to_end(self._switch_weights(version, has_new_weights=True))
                 self._publishes += 1
                 published = True
         finally:
@@ -377,7 +377,7 @@ class VllmEngine:
                         await self._llm.collective_rpc("read_agentevo_weights", args=files)
 
             await self._pause(in_flight, deadline_s)
-            await to_its_end(self._switch_weights(version, path, has_new_weights=path is not None))
+            await run_to_end(self._switch_weights(version, path, has_new_weights=path is not None))
         finally:
             if self._adapter is before:
                 await in_thread(remove_weights, path)
@@ -406,7 +406,7 @@ class VllmEngine:
             async with asyncio.timeout(deadline_s):
                 await self._llm.pause_generation(mode=mode, clear_cache=True)
         except BaseException as error:
-            await to_its_end(self._llm.resume_generation())
+            await run_to_end(self._llm.resume_generation())
             if isinstance(error, TimeoutError):
                 raise DeadlineExceededError(
                     f"publish: requests were still running after {deadline_s:g} s; the old "

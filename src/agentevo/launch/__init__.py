@@ -1,1 +1,2 @@
-"""Runs on machines that other people's tools hand out: Slurm, Kubernetes, SkyPilot, compose."""
+"""Runs on machines of a cluster that another tool manages: Slurm, Kubernetes, SkyPilot, Ray,
+compose."""

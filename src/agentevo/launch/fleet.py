@@ -1,8 +1,8 @@
 """Where the processes of a run are placed: `Fleet` is the request, and `Fleet.place` assigns it to
 nodes.
 
-A node is a machine, or the part of one that a cluster gives the job. The trainer gets whole nodes,
-or their first devices. Engines get the remaining devices, and further nodes if those are not
+A node is a machine, or the part of a machine that a cluster gives the job. The trainer gets whole
+nodes, or their first devices. Engines get the remaining devices, and further nodes if those are not
 enough. Samplers need no device and are spread over all nodes. Invariants: a device belongs to one
 process; node 0 has the first rank of the trainer.
 """
@@ -22,14 +22,14 @@ Count = Annotated[int, Field(ge=0, le=4096)]
 
 
 class FleetNode(pydantic.BaseModel, extra="forbid", frozen=True):
-    """What runs on one machine."""
+    """The processes of a machine."""
 
     trainer: int = 0
-    """Ranks of the trainer."""
+    """The number of the trainer's ranks."""
     trainer_devices: tuple[int, ...] = ()
-    """Their devices, by number; empty on a CPU."""
+    """The devices of these ranks, by number. Empty on a CPU."""
     engines: tuple[tuple[int, ...], ...] = ()
-    """For each engine its devices; empty tuples on a CPU."""
+    """The devices of each engine. Empty tuples on a CPU."""
     samplers: int = 0
 
 
@@ -40,10 +40,10 @@ class Fleet(Section):
     trainer_nodes: int = Field(default=1, ge=1, le=MAX_NODES)
     """Number of nodes for the trainer's ranks."""
     gpus: Count = 0
-    """Devices per node; 0 uses the CPU."""
+    """Devices per node. With 0, processes use the CPU."""
     trainer_gpus: Count | None = None
-    """Devices per trainer node that the trainer uses, one rank on each. Default: all devices that
-    the engines leave, if trainer and engines fit on one node; otherwise all."""
+    """Devices per trainer node that the trainer uses, with a rank on each. Default: all devices
+    that the engines leave, if trainer and engines fit on one node; otherwise all devices."""
     engines: Count = 0
     """Number of engine processes. Without engines and samplers, the trainer samples itself."""
     gpus_per_engine: int = Field(default=1, ge=1)
@@ -74,7 +74,7 @@ class Fleet(Section):
         )
 
     def _place_engines(self, num_trainer_gpus: int) -> list[list[tuple[int, ...]]]:
-        """For each node its engines, for each of these its devices."""
+        """The devices of each engine, for the engines of each node."""
         if not self.gpus:
             nodes: list[list[tuple[int, ...]]] = [
                 [] for _ in range(self.trainer_nodes + self.engine_nodes)

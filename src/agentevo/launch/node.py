@@ -1,11 +1,11 @@
-"""`agentevo launch-node`: the processes of one machine of a launch, as nodes.yaml lists them.
+"""`agentevo launch-node`: the processes of a launch on one machine, as nodes.yaml lists them.
 
-The trainer's ranks run to their end; engines and samplers are restarted when they die
-(processes/supervisor.py). Node 0 writes a heartbeat into a file next to the run's folder, and how
-the trainer ended; nodes without a rank end with it, with the same exit code, and stop after LOST_S
-without a heartbeat. The file's name contains the launch's id, so that a restarted job does not read
-the end of the previous job as its own. SIGTERM and Ctrl-C go to the trainer, which ends after its
-step; nothing of the run is lost, and the same command resumes it.
+The trainer's ranks run to their end. Engines and samplers restart when they die
+(processes/supervisor.py). Node 0 writes a heartbeat to a file next to the run's folder, and at the
+end how the trainer ended. Nodes without a rank then end with the same exit code. They also end
+after LOST_S seconds without a heartbeat. The file's name contains the launch's id, so that a
+restarted job does not read the end of the previous job as its own. SIGTERM and Ctrl-C reach the
+trainer, which ends after its step. No part of the run is lost, and the same command resumes it.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from agentevo.files import write_atomic
 from agentevo.launch.plan import LaunchPlan, read_plan
 from agentevo.processes.supervisor import ChildProcess, Children, make_children
 from agentevo.runs.resume_rules import changes
-from agentevo.signals import asked_to_stop
+from agentevo.signals import catch_stop_signals
 
-LOOK_S = 0.2
-BEAT_S = 5.0
+POLL_INTERVAL_S = 0.2
+HEARTBEAT_S = 5.0
 LOST_S = 900.0
-"""Longer than the replacement of a node takes."""
+"""Longer than a cluster takes to replace a node."""
 RECIPE_S = 900.0
-"""Time for a trainer to load its modules before it changes the run's recipe."""
-OLD_S = 120.0
-"""An end that node 0 recorded before this node began counts after this time."""
+"""The time in seconds that a trainer has to load its modules before it changes the run's recipe."""
+OLD_END_S = 120.0
+"""If node 0 recorded an end before this node started, the end counts only after this time, in
+seconds."""
 GRACE_S = 240.0
-"""Time for the trainer to end after its step."""
-SOON_S = 15.0
-"""Time for the other ranks to end, when one has failed."""
+"""The time that the trainer has to end after its step, in seconds."""
+RANK_END_S = 15.0
+"""The time that the other ranks have to end after one has failed, in seconds."""
 PR_SET_PDEATHSIG = 1
-"""prctl(2)."""
+"""The option of prctl(2)."""
 _LIBC = ctypes.CDLL(None)
 STOPPED = 143
-"""Exit code of a process that was asked to end."""
+"""The exit code of a process that received a stop signal."""
 
 
 class Heartbeat(msgspec.Struct):
@@ -61,7 +62,7 @@ class Heartbeat(msgspec.Struct):
 
     count: int
     code: int | None = None
-    """The trainer's exit code, once it has ended."""
+    """The trainer's exit code, after it has ended."""
 
 
 class LostNodeError(AgentEvoError):
@@ -77,12 +78,12 @@ def run_node(
     parent: int | None = None,
     note: Callable[[str], None] = to_stderr,
 ) -> int:
-    """Runs the processes of the node of that rank; blocks. Returns the exit code of the trainer.
-    `head` is the address of node 0; `parent` a process with which it ends. Raises ConfigError for a
-    rank that does not exist."""
+    """Runs the processes of the node with that rank, and blocks. Returns the exit code of the
+    trainer. `head` is the address of node 0. `parent` is the id of a process with which this one
+    ends. Raises ConfigError for a rank that does not exist."""
     plan = read_plan(path)
     if not 0 <= rank < len(plan.nodes):
-        raise ConfigError(f"--rank {rank}: {path} has {len(plan.nodes)} nodes, from 0")
+        raise ConfigError(f"--rank {rank}: {path} has {len(plan.nodes)} nodes, counted from 0")
     if not re.fullmatch(r"[\w.-]{1,200}", id):
         raise ConfigError(f"--id {id[:40]!r} becomes the name of a file: use letters, digits and -")
 
@@ -106,7 +107,7 @@ def run_node(
         head_code = reader.poll() if rank else None
         return head_code if trainer is None else trainer.poll()
 
-    with asked_to_stop(parent) as stop, ExitStack() as stack:
+    with catch_stop_signals(parent) as stop, ExitStack() as stack:
         writer = stack.enter_context(HeartbeatWriter(heartbeats)) if rank == 0 else None
         if node.trainer:
             trainer = stack.enter_context(_TrainerProcess(plan, rank, head, recipe, run_dir))
@@ -128,20 +129,20 @@ def _run_children(
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> None:
-    """Keeps the node's engines and samplers alive from when the run's folder exists, with this
-    recipe, until `poll` gives the trainer's exit code or a stop is requested. Raises
+    """Keeps the node's engines and samplers running. Starts when the run's folder exists with this
+    recipe, and ends when `poll` returns the trainer's exit code or a stop is requested. Raises
     ChildFailedError."""
     run_dir = config.run_dir
 
     def goes_on() -> bool:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
         return poll() is None and not stop()
 
     started_at = time.monotonic()
     is_noted = False
     while not (is_there := (run_dir / "config.yaml").is_file()) or (changed := changes(config)):
         if is_there and time.monotonic() - started_at > RECIPE_S:
-            break  # a process that starts now reports the difference, and ends
+            break  # a process that starts now would report the difference and end
         if is_there and not is_noted:
             note(f"waiting for the trainer to use the new values of {', '.join(changed)}")
             is_noted = True
@@ -154,18 +155,19 @@ def _run_children(
 
 
 def _wait_for_head(reader: HeartbeatReader) -> int | None:
-    """The trainer's exit code. A node that was asked to end waits for it: if the cluster ends a job
-    with its first node, a node that ends first would end the trainer's node, too."""
+    """The trainer's exit code. A node that received a stop signal waits for the exit code. Some
+    clusters end a job with its first node, so a node that ends first would end the trainer's node
+    too."""
     deadline = time.monotonic() + GRACE_S
     while (code := reader.poll()) is None and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
     return code
 
 
 class _TrainerProcess:
-    """The trainer's ranks on this node, which end with the context. The first rank of the node is
-    asked to stop. It forwards the request to rank 0, which stops after its step and ends the
-    others."""
+    """The trainer's ranks on this node, which end with the context. A stop signal goes to the first
+    rank of the node. That rank forwards the request to rank 0, which stops after its step and ends
+    the others."""
 
     def __init__(
         self, plan: LaunchPlan, rank: int, head: str, recipe: list[str], run_dir: Path
@@ -206,21 +208,21 @@ class _TrainerProcess:
         self.end()
 
     def poll(self) -> int | None:
-        """None while the ranks run. One failed rank ends the others, which would wait for it
-        forever."""
+        """The exit code. None while the ranks run. A failed rank ends the others, which would
+        otherwise wait for it forever."""
         codes = [to_exit_code(process.poll()) for process in self._processes]
         failed = next((code for code in codes if code), None)
         return codes[0] if failed is None else failed
 
     def end(self) -> int:
-        """Waits for the ranks for as long as the first one may take to end after its step; then
-        kills those that are left. Returns the exit code of the first one, or of the one that
+        """Waits for the ranks for as long as the first one may take to end after its step. Then
+        kills those that still run. Returns the exit code of the first rank, or of the rank that
         failed."""
         if self.poll() is None:
             self._processes[0].terminate()
 
         failed = self.poll()
-        deadline = time.monotonic() + (GRACE_S if not failed else SOON_S)
+        deadline = time.monotonic() + (GRACE_S if not failed else RANK_END_S)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0.01))
@@ -237,13 +239,13 @@ class _TrainerProcess:
 
 
 def _end_with_parent() -> None:
-    """In a rank before it begins: it is killed when its node's process is, by any cause. Otherwise
-    the trainer of the next start would find the run locked."""
+    """Runs in a rank before it starts. The rank is then killed when its node's process ends for any
+    reason. Otherwise the trainer of the next start would find the run locked."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def to_exit_code(code: int | None) -> int | None:
-    """As a shell has it: 128 and the signal's number."""
+    """The exit code as a shell reports it: 128 plus the signal's number."""
     return code if code is None or code >= 0 else 128 - code
 
 
@@ -269,27 +271,28 @@ class HeartbeatWriter:
         for count in itertools.count():
             is_last = self._ended.is_set()
             heartbeat = Heartbeat(count, self.code if is_last else None)
-            with suppress(OSError):  # the folder is away for a moment; the next heartbeat follows
+            # the folder may be unavailable for a moment; the next heartbeat follows
+            with suppress(OSError):
                 write_atomic(self._path, msgspec.json.encode(heartbeat))
             if is_last:
                 return
-            self._ended.wait(BEAT_S)
+            self._ended.wait(HEARTBEAT_S)
 
 
 class HeartbeatReader:
     """Reads node 0's heartbeat on the other nodes."""
 
-    def __init__(self, path: Path, *, lost_s: float = LOST_S, old_s: float = OLD_S) -> None:
+    def __init__(self, path: Path, *, lost_s: float = LOST_S, old_s: float = OLD_END_S) -> None:
         self._path = path
         self._lost_s = lost_s
         self._old_s = old_s
         self._last: Heartbeat | None = None
         self._old: Heartbeat | None = None
-        """The recorded end of node 0 when this node began; node 0 could be restarting."""
+        """The end of node 0 that was recorded when this node started. Node 0 may be restarting."""
         self._changed = time.monotonic()
 
     def poll(self) -> int | None:
-        """The trainer's exit code, once it has ended. Raises LostNodeError."""
+        """The trainer's exit code, after it has ended. Raises LostNodeError."""
         with suppress(OSError, msgspec.DecodeError):
             heartbeat = msgspec.json.decode(self._path.read_bytes(), type=Heartbeat)
             if self._last is None and heartbeat.code is not None:

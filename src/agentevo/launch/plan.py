@@ -1,5 +1,5 @@
-"""A launch as a folder that every machine sees: the resolved recipe, and which processes are on
-which node.
+"""A launch as a folder that every machine sees: the resolved recipe, and the processes of each
+node.
 
     recipe.yaml  nodes.yaml  *.py (files that the recipe imports)  and what the cluster's tool reads
 
@@ -18,25 +18,25 @@ from agentevo.config import RunConfig, load_config, to_yaml
 from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, FleetNode
-from agentevo.launch.local_paths import carry_imports, carry_rows, make_paths_absolute
+from agentevo.launch.local_paths import copy_imports, copy_rows, make_paths_absolute
 from agentevo.parsing import ParseError, dump_yaml, parse_yaml, read_text
 
 NODES_FILE = "nodes.yaml"
 RECIPE_FILE = "recipe.yaml"
-LONGEST_NAME = 50
-"""Maximum length of a job's name, in characters. With Kubernetes' suffix, it must fit into a DNS
-label of 63."""
+MAX_NAME = 50
+"""The maximum length of a job's name, in characters. With Kubernetes' suffix, it must fit into a
+DNS label of 63 characters."""
 
 
 class LaunchPlan(pydantic.BaseModel, extra="forbid", frozen=True):
-    """Contents of nodes.yaml."""
+    """The contents of nodes.yaml."""
 
     name: str
     recipe: str
-    """The recipe, from the folder of nodes.yaml."""
+    """The recipe's path, relative to the folder of nodes.yaml."""
     overrides: tuple[str, ...] = ()
     port: int = pydantic.Field(default=29400, ge=1024, le=65535)
-    """Port on which rank 0 of the trainer listens for the others."""
+    """The port on which rank 0 of the trainer listens for the others."""
     nodes: tuple[FleetNode, ...] = pydantic.Field(min_length=1)
 
     @property
@@ -57,9 +57,9 @@ class PlannedLaunch:
     files of the launch's folder that every kind of cluster has."""
 
     def __init__(self, recipe: str, overrides: list[str], fleet: Fleet, runs: str = "") -> None:
-        """`runs`: the folder of the machines that holds the run's folder, if not the recipe's.
-        Raises ConfigError for a recipe that can't run on these nodes, for files that can't be
-        carried with it, and for paths that the nodes do not have."""
+        """`runs`: the nodes' folder of runs, if it is not the recipe's. Raises ConfigError for a
+        recipe that can't run on these nodes, for files that can't be copied with it, and for paths
+        that the nodes do not have."""
         self.config = load_config(recipe, overrides)
         self.nodes = fleet.place()
         self.gpus = fleet.gpus
@@ -72,24 +72,24 @@ class PlannedLaunch:
 
         tree = parse_yaml(to_yaml(self.config))
         self.files = {RECIPE_FILE: "", NODES_FILE: self.plan.to_yaml()}
-        """Contents by name."""
+        """The contents of the files, by name."""
         self.shared_paths: dict[str, str] = {}
-        """Key -> the path of this machine that the nodes read."""
-        carry_imports(tree, self.files)
+        """Maps a key to the path of this machine that the nodes read."""
+        copy_imports(tree, self.files)
         if runs:
-            carry_rows(tree, runs, self.files)
+            copy_rows(tree, runs, self.files)
         else:
             self.shared_paths = make_paths_absolute(tree)
         self.files[RECIPE_FILE] = dump_yaml(tree)
 
     @property
     def variables(self) -> list[str]:
-        """Environment variables that hold the recipe's secrets, sorted."""
+        """The environment variables with the recipe's secrets, sorted."""
         return sorted(set(REFERENCE.findall(to_yaml(self.config))))
 
     @property
     def warnings(self) -> list[str]:
-        """Resources of these nodes that would be idle, each with a remedy."""
+        """The resources of these nodes that would be idle, each with a remedy."""
         ranks = self.plan.ranks
         num_devices = self.gpus * len(self.nodes)
         num_used = sum(
@@ -128,7 +128,7 @@ def read_plan(path: Path) -> LaunchPlan:
 
 def _job_name(name: str) -> str:
     """A name that is valid for Kubernetes, the strictest cluster."""
-    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_NAME].strip("-")
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:MAX_NAME].strip("-")
     return plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
 
 

@@ -1,11 +1,12 @@
-"""`agentevo launch-own`: a launch's nodes as actors of a Ray cluster, one per bundle of a placement
-group. Each keeps one process, `agentevo launch-node`.
+"""`agentevo launch-own`: a launch's nodes as actors of a Ray cluster, one actor per bundle of a
+placement group. Each actor keeps one process, `agentevo launch-node`.
 
-A lost node is reported and restarted. A node without the trainer restarts alone on the node that
-Ray chooses for its bundle, while the others continue. If the trainer's node is lost, the whole
+A lost node is reported and restarted. A node without the trainer restarts alone, on the Ray node
+that Ray chooses for its bundle, while the others continue. If the trainer's node is lost, the whole
 launch restarts (at most `restarts` times) and resumes the run. Every call to Ray has a deadline,
-since an actor whose node has died does not answer for a while. Processes end with their actor, and
-actors with this owner. All nodes see the launch's folder and the run's, as with other clusters.
+because an actor whose node has died does not answer for a while. Processes end with their actor,
+and actors with this owner. All nodes see the folders of the launch and the run, as on other
+clusters.
 """
 
 from __future__ import annotations
@@ -30,33 +31,33 @@ from agentevo.launch.node import GRACE_S, STOPPED, to_exit_code
 from agentevo.launch.plan import LaunchPlan, read_plan
 from agentevo.launch.targets import RayCluster
 from agentevo.parsing import ParseError, parse_yaml
-from agentevo.signals import asked_to_stop
+from agentevo.signals import catch_stop_signals
 
-LOOK_S = 1.0
-CALL_S = 30.0
-"""Deadline of one call to an actor."""
-SILENT_S = 120.0
-"""An actor that has not answered for this time is lost, regardless of Ray's report."""
-WRONG = 2
-"""Exit code of a wrong configuration, which a restart would not fix."""
-LOST = -1
-"""Used instead of an exit code if the node's actor, and with it its process, is lost."""
+POLL_INTERVAL_S = 1.0
+CALL_TIMEOUT_S = 30.0
+"""The deadline of a call to an actor, in seconds."""
+SILENCE_TIMEOUT_S = 120.0
+"""An actor that has not answered for this time is lost, whatever Ray reports."""
+CONFIG_ERROR_CODE = 2
+"""The exit code of a wrong configuration, which a restart would not fix."""
+LOST_CODE = -1
+"""Replaces the exit code if the node's actor is lost, and its process with it."""
 
 
 class RayError(AgentEvoError):
     """The cluster lacks the resources that the launch needs, or has lost too many of them."""
 
 
-class Keeper:
-    """In an actor: keeps one process."""
+class ProcessKeeper:
+    """Runs in an actor, and keeps one process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, words: list[str], head: str | None, log: str) -> tuple[str, int]:
-        """Starts it, with its output added to that file. `head`: the address of node 0, None for
-        node 0 itself. Returns the address at which other nodes reach this one, and the process's
-        id."""
+        """Starts the process, and appends its output to that file. `head`: the address of node 0,
+        None for node 0 itself. Returns the address at which other nodes reach this node, and the
+        process's id."""
         ray: Any = load_extra("ray", "ray", "agentevo launch-own")
         address = str(ray.util.get_node_ip_address())
         node = [*words, "--head", head or address, "--parent", str(os.getpid())]
@@ -72,26 +73,27 @@ class Keeper:
         return address, self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit code, 128 and the number for a signal; None while it runs."""
+        """The process's exit code (128 plus the number for a signal). None while it runs."""
         assert self._process is not None
         return to_exit_code(self._process.poll())
 
     def stop(self) -> None:
-        """Asks it to end."""
+        """Sends the process a stop signal."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGTERM)
 
 
-def own(
+def run_owner(
     path: Path,
     *,
     address: str | None = None,
     id: str = "",
     note: Callable[[str], None] = to_stderr,
 ) -> int:
-    """Runs the launch to its end; blocks. `address` of the cluster, by default RAY_ADDRESS or the
-    one on this machine. Returns the trainer's exit code. Raises RayError, ConfigError."""
+    """Runs the launch to its end, and blocks. `address`: the address of the cluster, by default
+    RAY_ADDRESS or the cluster on this machine. Returns the trainer's exit code. Raises RayError,
+    ConfigError."""
     ray: Any = load_extra("ray", "ray", "agentevo launch-own")
     plan = read_plan(path)
     cluster = _read_cluster(path.parent / RayCluster.file)
@@ -110,7 +112,7 @@ def own(
         ) from error
 
     try:
-        with asked_to_stop() as stop:
+        with catch_stop_signals() as stop:
             return _Owner(ray, plan, cluster, path, id or f"ray-{int(time.time())}", note).run(stop)
     finally:
         ray.shutdown()
@@ -127,7 +129,7 @@ def _read_cluster(path: Path) -> RayCluster:
 
 
 class _Owner:
-    """Owner of one launch; see the module docstring."""
+    """The owner of a launch."""
 
     def __init__(
         self,
@@ -147,25 +149,26 @@ class _Owner:
         self._group: Any = None
         self._keepers: dict[int, Any] = {}
         self._starting: dict[int, Any] = {}
-        """For nodes whose process has not started yet: the pending reply with its address."""
-        self._heard: dict[int, float] = {}
-        """Time of each node's last reply, or of its start."""
+        """For nodes whose process has not started yet: the pending reply with the node's
+        address."""
+        self._last_reply_at: dict[int, float] = {}
+        """The time of each node's last reply, or of its start."""
         recipe = [str(path.parent / plan.recipe), *plan.overrides]
         run_dir = load_config(recipe[0], recipe[1:]).run_dir
         self._logs = run_dir.parent / f"{run_dir.name}.launch"
 
     def run(self, stop: Callable[[], bool]) -> int:
-        """Returns the trainer's exit code."""
+        """Runs the launch, restarts included. Returns the trainer's exit code."""
         self._place()
         try:
             for restarts_left in range(self._cluster.restarts, -1, -1):
                 code = self._run_once(f"{self._id}-{self._cluster.restarts - restarts_left}", stop)
-                if code != LOST and (code in (0, WRONG) or stop()):
+                if code != LOST_CODE and (code in (0, CONFIG_ERROR_CODE) or stop()):
                     return code
                 if stop():
                     return STOPPED
 
-                how = "was lost" if code == LOST else f"ended with exit code {code}"
+                how = "was lost" if code == LOST_CODE else f"ended with exit code {code}"
                 self._note(f"the trainer {how}; {restarts_left} restarts are left")
 
             raise RayError(
@@ -177,7 +180,7 @@ class _Owner:
                 self._ray.util.remove_placement_group(self._group)
 
     def _place(self) -> None:
-        """Raises RayError if the cluster has no room in time."""
+        """Requests the placement group. Raises RayError if the cluster has no room in time."""
         bundle = {"CPU": float(self._cluster.cpus_per_node), **self._cluster.resources}
         if self._cluster.gpus:
             bundle["GPU"] = float(self._cluster.gpus)
@@ -197,7 +200,7 @@ class _Owner:
             )
 
     def _run_once(self, id: str, stop: Callable[[], bool]) -> int:
-        """One start of the launch: the trainer's exit code, or LOST."""
+        """Runs the launch once. Returns the trainer's exit code, or LOST_CODE."""
         self._start(0, None, id)
         head = self._wait_for_start(0, self._cluster.placed_s)
         for number in range(1, len(self._plan.nodes)):
@@ -208,7 +211,7 @@ class _Owner:
         while time.monotonic() < deadline:
             if stop() and not is_stopping:
                 is_stopping = True
-                deadline = time.monotonic() + GRACE_S + SILENT_S
+                deadline = time.monotonic() + GRACE_S + SILENCE_TIMEOUT_S
                 with suppress(self._ray.exceptions.RayError):  # the next poll reports it
                     self._call(0, "stop")
 
@@ -224,22 +227,22 @@ class _Owner:
 
                 self._drop(number)
                 if code != 0 and not is_stopping:
-                    if code != LOST:
+                    if code != LOST_CODE:
                         self._note(f"node {number}: ended with exit code {code}; it is restarted")
                     self._start(number, head, id)
 
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
 
         self._drop_all()
-        return LOST
+        return LOST_CODE
 
     def _start(self, number: int, head: str | None, id: str) -> None:
-        """Requests a node's process in its bundle, which Ray can have to place again. `head`: the
-        address of node 0, None for node 0 itself."""
+        """Requests a node's process in its bundle. Ray may have to place the bundle again. `head`:
+        the address of node 0, None for node 0 itself."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=number
         )
-        options = self._ray.remote(Keeper).options(
+        options = self._ray.remote(ProcessKeeper).options(
             num_cpus=self._cluster.cpus_per_node,
             num_gpus=self._cluster.gpus,
             resources=self._cluster.resources,
@@ -249,7 +252,7 @@ class _Owner:
         words = ["launch-node", str(self._path), "--rank", str(number), "--id", id]
         keeper = self._keepers[number] = options.remote()
         self._starting[number] = keeper.start.remote(words, head, self._log(number))
-        self._heard[number] = time.monotonic()
+        self._last_reply_at[number] = time.monotonic()
 
     def _wait_for_start(self, number: int, within_s: float) -> str:
         """The address of a node, after its process has started within that time. Raises
@@ -263,12 +266,12 @@ class _Owner:
                 "`ray status`, and raise --set placed_s=..."
             ) from error
 
-        self._heard[number] = time.monotonic()
+        self._last_reply_at[number] = time.monotonic()
         self._note(f"node {number}: on {address}, process {process}, {self._log(number)}")
         return str(address)
 
     def _poll(self, number: int) -> int | None:
-        """Its exit code, or LOST; None while it runs or starts."""
+        """The node's exit code, or LOST_CODE. None while it runs or starts."""
         try:
             if number in self._starting:
                 self._poll_start(number)
@@ -276,42 +279,43 @@ class _Owner:
             code: int | None = self._call(number, "poll")
         except RayError as error:
             self._note(str(error))
-            return LOST
+            return LOST_CODE
         except self._ray.exceptions.ActorUnavailableError:
             silence = "its node does not answer"
         except self._ray.exceptions.RayActorError as error:
             self._note(f"node {number}: lost ({' '.join(str(error).split())[:300]})")
-            return LOST
+            return LOST_CODE
         except self._ray.exceptions.GetTimeoutError:
-            silence = f"no answer within {CALL_S:g} s"
+            silence = f"no answer within {CALL_TIMEOUT_S:g} s"
         else:
-            self._heard[number] = time.monotonic()
+            self._last_reply_at[number] = time.monotonic()
             return code
 
-        since = time.monotonic() - self._heard[number]
-        if since <= SILENT_S:
+        since = time.monotonic() - self._last_reply_at[number]
+        if since <= SILENCE_TIMEOUT_S:
             return None
 
         self._note(f"node {number}: lost ({silence}, for {since:.0f} s)")
-        return LOST
+        return LOST_CODE
 
     def _poll_start(self, number: int) -> None:
         """Raises RayError if the process can't be started."""
         if self._ray.wait([self._starting[number]], timeout=0)[0]:
-            self._wait_for_start(number, CALL_S)
-        elif time.monotonic() - self._heard[number] > self._cluster.placed_s:
+            self._wait_for_start(number, CALL_TIMEOUT_S)
+        elif time.monotonic() - self._last_reply_at[number] > self._cluster.placed_s:
             self._note(f"node {number}: no room for {self._cluster.placed_s:g} s; still waiting")
-            self._heard[number] = time.monotonic()
+            self._last_reply_at[number] = time.monotonic()
 
     def _wait_for_others(self) -> None:
-        """Waits for the nodes without the trainer, which end with its exit code within seconds."""
-        deadline = time.monotonic() + CALL_S
+        """Waits for the nodes without the trainer, which end within seconds and with its exit
+        code."""
+        deadline = time.monotonic() + CALL_TIMEOUT_S
         other_nodes = [
             number for number in self._keepers if number and number not in self._starting
         ]
         while other_nodes and time.monotonic() < deadline:
             other_nodes = [number for number in other_nodes if self._poll(number) is None]
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def _drop_all(self) -> None:
         for number in list(self._keepers):
@@ -323,7 +327,9 @@ class _Owner:
             self._ray.kill(self._keepers.pop(number))
 
     def _call(self, number: int, method: str) -> Any:
-        return self._ray.get(getattr(self._keepers[number], method).remote(), timeout=CALL_S)
+        return self._ray.get(
+            getattr(self._keepers[number], method).remote(), timeout=CALL_TIMEOUT_S
+        )
 
     def _log(self, number: int) -> str:
         return str(self._logs / f"node-{number}.log")

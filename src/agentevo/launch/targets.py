@@ -1,8 +1,8 @@
-"""The kinds of clusters: the keys of each, the file that its tool reads, and the command that
-submits it.
+"""The kinds of clusters: the keys of each kind, the file that the cluster's tool reads, and the
+command that submits it.
 
-The file is `templates/FILE` of this package, which `writer.py` fills. Keys of Kubernetes have the
-names that Helm charts use.
+The file is `templates/FILE` of this package, and `writer.py` fills it. Keys of Kubernetes have the
+same names as in Helm charts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet
 from agentevo.launch.plan import NODES_FILE, PlannedLaunch
 
-LARGEST_CONFIG = 1_000_000
-"""In bytes; Kubernetes' limit of a ConfigMap is 1 MiB."""
+MAX_CONFIG_BYTES = 1_000_000
+"""In bytes. Kubernetes' limit of a ConfigMap is 1 MiB."""
 
 
 def _written_as(pattern: str, how: str) -> pydantic.AfterValidator:
-    """For a text that a cluster reads. The cluster would refuse an invalid text when the job is
-    submitted, or would make a job that never starts. `how`: the accepted form."""
+    """A validator for a text that a cluster reads. The cluster would refuse an invalid text at
+    submission, or would create a job that never starts. `how`: the accepted form."""
 
     def check(text: str) -> str:
         if text and re.fullmatch(pattern, text) is None:
@@ -36,16 +36,16 @@ def _written_as(pattern: str, how: str) -> pydantic.AfterValidator:
 
 
 class Cluster(Fleet):
-    """The keys that all kinds of clusters have, and what launches on them have in common."""
+    """The keys and methods that all kinds of clusters have."""
 
     file: ClassVar[str]
-    """The file that the cluster's tool reads, in the launch's folder."""
+    """The file in the launch's folder that the cluster's tool reads."""
     runs_mount: ClassVar[str] = ""
-    """The folder of runs in its containers; empty if nodes see this machine's folders."""
+    """The folder of runs in the cluster's containers. Empty if nodes see this machine's folders."""
 
     def check(self, launch: PlannedLaunch, folder: str) -> None:
-        """Raises ConfigError for a launch that this cluster can't run. `folder`: the launch's, as
-        the nodes see it."""
+        """Raises ConfigError for a launch that this cluster can't run. `folder`: the path of the
+        launch's folder, as the nodes see it."""
 
     def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
         """The command that submits the launch."""
@@ -55,9 +55,9 @@ class Cluster(Fleet):
 class SlurmCluster(Cluster):
     """A batch script, whose step runs `agentevo launch-node` on each node.
 
-    The script stops the trainer before the time limit, so that it ends after its step, and requeues
-    the job if the recipe is not finished. `scancel` and a preemption work the same way. A node that
-    fails ends the job, and Slurm requeues it (`--requeue`).
+    Before the time limit, the script stops the trainer, which ends after its step. If the recipe is
+    not finished, the script requeues the job. `scancel` and a preemption work the same way. A node
+    that fails ends the job, and Slurm requeues it (`--requeue`).
     """
 
     file = "job.sbatch"
@@ -111,8 +111,8 @@ Quantity = Annotated[
 
 
 class KubernetesCluster(Cluster):
-    """An Indexed Job whose pods run `agentevo launch-node`, with a headless service by which they
-    find node 0, the launch's folder as a ConfigMap, and one volume for the run.
+    """An Indexed Job whose pods run `agentevo launch-node`. A headless service lets them find node
+    0, a ConfigMap has the launch's folder, and a volume has the run.
 
     A pod that dies is replaced and resumes the run. A wrong configuration (exit code 2) fails the
     Job at once.
@@ -138,7 +138,7 @@ class KubernetesCluster(Cluster):
     shared_memory: Quantity = "8Gi"
     """Size of /dev/shm, through which the ranks of one node exchange data."""
     gpu_resource: str = "nvidia.com/gpu"
-    """The cluster's name of a device: amd.com/gpu, huawei.com/Ascend910."""
+    """The cluster's name for a device, such as amd.com/gpu or huawei.com/Ascend910."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: tuple[dict[str, str], ...] = ()
     service_account: str = ""
@@ -146,7 +146,7 @@ class KubernetesCluster(Cluster):
     """Number of pod replacements before the Job fails."""
 
     def check(self, launch: PlannedLaunch, folder: str) -> None:
-        if sum(len(text.encode()) for text in launch.files.values()) > LARGEST_CONFIG:
+        if sum(len(text.encode()) for text in launch.files.values()) > MAX_CONFIG_BYTES:
             raise ConfigError(
                 "import: the recipe and the files that it names have more than 1 MB, the limit of "
                 "a ConfigMap: put the code into the image and import it by its module's name, and "
@@ -163,8 +163,8 @@ AtLeast = Annotated[
 
 
 class SkyPilotCluster(Cluster):
-    """One task whose nodes run `agentevo launch-node`. The launch's folder is copied to every node;
-    with several nodes the run's folder is on a volume that all of them mount."""
+    """A task whose nodes run `agentevo launch-node`. The launch's folder is copied to every node.
+    With several nodes, the run's folder is on a volume that all of them mount."""
 
     file = "task.sky.yaml"
     runs_mount = "/runs"
@@ -216,7 +216,7 @@ class SkyPilotCluster(Cluster):
 
 class RayCluster(Cluster):
     """A placement group with one bundle per node. In each bundle, `agentevo launch-own` runs
-    `agentevo launch-node` (ray_owner.py). Ray only owns processes; data and weights never go
+    `agentevo launch-node` (ray_owner.py). Ray only owns processes. Data and weights never go
     through it."""
 
     file = "ray.yaml"
@@ -226,10 +226,10 @@ class RayCluster(Cluster):
     resources: dict[str, float] = Field(default_factory=dict)
     """Further resources of each bundle, by their names in the cluster."""
     spread: bool = True
-    """Place each bundle on a different Ray node; false packs them, for a cluster of few large
-    nodes."""
+    """Place each bundle on a different Ray node. With false, pack the bundles, for a cluster of few
+    large nodes."""
     placed_s: float = Field(default=600.0, gt=0)
-    """Maximum wait for the placement group, in seconds, since the cluster can have to grow."""
+    """The maximum wait for the placement group in seconds, because the cluster may have to grow."""
     restarts: int = Field(default=3, ge=0)
     """Number of restarts of the launch after its trainer was lost."""
 
@@ -252,7 +252,7 @@ class ComposeCluster(Cluster):
     ] = "8gb"
     """Size of /dev/shm, through which ranks exchange data."""
     runs: str = "../runs"
-    """The folder of this machine that holds the runs, relative to the launch's folder."""
+    """The folder of this machine with the runs, relative to the launch's folder."""
     ui_port: int = 8765
     """The dashboard's port on this machine's loopback address."""
 

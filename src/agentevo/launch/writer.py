@@ -1,4 +1,4 @@
-"""Makes and submits a launch's folder: the launch's own files, and the filled template of its kind
+"""Writes and submits a launch's folder: the launch's own files, and the filled template of its kind
 of cluster."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from agentevo.launch.targets import Cluster
 from agentevo.paths import check_new_folder
 
 SUBMIT_S = 600.0
-NOTICE_S = int(GRACE_S) + 60
-"""Time from the stop signal until a cluster kills the remaining processes."""
+STOP_NOTICE_S = int(GRACE_S) + 60
+"""The time from the stop signal until a cluster kills the remaining processes, in seconds."""
 
 
 class WrittenLaunch(NamedTuple):
@@ -32,19 +32,20 @@ class WrittenLaunch(NamedTuple):
     folder: Path
     command: list[str]
     notes: list[str]
-    """Lines for the user who launches."""
+    """Messages for the user who launches."""
 
 
 class SubmitError(AgentEvoError):
-    """The cluster's tool refused."""
+    """The cluster's tool refused the launch."""
 
 
 def write_launch(
     recipe: str, overrides: list[str], cluster: Cluster, folder: Path
 ) -> WrittenLaunch:
-    """Writes the folder; files of an earlier launch are replaced, others (logs) stay.
+    """Writes the folder. Files of an earlier launch are replaced, and others (logs) stay.
 
-    Raises ConfigError for a recipe that can't run there, and for a folder with other contents.
+    Raises ConfigError for a recipe that can't run on the cluster, and for a folder with other
+    contents.
     """
     _check_folder(folder)
     launch = PlannedLaunch(recipe, overrides, cluster, cluster.runs_mount)
@@ -102,7 +103,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _fill_template(launch: PlannedLaunch, cluster: Cluster, folder: str) -> str:
-    """The filled template for the cluster's tool. Values of the user are written as JSON, which is
+    """The filled template for the cluster's tool. The user's values are written as JSON, which is
     valid YAML."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("agentevo.launch"),
@@ -115,7 +116,7 @@ def _fill_template(launch: PlannedLaunch, cluster: Cluster, folder: str) -> str:
     environment.filters["yaml"] = _to_block_yaml
     environment.filters["shell"] = shlex.quote
     return environment.get_template(cluster.file).render(
-        launch=launch, cluster=cluster, folder=folder, notice_s=NOTICE_S, stopped=STOPPED
+        launch=launch, cluster=cluster, folder=folder, notice_s=STOP_NOTICE_S, stopped=STOPPED
     )
 
 

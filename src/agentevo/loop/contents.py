@@ -7,7 +7,7 @@ import msgspec
 
 from agentevo.errors import LONGEST, ConfigError, shown
 from agentevo.loop.encoding import decode, encode
-from agentevo.rewards.returned import LARGEST_METRIC, plain_number, plain_numbers
+from agentevo.rewards.returned import MAX_METRIC, plain_number, plain_numbers
 from agentevo.types import Task, Trajectory
 
 LONGEST_ID = 1000
@@ -20,7 +20,7 @@ def check_outcome(trajectory: Trajectory, *, is_baseline: bool = False) -> None:
     try:
         plain_number(trajectory.reward, "its reward")
         plain_numbers(trajectory.reward_parts, "its reward_parts")
-        plain_numbers(trajectory.metrics, "its metrics", LARGEST_METRIC)
+        plain_numbers(trajectory.metrics, "its metrics", MAX_METRIC)
 
         for turn in trajectory.turns:
             plain_number(turn.reward, f"the reward of its turn {turn.index}")

@@ -31,7 +31,7 @@ from agentevo.loop.conversation import RemoteAttempt, RemotePolicy
 from agentevo.loop.group import Group, baseline_name
 from agentevo.loop.model import TrainableModel
 from agentevo.loop.records import NewAttempt
-from agentevo.rollout.failures import FirstFailures, failure_words
+from agentevo.rollout.failures import FirstFailures, summarize_failures
 from agentevo.rollout.given_tasks import task_of
 from agentevo.rollout.group import GroupAttempt, InfrastructureFailure
 from agentevo.rollout.scoring import Scoring
@@ -181,7 +181,7 @@ async def gather(groups: Iterable[Coroutine[Any, Any, Group]]) -> list[Group]:
     attempts = [trajectory for group in finished for trajectory in group.trajectories]
     if attempts and all(attempt.status != "completed" for attempt in attempts):
         errors = [attempt.error for attempt in attempts]
-        raise AttemptsFailedError(failure_words(errors, len(attempts)))
+        raise AttemptsFailedError(summarize_failures(errors, len(attempts)))
     return finished
 
 

@@ -31,7 +31,7 @@ from agentevo.loop.wire import NAME, WAIT_S, ListedModel
 from agentevo.paths import check_new_folder
 from agentevo.processes.endpoint import FOLDER, open_endpoint
 from agentevo.runs.folder import is_run_folder
-from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.signals import POLL_INTERVAL_S, catch_stop_signals
 
 T = TypeVar("T")
 
@@ -202,7 +202,7 @@ def serve_loops(
         raise ConfigError(f"--max-models {max_models}: give 1 or more")
 
     check_new_folder(folder, "folder")
-    with asked_to_stop() as stop, open_endpoint(folder, host, port, tls) as endpoint:
+    with catch_stop_signals() as stop, open_endpoint(folder, host, port, tls) as endpoint:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -226,7 +226,7 @@ def serve_loops(
             address = EngineAddress(gateway.base, fingerprint).pinned_url
             note(f"training for clients at {address}\n  the key is in {endpoint.secret.file}")
             while not stop():
-                time.sleep(LOOK_S)
+                time.sleep(POLL_INTERVAL_S)
             note("stopping: a step in progress is finished first")
         finally:
             gateway.close()

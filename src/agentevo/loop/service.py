@@ -51,7 +51,7 @@ from agentevo.orchestration.checks import check_parts
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.run import run_training
 from agentevo.orchestration.submissions import KEY, Submission, Submissions
-from agentevo.rollout.failures import failure_words
+from agentevo.rollout.failures import summarize_failures
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.runs.chain import is_given_up
 from agentevo.runs.creation import check_place
@@ -84,7 +84,7 @@ class _Notes(LiveView):
         self._enter_phase(name, detail)
 
     def step(self, step: int, *arguments: Any) -> None:
-        self.stands_at(step, math.inf)
+        self.set_progress(step, math.inf)
 
     def evaluation(self, *arguments: Any) -> None: ...
 
@@ -462,7 +462,9 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
 
     errors = [trajectory.error for group in groups for trajectory in group.trajectories]
     if not any(group.completed for group in groups):
-        raise ConfigError(f"train: no attempt has completed: {failure_words(errors, len(errors))}")
+        raise ConfigError(
+            f"train: no attempt has completed: {summarize_failures(errors, len(errors))}"
+        )
 
 
 def _group_id(group: Group, trajectory: Trajectory) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.devices import drawing_by
+from agentevo.devices import seeded_by
 from agentevo.errors import ModelError
 from agentevo.extras import load_extra
 from agentevo.models.checkpoint_manifest import verify_model
@@ -211,7 +211,7 @@ def dropping_out(model: torch.nn.Module, seed: int) -> Iterator[None]:
     """While the context is open, the adapters' dropout is active, with random numbers from `seed`.
     For supervised training."""
     layers = [module for module in model.modules() if hasattr(module, "lora_dropout")]
-    with drawing_by(next(model.parameters()).device, seed):
+    with seeded_by(next(model.parameters()).device, seed):
         for layer in layers:
             layer.train()
         try:

@@ -1,6 +1,6 @@
-"""Observing a run: numbers on disk, the live view, early warnings, pictures and the report.
+"""Observes a run: numbers on disk, the live view, early warnings, pictures and the report.
 
-Importing this loads no torch, rich or matplotlib.
+Importing this package loads neither torch nor rich nor matplotlib.
 """
 
 from agentevo.observability.collapse import CollapseLimits, CollapseMonitor, CollapseWarning

@@ -11,15 +11,16 @@ from agentevo.store.calls import StoredCall
 from agentevo.types import Message, TextPart, Trajectory
 
 MAX_LINES = 1_500
-"""The most lines of one attempt."""
+"""The maximum number of lines of an attempt."""
 CONTEXT = 3
-"""Lines of context around a difference; longer equal stretches are skipped."""
+"""The number of lines of context around a difference. Longer equal stretches are skipped."""
 Played = tuple[Trajectory, Sequence[StoredCall]]
-"""An attempt, and the calls that were recorded of it."""
+"""An attempt, and its recorded calls."""
 
 
 def lines_of(attempt: Played) -> list[list[tuple[str, str]]]:
-    """(who, line) of all messages of each turn, and the last observation; at most MAX_LINES."""
+    """The (who, line) pairs of all messages of each turn, and of the last observation, at most
+    MAX_LINES."""
     trajectory, calls = attempt
     turns: list[list[tuple[str, str]]] = []
     budget = MAX_LINES
@@ -47,8 +48,8 @@ def _texts(message: Message) -> list[str]:
 
 
 class DiffRow(NamedTuple):
-    """Two lines side by side. `kind`: same, gone, new, changed, skipped, or turn: the turn that
-    `who` names begins."""
+    """Two lines side by side. `kind`: same, gone, new, changed, skipped, or turn. A row of the kind
+    `turn` starts the turn that `who` names."""
 
     kind: str
     who: str
@@ -58,9 +59,9 @@ class DiffRow(NamedTuple):
 
 
 def diff(left: Played, right: Played) -> list[DiffRow]:
-    """The messages of two attempts, side by side, turn by turn and line by line; long equal
-    stretches are skipped. Turns behind MAX_LINES of either are not compared, and the last row says
-    so."""
+    """The messages of two attempts, side by side, turn by turn and line by line. Long equal
+    stretches are skipped. Turns behind MAX_LINES of either attempt are not compared, and the last
+    row says so."""
     *ones, one_end = lines_of(left)
     *twos, two_end = lines_of(right)
     sides = ((left[0], ones), (right[0], twos))
@@ -87,8 +88,8 @@ Lines = list[tuple[str, str]]
 
 
 def _pairs(first: Lines, second: Lines) -> list[tuple[Lines, Lines]]:
-    """Pairs of the lines of each message, if both turns have the same roles in the same order; else
-    one pair of all their lines."""
+    """Pairs of the lines of each message, if both turns have the same roles in the same order. Else
+    a single pair of all their lines."""
     ones, twos = (
         [(who, list(of)) for who, of in groupby(x, lambda s: s[0])] for x in (first, second)
     )
@@ -110,9 +111,9 @@ def _compare_lines(first: Lines, second: Lines) -> list[DiffRow]:
             rows += _same(first[a:b])
             continue
 
-        for place in range(max(b - a, d - c)):
-            old = first[a + place] if a + place < b else None
-            new = second[c + place] if c + place < d else None
+        for index in range(max(b - a, d - c)):
+            old = first[a + index] if a + index < b else None
+            new = second[c + index] if c + index < d else None
             who = (old or new or ("", ""))[0]
             what = "changed" if old and new else "gone" if old else "new"
             rows.append(DiffRow(what, who, old[1] if old else "", new[1] if new else ""))

@@ -1,4 +1,4 @@
-"""The tokens of an attempt with their numbers, a part at a time."""
+"""The tokens of an attempt with their numbers, in parts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from agentevo.pages.text import shown
 from agentevo.types import Trajectory, Turn
 
 TOKENS = 1_500
-"""Sampled tokens in one part of the page."""
+"""The number of sampled tokens in a part of the page."""
 PROMPT = 4_000
-"""Characters of the prompt that are shown before the tokens."""
+"""The maximum number of characters of the prompt that are shown before the tokens."""
 LEVELS = (0.9, 0.5, 0.2, 0.05, 0.01)
-"""Probabilities: a token below the n-th of them is shaded by n or more."""
+"""Probabilities. The level of a token is the number of these that its probability is below."""
 
 
 NONE: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
 class TokenBlock(NamedTuple):
-    """Sampled tokens of one turn, with the prompt before them if they begin with the first."""
+    """Sampled tokens of a turn. If they begin with the turn's first token, the prompt comes before
+    them."""
 
     turn: int
     note: str
@@ -33,15 +34,15 @@ class TokenBlock(NamedTuple):
     prompt: str
     num_prompt: int
     tokens: list[tuple[str, int]]
-    """(text, level of surprise)."""
+    """(text, level of surprise) pairs."""
     numbers: dict[str, Any]
-    """For the script: each token's id, log-prob, version, advantage, entropy, log-prob change, and
-    whether it was trained."""
+    """For the page's script: each token's id, log-prob, version, advantage, entropy, log-prob
+    change, and whether it was trained."""
     start: int
 
 
 class TurnTokens(NamedTuple):
-    """A part, and the start of the next one: (place among the turns, token)."""
+    """A part, and the start of the next one as (place among the turns, token)."""
 
     blocks: list[TokenBlock]
     next: tuple[int, int] | None
@@ -51,16 +52,16 @@ class Training(NamedTuple):
     """The training of an attempt's tokens by a step."""
 
     step: int | None
-    """The step that it was committed to."""
+    """The step that the attempt was committed to."""
     bound: int | None
-    """The oldest age that it trained on; None if its plan does not have it."""
+    """The oldest age that the step trained on. None if the step's plan does not have it."""
     advantages: dict[int, np.ndarray] | float | None
-    """By turn, or one advantage for all of its tokens."""
+    """The advantages by turn, or a single advantage for all tokens."""
     moved: Mapping[int, np.ndarray] = NONE
-    """Turn -> the log-prob change of each token by the end of the update, nan for untrained
+    """Maps a turn to the log-prob change of each token by the end of the update. NaN for untrained
     tokens."""
     entropies: Mapping[int, np.ndarray] = NONE
-    """Turn -> the entropy at each sampled token, in nats."""
+    """Maps a turn to the entropy at each sampled token, in nats."""
 
 
 def level(logprob: float) -> int:
@@ -78,23 +79,23 @@ def tokens_part(
     leaf: int | None = None,
     most: int = TOKENS,
 ) -> TurnTokens:
-    """About `most` tokens from `start` on. Without `decode` tokens are their ids."""
+    """About `most` tokens from `start`. Without `decode`, tokens are shown as their ids."""
     order, shared = select_turns(trajectory.turns, leaf)
     blocks: list[TokenBlock] = []
     budget = most
-    for place in range(start[0], len(order)):
-        turn = trajectory.turns[order[place]]
-        first = start[1] if place == start[0] else 0
+    for index in range(start[0], len(order)):
+        turn = trajectory.turns[order[index]]
+        first = start[1] if index == start[0] else 0
         if budget <= 0:
-            return TurnTokens(blocks, (place, 0))
+            return TurnTokens(blocks, (index, 0))
 
         size = min(budget, len(turn.completion_ids) - first)
-        before = order[place - 1] if place else None
-        blocks.append(block_of(turn, first, size, before, order[place] in shared, decode, training))
+        before = order[index - 1] if index else None
+        blocks.append(block_of(turn, first, size, before, order[index] in shared, decode, training))
         budget -= size + 20
 
         if first + size < len(turn.completion_ids):
-            return TurnTokens(blocks, (place, first + size))
+            return TurnTokens(blocks, (index, first + size))
 
     return TurnTokens(blocks, None)
 

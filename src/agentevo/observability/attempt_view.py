@@ -1,5 +1,5 @@
-"""One attempt as its page shows it: plain data made from the store, a part at a time, so that the
-cost depends on the part and not on the size of the attempt."""
+"""An attempt as its page shows it: plain data from the store, in parts, so that the cost depends on
+the part and not on the size of the attempt."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from agentevo.store.calls import StoredCall
 from agentevo.types import ImagePart, Message, RemoteTurn, Trajectory, Turn
 
 TURNS = 12
-"""Turns of one part of the page."""
+"""The number of turns in a part of the page."""
 FIRST = 6_000
-"""Characters of a message that are shown initially."""
+"""The number of characters of a message that are shown initially."""
 MORE = 50_000
-"""Characters of each further part of it."""
+"""The number of characters of each further part of a message."""
 ARGUMENTS = 4_000
 MAX_CALLS = 400
 MAX_TREE = 150
 
 
 class ShownToolUse(NamedTuple):
-    """A call of a tool: what the policy wrote, and its outcome."""
+    """A call of a tool: the policy's text, and the outcome."""
 
     name: str
     arguments: str
@@ -45,17 +45,17 @@ class ShownMessage(NamedTuple):
     images: list[str]
     tools: list[ShownToolUse]
     rest: int
-    """Characters that are not shown yet."""
+    """The number of characters that are not shown yet."""
 
 
 class TurnView(NamedTuple):
-    """One turn as messages."""
+    """A turn as messages."""
 
     number: int
     note: str
-    """The turn that it continues, if not the turn before."""
+    """The number of the turn that it continues, if that is not the turn before it."""
     is_shared: bool
-    """Whether an earlier branch also has it."""
+    """Whether an earlier branch has the turn too."""
     messages: list[ShownMessage]
     num_prompt: int
     num_completion: int
@@ -63,11 +63,11 @@ class TurnView(NamedTuple):
     versions: str
     finish: str
     how: str
-    """Its sampling parameters, if they differ from the recipe's."""
+    """The sampling parameters, if they differ from the recipe's."""
 
 
 class ShownPart(NamedTuple):
-    """Some turns, and where the next ones begin."""
+    """Some turns, and the start of the next part."""
 
     turns: list[TurnView]
     next: int | None
@@ -75,7 +75,7 @@ class ShownPart(NamedTuple):
 
 
 def path_to(turns: Sequence[Turn], leaf: int) -> list[int]:
-    """The turns from the root to `leaf`, with it."""
+    """The turns from the root to `leaf`, including `leaf`."""
     path = [leaf]
     while (parent := turns[path[-1]].parent) is not None:
         path.append(parent)
@@ -95,7 +95,7 @@ def is_branched(turns: Sequence[Turn]) -> bool:
 
 
 def select_turns(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], set[int]]:
-    """The turns to show, and which of them an earlier branch also has."""
+    """The turns to show, and which of them an earlier branch has too."""
     if leaf is None or not 0 <= leaf < len(turns):
         return list(range(len(turns))), set()
 
@@ -116,7 +116,7 @@ def part_of(
     leaf: int | None = None,
     most: int = TURNS,
 ) -> ShownPart:
-    """Up to `most` of the turns to show, from number `start` on."""
+    """Up to `most` of the turns to show, from number `start`."""
     shown, shared = select_turns(trajectory.turns, leaf)
     uses = _uses(trajectory, calls)
     legend = world_of(trajectory.turns)
@@ -156,7 +156,7 @@ def turn_view(
                 _tool_use(call.name, call.arguments, call.id, uses.get((turn.index, place)))
             )
             place += 1
-        messages.append(said(message, number, tools, legend))
+        messages.append(to_shown_message(message, number, tools, legend))
 
     how = ["greedy" if turn.temperature == 0 else ""]
     how += (
@@ -181,7 +181,7 @@ def turn_view(
     )
 
 
-def said(
+def to_shown_message(
     message: Message, number: int, tools: list[ShownToolUse], legend: Legend = NO_LEGEND
 ) -> ShownMessage:
     """A message with its first FIRST characters."""
@@ -224,7 +224,7 @@ def _tool_use(name: str, arguments: str, call_id: str, call: StoredCall | None) 
 
 
 def pretty(arguments: str) -> str:
-    """JSON with indentation; a text that is not JSON unchanged."""
+    """JSON with indentation. A text that is not JSON stays unchanged."""
     if len(arguments) > ARGUMENTS:
         return arguments
     try:
@@ -234,13 +234,13 @@ def pretty(arguments: str) -> str:
 
 
 def _uses(trajectory: Trajectory, calls: Sequence[StoredCall]) -> dict[tuple[int, int], StoredCall]:
-    """(turn, number of the call in it) -> the recorded call, if the messages have the same number
-    of calls of the tool: calls do not record which message requested them."""
+    """Maps (turn, number of the call in it) to the recorded call, if messages and record have the
+    same number of calls of the tool. Calls do not record which message requested them."""
     requested: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for turn in trajectory.turns:
         names = [call.name for message in turn.messages for call in message.tool_calls]
-        for place, name in enumerate(names):
-            requested[name].append((turn.index, place))
+        for index, name in enumerate(names):
+            requested[name].append((turn.index, index))
 
     recorded: dict[str, list[StoredCall]] = defaultdict(list)
     for stored in sorted(calls, key=lambda stored: stored.call.started_at):
@@ -258,8 +258,9 @@ def _uses(trajectory: Trajectory, calls: Sequence[StoredCall]) -> dict[tuple[int
 def text_part(
     trajectory: Trajectory, turn: int, number: int, start: int, *, is_remote: bool = False
 ) -> tuple[str, int]:
-    """MORE characters of a message from `start`, and how many follow. `is_remote`: of the
-    turns of remote models. Raises IndexError for a message that does not exist."""
+    """MORE characters of a message from `start`, and the number of characters after them.
+    `is_remote`: whether the turn is one of the remote models' turns. Raises IndexError for a
+    message that does not exist."""
     if turn < 0 or number < 0 or start < 0:
         raise IndexError(turn)
     turns = trajectory.remote_turns if is_remote else trajectory.turns
@@ -282,7 +283,7 @@ class CallRow(NamedTuple):
 
 
 def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
-    """Calls in the order of their starts, each below the call that made it."""
+    """The calls in the order of their starts, each below the call that made it."""
     ordered = sorted(calls[:MAX_CALLS], key=lambda stored: stored.call.started_at)
     if not ordered:
         return []
@@ -327,7 +328,7 @@ def ending(trajectory: Trajectory, calls: Sequence[StoredCall]) -> list[WorldPie
     return pieces(texts[-1], world_of(trajectory.turns)) if texts else []
 
 
-def slips(trajectory: Trajectory) -> str:
+def rejected_replies(trajectory: Trajectory) -> str:
     """`2 invalid actions, 1 answer without an action`: the replies that the environment
     rejected."""
     parts = []
@@ -341,7 +342,7 @@ def slips(trajectory: Trajectory) -> str:
     return ", ".join(parts)
 
 
-_ENDS = {
+_LIMIT_NOTES = {
     "turns": "all turns were used (agent.max_turns)",
     "tokens": "all tokens of an attempt were used (agent.max_tokens)",
     "context": "the context was full",
@@ -351,12 +352,12 @@ _ENDS = {
 
 
 def limit(trajectory: Trajectory, config: Mapping[str, Any]) -> str:
-    """The limit that cut an attempt off, in a run with this configuration: from its agent's note,
-    or from its last turn. Empty if unknown."""
+    """The limit that cut an attempt off, in a run with this configuration. It comes from the
+    agent's note, or from the last turn. Empty if unknown."""
     if not trajectory.truncated or not trajectory.turns:
         return ""
 
-    for end, words in _ENDS.items():
+    for end, words in _LIMIT_NOTES.items():
         if trajectory.metrics.get(f"ended_by_{end}"):
             return words
 
@@ -418,7 +419,7 @@ class TreeNode(NamedTuple):
 
 
 def tree(turns: Sequence[Turn], leaf: int | None) -> list[TreeNode]:
-    """The turns as a tree from left to right; empty without branches, or with more turns than a
+    """The turns as a tree from left to right. Empty without branches, or with more turns than a
     picture shows."""
     if not is_branched(turns) or len(turns) > MAX_TREE:
         return []
@@ -457,7 +458,9 @@ def remote_part(
         (
             turn,
             [
-                said(m, i, [_tool_use(c.name, c.arguments, c.id, None) for c in m.tool_calls])
+                to_shown_message(
+                    m, i, [_tool_use(c.name, c.arguments, c.id, None) for c in m.tool_calls]
+                )
                 for i, m in enumerate(turn.messages)
             ],
         )

@@ -1,4 +1,4 @@
-"""Calls as lines of plain text: the calls that are running now, and the calls of one attempt as a
+"""Calls as lines of plain text: the calls that are running now, and the calls of an attempt as a
 tree with durations."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from agentevo.observability.trajectory_view import visible
 from agentevo.store import StoredCall
 
 MAX_SHOWN = 40
-"""The most attempts in one list of running calls."""
+"""The maximum number of attempts in a list of running calls."""
 LONG = 300
-"""Characters: a longer attribute is shown as its length."""
+"""An attribute with more characters than this is shown as its length."""
 
 
 def duration(seconds: float) -> str:
@@ -23,8 +23,8 @@ def duration(seconds: float) -> str:
 
 
 def running_lines(calls: Sequence[StoredCall], now: float) -> list[str]:
-    """A line for each attempt under way, the oldest first: its duration so far, and its current
-    call. `now` is Unix time."""
+    """A line for each running attempt, the oldest first: its duration so far, and its current call.
+    `now` is Unix time."""
     inner = {stored.call.parent for stored in calls}
     attempts = [stored.call for stored in calls if stored.call.kind == "attempt"]
     width = max((len(attempt.trajectory_id) for attempt in attempts), default=0)
@@ -48,8 +48,8 @@ def running_lines(calls: Sequence[StoredCall], now: float) -> list[str]:
 
 
 def tree_lines(calls: Iterable[StoredCall], now: float) -> list[str]:
-    """Every call of an attempt under the one in which it was made, in the order of their starts. An
-    attempt that was tried several times has several trees."""
+    """Every call of an attempt below the call in which it was made, in the order of their starts.
+    An attempt that was tried several times has several trees."""
     inside: dict[str | None, list[StoredCall]] = {}
     by_id = {stored.call.id: stored for stored in calls}
     for stored in by_id.values():
@@ -77,13 +77,13 @@ def _title(stored: StoredCall) -> str:
 
 
 def _short(value: str | float) -> str:
-    """An attribute in one line; a process's output is shown as its length."""
+    """An attribute in one line. A process's output is shown as its length."""
     text = str(value)
     return text if len(text) <= LONG else f"{len(text)} characters"
 
 
 def _facts(stored: StoredCall, now: float) -> str:
-    """`12 ms  turn=3 completion_tokens=9`, with the error, if any."""
+    """`12 ms  turn=3 completion_tokens=9`, with the error if there is one."""
     call = stored.call
     if stored.state == "lost":
         time = "lost"

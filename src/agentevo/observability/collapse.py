@@ -1,13 +1,13 @@
 """Early signs that a run is collapsing, in plain words with what to change.
 
-Multi-turn RL tends to die quietly: RAGEN (arXiv 2504.20073, "echo trap") finds that the reward
-spread inside groups and the entropy move tens of steps before the reward does, and that by the time
-the gradient norm spikes the policy is usually lost. `CollapseMonitor` watches these on running
-means, because single steps are noisy.
+Multi-turn RL often dies without an error. RAGEN (arXiv 2504.20073, "echo trap") finds that the
+spread of rewards inside groups and the entropy move tens of steps before the reward does. When the
+gradient norm spikes, the policy is usually lost. `CollapseMonitor` watches running means of these
+metrics, because single steps are noisy.
 
-It is a pure function of the metrics fed to it so far: no clock, no randomness.
-`load_state_dict(state_dict())` restores it exactly (also through JSON), so a resumed run warns as
-the uninterrupted one would. Missing metrics switch off only the signs that need them.
+It is a pure function of the metrics that it has received: no clock, no randomness.
+`load_state_dict(state_dict())` restores it exactly (also through JSON), so a resumed run gives the
+same warnings as an uninterrupted one. A missing metric disables only the signs that need it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ LOSS = "actor/pg_loss"
 LENGTH = "response_length/mean"
 CLIPPED = "response_length/clip_ratio"
 LOST = ("failed", "cancelled", "deadline", "no-tokens", "no-baseline")
-"""Drop reasons that are faults, unlike the filters of a recipe."""
+"""The drop reasons that are faults, unlike the filters of a recipe."""
 FAILED = "rollout/failed/"
-"""Prefix of the counts of failed attempts by their kind."""
+"""The prefix of the counts of failed attempts, by kind."""
 OF_A_REWARD = "scorer_"
-"""Prefix of the kinds of attempts whose reward failed."""
+"""The prefix of the kinds of attempts whose reward failed."""
 SMOOTHED = (SCORE, SUCCESS, SPREAD, ZERO_SPREAD, GRAD_NORM, ENTROPY, LENGTH, CLIPPED)
 
 
 class CollapseWarning(msgspec.Struct, frozen=True, kw_only=True):
-    """One sign of trouble, seen at one step."""
+    """A sign of trouble at a step."""
 
     code: str
-    """Name of the sign, stable across releases: `spread_vanished`, `gradient_spike`, ..."""
+    """The name of the sign, stable across releases: `spread_vanished`, `gradient_spike`, ..."""
     step: int
     message: str
     """The observation, its meaning and what to change."""
@@ -53,44 +53,45 @@ class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The thresholds of the warnings. Steps are RL steps."""
 
     smoothing: float = 0.2
-    """Weight of the newest step in a running mean."""
+    """The weight of the newest step in a running mean."""
     warmup_steps: int = 5
-    """Steps before a running mean is used."""
+    """The number of steps before a running mean is used."""
     patience_steps: int = 10
-    """Steps without a better reward after which the run counts as stalled."""
+    """The number of steps without a better reward after which the run counts as stalled."""
     gain: float = 0.05
-    """The least improvement of a reward, as a share of the distance between the lowest and the
-    highest running mean."""
+    """The smallest improvement of a reward that counts, as a share of the distance between the
+    lowest and the highest running mean."""
     cooldown_steps: int = 20
-    """Steps for which a warning is not repeated."""
+    """The number of steps for which a warning is not repeated."""
     solved_success: float = 0.9
-    """Success rate from which low entropy and equal rewards are the goal and not a fault."""
+    """The success rate from which low entropy and equal rewards are the goal and not a fault."""
     zero_spread_ratio: float = 0.8
-    """Share of groups in which every attempt has the same reward."""
+    """The threshold of the share of groups in which every attempt has the same reward."""
     spread_drop: float = 0.2
-    """Threshold of the spread of rewards in groups, as a share of its highest running mean."""
+    """The threshold of the spread of rewards in groups, as a share of its highest running mean."""
     gradient_factor: float = 5.0
-    """Gradient norm over its running mean."""
+    """The threshold of the gradient norm, divided by its running mean."""
     entropy_drop: float = 0.1
-    """Entropy as a share of its level after the warm-up."""
+    """The threshold of the entropy, as a share of its level after the warm-up."""
     entropy_rise: float = 0.5
-    """Rise of the entropy over its lowest running mean, in nats; it must also have doubled."""
+    """The threshold of the entropy's rise above its lowest running mean, in nats. The entropy must
+    also have doubled."""
     clip_ratio: float = 0.3
-    """Share of completions cut by the token limit."""
+    """The threshold of the share of completions that the token limit cut off."""
     reward_drop: float = 0.5
-    """Lost share of what the reward had gained."""
+    """The threshold of the lost share of the reward's gain."""
     reward_noise: float = 2.0
     """A fall of the reward must also exceed this many running mean deviations of single steps."""
     reward_share: float = 0.02
     """A fall below this share of the reward's size, or of its spread in groups if that is larger,
     is ignored."""
     lost_rollouts: float = 0.25
-    """Share of a step's trajectories dropped for failing."""
+    """The threshold of the share of a step's trajectories that were dropped for failing."""
 
 
 class RunningMean(msgspec.Struct):
-    """Plain mean of the first values, exponential afterwards; `deviation` is the running mean of
-    the distance from it."""
+    """The plain mean of the first values, and an exponential mean afterwards. `deviation` is the
+    running mean of the distance from it."""
 
     mean: float = 0.0
     deviation: float = 0.0
@@ -107,7 +108,7 @@ class RunningMean(msgspec.Struct):
 
 
 class CollapseState(msgspec.Struct):
-    """Everything the monitor remembers."""
+    """The state of the monitor."""
 
     step: int = 0
     means: dict[str, RunningMean] = msgspec.field(default_factory=dict)
@@ -117,7 +118,7 @@ class CollapseState(msgspec.Struct):
     lowest_score: float | None = None
     highest_spread: float = 0.0
     usual_gradient: float | None = None
-    """Running mean of the gradient norm before the newest step; None during the warm-up."""
+    """The running mean of the gradient norm before the newest step. None during the warm-up."""
     start_entropy: float | None = None
     lowest_entropy: float | None = None
     failing_steps: int = 0
@@ -146,7 +147,7 @@ class CollapseMonitor:
         }
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[CollapseWarning]:
-        """The warnings of this step, worst first; usually none."""
+        """The warnings of this step, the worst first. Usually there are none."""
         self._remember(step, metrics)
         warnings = []
         for code, sign in self._signs.items():
@@ -182,7 +183,7 @@ class CollapseMonitor:
             value = _finite(metrics, key)
             if value is None or (
                 key == GRAD_NORM and value == 0.0
-            ):  # a step whose groups were all dropped says nothing of gradients
+            ):  # a step whose groups were all dropped has no information about gradients
                 continue
 
             past = state.means.setdefault(key, RunningMean())
@@ -193,7 +194,7 @@ class CollapseMonitor:
 
             past.add(value, limits.smoothing)
 
-        state.failing_steps = state.failing_steps + 1 if _teaches_nothing(metrics) else 0
+        state.failing_steps = state.failing_steps + 1 if _has_no_signal(metrics) else 0
         score = self._mean(SCORE)
         if score is not None:
             state.first_score = score if state.first_score is None else state.first_score
@@ -252,7 +253,7 @@ class CollapseMonitor:
             f"{' and '.join(broken)} is not a finite number: the update overflowed and later "
             "steps can't be trusted. "
             "Resume from the last checkpoint with a lower trainer.learning_rate"
-            + (f", and {self.remedies.precise}." if self.remedies.precise else ".")
+            + (f", and {self.remedies.raise_precision}." if self.remedies.raise_precision else ".")
         )
 
     def _rollouts_lost(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -288,7 +289,7 @@ class CollapseMonitor:
         return (
             f"No attempt has succeeded for {self._state.failing_steps} steps, and attempts at the "
             "same task earned the same, so there is nothing to reinforce. Make the task easier "
-            f"{self.remedies.tasks}, {self.remedies.teach}, try more per task "
+            f"{self.remedies.tasks}, {self.remedies.add_demonstrations}, try more per task "
             "(trainer.group_size), and read a few attempts with `agentevo trajectories show`: the "
             "answer's format may be what fails."
         )
@@ -328,7 +329,8 @@ class CollapseMonitor:
             f"Attempts at the same task now earn nearly the same reward ({'; '.join(findings)}) "
             f"while {self._success_words()}: such groups "
             "teach nothing, and the agent may be repeating one answer everywhere. Raise "
-            f"sampling.temperature or trainer.group_size, {self.remedies.explore}, or choose tasks "
+            f"sampling.temperature or trainer.group_size, {self.remedies.raise_entropy}, or "
+            "choose tasks "
             f"of more mixed difficulty {self.remedies.tasks}."
         )
 
@@ -345,7 +347,7 @@ class CollapseMonitor:
             return None
 
         remedies = self.remedies
-        advice = [remedies.explore, remedies.widen, remedies.keep_groups]
+        advice = [remedies.raise_entropy, remedies.widen_clipping, remedies.keep_groups]
         advice += ["raise sampling.temperature", "or lower trainer.learning_rate"]
         return (
             f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, "
@@ -368,8 +370,9 @@ class CollapseMonitor:
 
         return (
             f"The policy's tokens are turning random: entropy rose from {low:.2g} to "
-            f"{entropy:.2g} nats a token. {_sentence(self.remedies.calm)[:-1]}, tie the policy to "
-            f"its start ({self.remedies.tie}), or resume from an earlier checkpoint."
+            f"{entropy:.2g} nats a token. {_sentence(self.remedies.lower_entropy)[:-1]}, tie the "
+            "policy to "
+            f"its start ({self.remedies.limit_drift}), or resume from an earlier checkpoint."
         )
 
     def _length_limit(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -405,7 +408,8 @@ class CollapseMonitor:
         return (
             f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) "
             f"to {score:.3g}. The best checkpoint is "
-            f"kept: resume from it with a lower trainer.learning_rate, or {self.remedies.tie}."
+            "kept: resume from it with a lower trainer.learning_rate, or "
+            f"{self.remedies.limit_drift}."
         )
 
 
@@ -413,8 +417,9 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _teaches_nothing(metrics: Mapping[str, float | None]) -> bool:
-    """Whether no attempt of a step succeeded, and none earned more than others at its task."""
+def _has_no_signal(metrics: Mapping[str, float | None]) -> bool:
+    """Whether no attempt of a step succeeded, and no attempt had a higher reward than others at its
+    task."""
     equal = _finite(metrics, ZERO_SPREAD)
     return _finite(metrics, SUCCESS) == 0.0 and (equal is None or equal == 1.0)
 

@@ -1,11 +1,11 @@
 """The terminal output during a run.
 
-On a terminal: a panel that stays at the bottom (phase, progress and time left, learning signals,
-throughput, the last warnings), with evaluations and notes scrolling above it. Anywhere else (CI, a
-log file, a pipe): one plain ASCII line per step, complete in itself.
+On a terminal, a panel stays at the bottom (phase, progress and time left, learning signals,
+throughput, the last warnings), and evaluations and notes scroll above it. Anywhere else (CI, a log
+file, a pipe), each step is one plain ASCII line, complete in itself.
 
 rich's own thread draws the panel. It reads only `LiveView._state`, a frozen snapshot that the run's
-thread replaces as a whole, so no lock is needed and a slow terminal never delays training.
+thread replaces as a whole. So no lock is needed, and a slow terminal never delays training.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 HEARTBEAT_S = 15.0
-"""Plain mode: a phase seen before is printed again only after this much silence."""
+"""In plain mode, a phase that was shown before is printed again only after this many seconds
+without output."""
 
 
 def format_drops(
     num_in: float | None, dropped: Mapping[str, int], masked: float | None = None
 ) -> str:
-    """`32 in, 4 dropped: 4 zero-variance, 2 masked: too old`; the reasons in falling order.
-    `masked`: how many trajectories have no token that is trained on, for their age."""
+    """`32 in, 4 dropped: 4 zero-variance, 2 masked: too old`, with the reasons in falling order.
+    `masked`: the number of trajectories whose tokens are all too old to be trained on."""
     too_old = f", {masked:.0f} masked: too old" if masked else ""
     reasons = sorted(
         ((count, reason) for reason, count in dropped.items() if count),
@@ -55,8 +56,8 @@ def format_drops(
 
 
 def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
-    """The most watched metrics of one step, as label -> text; a missing one is left out, and one
-    that is not a number is `nan`."""
+    """The most watched metrics of a step, as a map from label to text. A missing metric is left
+    out, and a metric that is not a number is `nan`."""
     shown = [
         ("reward", "critic/score/mean", "{:.3f}"),
         ("success", "train/success", "{:.0%}"),
@@ -94,7 +95,7 @@ def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
 
 
 def self_play_words(facts: Mapping[str, str]) -> str:
-    """`8 proposed, 75% valid, 5 questions, 41% solved, 60% at the edge`, from `step_facts`; empty
+    """`8 proposed, 75% valid, 5 questions, 41% solved, 60% at the edge`, from `step_facts`. Empty
     in a run without self-play."""
     labels = ("proposed", "valid", "questions", "solved", "at the edge")
     return ", ".join(f"{facts[label]} {label}" for label in labels if label in facts)
@@ -105,7 +106,7 @@ def _first(metrics: Mapping[str, float | None], *keys: str) -> str:
 
 
 def evaluation_rows(result: EvaluationMetrics) -> list[tuple[str, str, str]]:
-    """(player, success, reward) as texts: the agent, and the two players to compare it with."""
+    """(player, success, reward) as texts: the agent, and the two reference players."""
 
     def cell(value: float | None, pattern: str) -> str:
         return "" if value is None else pattern.format(value)
@@ -128,7 +129,7 @@ def evaluation_rows(result: EvaluationMetrics) -> list[tuple[str, str, str]]:
 
 
 class ViewState(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers that one frame shows."""
+    """The numbers of a frame."""
 
     phase: str = "starting"
     detail: str = ""
@@ -139,11 +140,11 @@ class ViewState(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Mapping[str, float | None] = {}
     dropped: Mapping[str, int] = {}
     scores: tuple[float, ...] = ()
-    """Mean rewards of the last steps, for the sparkline."""
+    """The mean rewards of the last steps, for the sparkline."""
     evaluations: tuple[EvaluationMetrics, ...] = ()
     warnings: tuple[str, ...] = ()
     eta_s: float | None = None
-    """Time left when the last step ended."""
+    """The time left when the last step ended, in seconds."""
     last_step_at: float = 0.0
     started_at: float = 0.0
 
@@ -152,8 +153,8 @@ def _nowhere(text: str) -> None:
     """Discards the text."""
 
 
-def _unseen(stream: TextIO) -> TextIO:
-    """A replacement of a stream that can't be written any more; its remaining text is discarded."""
+def _discarding_stream(stream: TextIO) -> TextIO:
+    """A replacement for a stream that can't be written any more. It discards the remaining text."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 (for the rest of the run)
     with suppress(OSError, ValueError):
         os.dup2(nowhere.fileno(), stream.fileno())
@@ -161,8 +162,8 @@ def _unseen(stream: TextIO) -> TextIO:
 
 
 class LiveView:
-    """Context manager; all methods are called from the run's own thread. `plain=None` decides by
-    whether `stream` is a terminal."""
+    """A context manager. The run's own thread calls all methods. `plain=None`: plain lines unless
+    `stream` is a terminal."""
 
     def __init__(
         self,
@@ -180,11 +181,11 @@ class LiveView:
         self._state = ViewState(started_at=clock(), phase_since=time.time())
         self._step_ends: deque[float] = deque(maxlen=20)
         self._seen_phases: set[str] = set()
-        self._said_at = clock()
+        self._last_print_at = clock()
         self._console = open_console(self._stream, plain)
         self._live: Live | None = None
         self._bars = ExitStack()
-        """Closes the panel; progress bars are drawn again."""
+        """Closes the panel. Progress bars are drawn again."""
         self._hidden = Hidden()
 
     @property
@@ -211,21 +212,21 @@ class LiveView:
             self._live = None
 
     def phase(self, name: str, detail: str = "") -> None:
-        """What the run does now, such as `phase("cold start", "epoch 2/3")`. Cheap enough to call
-        many times a step."""
+        """Sets what the run does now, such as `phase("cold start", "epoch 2/3")`. It may be called
+        many times in a step."""
         self._enter_phase(name, detail)
         if name not in self._seen_phases or (
-            detail and self._clock() - self._said_at >= HEARTBEAT_S
+            detail and self._clock() - self._last_print_at >= HEARTBEAT_S
         ):
             self._say(f"-- {name}: {detail}" if detail else f"-- {name}")
         self._seen_phases.add(name)
 
-    def stands_at(self, step: int, total: float) -> None:
-        """`done` of `total` steps; infinity if the total is unknown."""
+    def set_progress(self, step: int, total: float) -> None:
+        """Sets the progress to `step` of `total` steps. Infinity means an unknown total."""
         self._change(step=step, total=int(total) if math.isfinite(total) else 0)
 
     def moment(self) -> Moment:
-        """The current activity of the run. For any thread."""
+        """The current activity of the run. Any thread may call this."""
         state = self._state
         bar = self._hidden.newest()
         total = None if bar is None else bar.total
@@ -248,8 +249,8 @@ class LiveView:
     def step(
         self, step: int, total: int, metrics: Mapping[str, float | None], dropped: Mapping[str, int]
     ) -> None:
-        """Step `step` of `total` has ended. `dropped` says why trajectories were left out: reason
-        -> count."""
+        """Shows that step `step` of `total` has ended. `dropped` maps the reasons why trajectories
+        were left out to their numbers."""
         now = self._clock()
         self._step_ends.append(now)
         score = metrics.get("critic/score/mean")
@@ -270,8 +271,8 @@ class LiveView:
     def evaluation(
         self, step: int, results: Mapping[str, float | None], notes: Sequence[str] = ()
     ) -> None:
-        """Shows the `val-core/{environment}/...` entries of `results`, measured at `step`, and the
-        notes under them."""
+        """Shows the `val-core/{environment}/...` entries of `results`, measured at `step`, with the
+        notes below."""
         evaluations = read_evaluations(results)
         self._change(evaluations=tuple(evaluations))
         for result in evaluations:
@@ -290,12 +291,12 @@ class LiveView:
             self.note(f"  {text}")
 
     def warn(self, text: str) -> None:
-        """A warning stays in the panel until three newer ones push it out."""
+        """Shows a warning, which stays in the panel until three newer ones replace it."""
         self._change(warnings=(*self._state.warnings[-2:], text))
         self._say(f"WARNING {text}")
 
     def note(self, text: str) -> None:
-        """A line for the record, such as a checkpoint's path."""
+        """Shows a line, such as a checkpoint's path."""
         self._say(text)
         if self._console is not None:
             from rich.text import Text
@@ -311,21 +312,22 @@ class LiveView:
         self._state = msgspec.structs.replace(self._state, **fields)
 
     def _say(self, text: str) -> None:
-        """For the record, and printed where nothing is drawn."""
+        """Records the text, and prints it if nothing is drawn."""
         self.record(text)
-        self._said_at = self._clock()
+        self._last_print_at = self._clock()
         if not self.plain:
             return
 
         try:
             print_line(self._stream, text)
-        except (OSError, ValueError):  # its reader is gone, or its file is full
-            self._stream = _unseen(self._stream)
+        except (OSError, ValueError):  # the stream's reader is gone, or its file is full
+            self._stream = _discarding_stream(self._stream)
 
     def _time_left(
         self, step: int, total: int, metrics: Mapping[str, float | None]
     ) -> float | None:
-        """By the pace of the last steps, evaluations and checkpoints between them included."""
+        """The time left at the pace of the last steps, including evaluations and checkpoints
+        between them."""
         if len(self._step_ends) >= 2:
             return (
                 (total - step)

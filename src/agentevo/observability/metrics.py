@@ -1,13 +1,14 @@
-"""The run's numbers on disk, `metrics.jsonl`, one JSON object a line; they also go to its trackers.
+"""The run's numbers on disk, `metrics.jsonl`, one JSON object a line. They also go to the run's
+trackers.
 
     {"step": 12, "time": 1771234567.8, "actor/entropy": 1.02, "critic/score/mean": 0.41, ...}
 
-Invariants: a line is written whole and flushed before `log` returns; `step` never decreases along
-the file; after `resume(s)` no row has `step > s`, so a resumed run has each row once. Metric names
-are verl's; names are sorted; a non-finite number is written as null, because JSON has no NaN and a
-reader must not break on a diverged run. Trackers get each step once, with its rows merged into one,
-when `hand_over` says that the step is committed. Not guaranteed: that the last line survives a
-power cut (it isn't fsynced).
+Invariants: a line is written whole and flushed before `log` returns. `step` never decreases along
+the file. After `resume(s)` no row has `step > s`, so a resumed run has each row once. Metric names
+are verl's, and names are sorted. A non-finite number is written as null, because JSON has no NaN
+and a reader must not fail on a diverged run. Trackers get each step once, with its rows merged into
+one, when `deliver_to_trackers` reports the step as committed. Not guaranteed: the last line may not
+survive a power failure (the file isn't fsynced).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from agentevo.trackers import TrackedRow, TrackedTable, Tracking
 from agentevo.trackers.tracking import merge_rows
 
 MetricsRow = dict[str, float | None]
-"""One line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics; None means a number that
-was not finite."""
+"""A line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics. None means a number that was
+not finite."""
 
 RESERVED = ("step", "time")
 EVALUATION_KEY = re.compile(
@@ -41,13 +42,13 @@ EVALUATION_KEY = re.compile(
     r"(?P<name>(?:success|reward|failed)/(?:greedy|sampled)|random|optimal|n)$"
 )
 MAX_FAILED_SHARE = 0.02
-"""Above this share, the missing outcomes of the failed attempts may explain the whole difference
+"""Above this share, the missing outcomes of the failed attempts could explain the whole difference
 between two evaluations."""
 
 
 class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent and the two reference players on the held-out tasks of one environment (success is
-    0..1)."""
+    """The agent and the two reference players on the held-out tasks of an environment. Success is
+    from 0 to 1."""
 
     environment: str
     success_greedy: float | None = None
@@ -55,13 +56,13 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True):
     reward_greedy: float | None = None
     reward_sampled: float | None = None
     random: float | None = None
-    """Success of a player that chooses valid actions uniformly at random, under the agent's
+    """The success of a player that chooses valid actions uniformly at random, under the agent's
     limits."""
     optimal: float | None = None
     n: float | None = None
-    """Held-out tasks."""
+    """The number of held-out tasks."""
     failed_greedy: float | None = None
-    """Share of attempts that failed; success and reward are means over the others."""
+    """The share of attempts that failed. Success and reward are means over the others."""
     failed_sampled: float | None = None
 
     @property
@@ -71,8 +72,8 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_evaluations(metrics: Mapping[str, float | None]) -> list[EvaluationMetrics]:
-    """The evaluations in one row, by environment. Keys are `val-core/{environment}/{success/greedy,
-    random, ...}`; others are ignored."""
+    """The evaluations in a row, by environment. Keys are `val-core/{environment}/{success/greedy,
+    random, ...}`. Other keys are ignored."""
     scores_of: dict[str, dict[str, float | None]] = {}
     for key, value in metrics.items():
         match = EVALUATION_KEY.match(key)
@@ -100,8 +101,8 @@ def not_comparable(before: Sequence[EvaluationMetrics], after: Sequence[Evaluati
 
 
 def read_metrics(path: Path | str) -> list[MetricsRow]:
-    """All rows, in file order. A torn last line (the process died while writing it) is left out; a
-    missing file has no rows.
+    """All rows, in the order of the file. An incomplete last line (the process died while it wrote
+    the line) is left out. A missing file has no rows.
 
     Raises `UnusableStoreError` for any other line that is not a metrics row.
     """
@@ -109,8 +110,8 @@ def read_metrics(path: Path | str) -> list[MetricsRow]:
 
 
 def digests_by_step(path: Path) -> dict[int, str]:
-    """Step -> sha256 of the file's rows up to the last one of that step, in order. Raises like
-    `read_metrics`."""
+    """Maps a step to the sha256 of the file's rows up to the last row of that step, in order.
+    Raises the errors of `read_metrics`."""
     digest = hashlib.sha256()
     digests = {}
     for row, line in _read_rows(path):
@@ -161,15 +162,15 @@ def _json_number(value: float) -> float | int | None:
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`; it continues an existing file, after it repairs a torn last line.
-    Close it, or use it in a `with`."""
+    """Appends to `metrics.jsonl`, after it has repaired an incomplete last line of an existing
+    file. Close it, or use it in a `with`."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.tracking: Tracking | None = None
         """The run's trackers. Their owner closes them."""
-        self._ahead: dict[int, TrackedRow] = {}
-        """Step -> the row that trackers don't have yet."""
+        self._undelivered: dict[int, TrackedRow] = {}
+        """Maps a step to the row that trackers don't have yet."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = _read_rows(self.path)
         self._last_step = int(rows[-1][0]["step"] or 0) if rows else 0
@@ -181,14 +182,14 @@ class MetricsLog:
 
     @property
     def digest(self) -> str:
-        """sha256 of the rows so far, as they are in the file."""
+        """The sha256 of the rows so far, as they are in the file."""
         return self._digest.hexdigest()
 
     def log(
         self, step: int, metrics: Mapping[str, float], tables: Sequence[TrackedTable] = ()
     ) -> None:
-        """Appends one row. Values may be anything `float()` takes. `tables` go only to trackers.
-        Raises `TrainingError` if the row would break the file's invariants."""
+        """Appends one row. Values may be anything that `float()` accepts. `tables` go only to
+        trackers. Raises `TrainingError` if the row would break the file's invariants."""
         taken = [key for key in RESERVED if key in metrics]
         if taken:
             raise TrainingError(
@@ -210,7 +211,8 @@ class MetricsLog:
         }
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         with must_write(self.path):
-            if self._file.write(line) != len(line):  # the next MetricsLog repairs the torn line
+            # the next MetricsLog repairs the incomplete line
+            if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         self._digest.update(line)
@@ -218,25 +220,25 @@ class MetricsLog:
         if self.tracking:
             numbers = {name: float(value) for name, value in metrics.items()}
             new = TrackedRow(step=step, time=now, metrics=numbers, tables=tables)
-            self._ahead[step] = merge_rows(self._ahead.get(step), new)
+            self._undelivered[step] = merge_rows(self._undelivered.get(step), new)
 
-    def hand_over(self, step: int) -> None:
-        """Hands trackers every step up to this one, which is committed."""
-        for ready in sorted(ahead_step for ahead_step in self._ahead if ahead_step <= step):
-            row = self._ahead.pop(ready)
+    def deliver_to_trackers(self, step: int) -> None:
+        """Passes every step up to this one, which is committed, to the trackers."""
+        for ready in sorted(ahead_step for ahead_step in self._undelivered if ahead_step <= step):
+            row = self._undelivered.pop(ready)
             if self.tracking is not None:
                 self.tracking.put(row)
         if self.tracking is not None:
-            self.tracking.hear()
+            self.tracking.pass_messages()
 
     def resume(self, step: int) -> None:
-        """Forgets every row after `step`: the run resumes from the checkpoint of that step.
+        """Deletes every row after `step`, because the run resumes from the checkpoint of that step.
         Trackers get the remaining rows again, and add those that they lack."""
         self._file.close()
         rows = [(row, line) for row, line in _read_rows(self.path) if (row["step"] or 0) <= step]
         lines = [line for _, line in rows]
         self._rewrite(lines)
-        self._ahead.clear()
+        self._undelivered.clear()
 
         for row in (row for row, _ in rows) if self.tracking else ():
             numbers = {
@@ -247,14 +249,14 @@ class MetricsLog:
             old = TrackedRow(
                 step=int(row["step"] or 0), time=row.get("time") or 0.0, metrics=numbers
             )
-            self._ahead[old.step] = merge_rows(self._ahead.get(old.step), old)
+            self._undelivered[old.step] = merge_rows(self._undelivered.get(old.step), old)
 
-        self.hand_over(step)
+        self.deliver_to_trackers(step)
         self._begin_at(lines)
         self._last_step = min(self._last_step, step)
 
     def close(self) -> None:
-        """Raises nothing: every row was written by `log`."""
+        """Raises nothing: `log` has already written every row."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -264,13 +266,13 @@ class MetricsLog:
         self.close()
 
     def _begin_at(self, lines: list[bytes]) -> None:
-        """Opens the file, which holds these lines, to append to it."""
+        """Opens the file, which contains these lines, for appending."""
         self._digest = hashlib.sha256(b"".join(line + b"\n" for line in lines))
         with must_write(self.path):
             self._file = self.path.open("ab", buffering=0)
 
     def _rewrite(self, lines: list[bytes]) -> None:
-        """Replaces the file by these lines in one rename: a reader or a crash sees the old file or
-        the new one."""
+        """Replaces the file's content by these lines in one rename, so a reader or a crash sees the
+        old file or the new one."""
         with must_write(self.path):
             write_atomic(self.path, b"".join(line + b"\n" for line in lines), durable=True)

@@ -1,13 +1,13 @@
-"""metrics.jsonl as columns, read while a run writes it.
+"""The columns of metrics.jsonl, read while a run writes the file.
 
     table = MetricsTable(path)
     while table.read_more(): ...
     if table.is_replaced: table = MetricsTable(path)
 
-Invariants. Only whole lines are read, and each one once; of a file that was replaced, as by a
-resumed run, or that became shorter, nothing more is read. A line that is no row is left out and
-counted. A column holds the row numbers at which its metric was logged, and the values; null is NaN.
-Columns only grow, so another thread may read them at the same time.
+Invariants. Only complete lines are read, and each line once. If the file was replaced, as by a
+resumed run, or has become shorter, nothing more is read. A line that is not a row is left out and
+counted. A column has the numbers of the rows in which its metric was logged, and the values. null
+is NaN. Columns only grow, so another thread may read them at the same time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import msgspec
 from agentevo.observability.metrics import RESERVED
 
 CHUNK_BYTES = 8 * 2**20
-"""Bytes of one read; a longer line is not a row."""
+"""The number of bytes of a read. A longer line is not a row."""
 MAX_METRICS = 20_000
-"""The most names of metrics that are kept."""
+"""The maximum number of metric names."""
 
 _DECODER: msgspec.json.Decoder[dict[str, float | None]] = msgspec.json.Decoder(
     dict[str, float | None]
@@ -46,7 +46,7 @@ class Measured(Protocol):
 
 
 class MetricColumn:
-    """The values of one metric, and in which rows they were."""
+    """The values of a metric, and the rows that they were in."""
 
     __slots__ = ("rows", "values")
 
@@ -56,13 +56,13 @@ class MetricColumn:
 
 
 class MetricsTable:
-    """See the module."""
+    """The rows of a metrics file as columns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.steps = array("q")
         self.times = array("d")
-        """Unix time of each row, NaN where it has none."""
+        """The Unix time of each row, NaN if it has none."""
         self.columns: dict[str, MetricColumn] = {}
         self.num_bad_lines = 0
         self.first_bad_line: int | None = None
@@ -82,8 +82,8 @@ class MetricsTable:
         return self.steps[-1] if self.steps else 0
 
     def read_more(self) -> bool:
-        """Reads what has been written since, at most CHUNK_BYTES; True if there was anything
-        new. Raises OSError where the file can't be read; a missing one has no rows."""
+        """Reads the new part of the file, at most CHUNK_BYTES. Returns whether there was any.
+        Raises OSError if the file can't be read. A missing file has no rows."""
         try:
             handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -93,7 +93,7 @@ class MetricsTable:
         try:
             what = os.fstat(handle)
             if not stat.S_ISREG(what.st_mode):
-                raise OSError(f"{self.path} is no file")
+                raise OSError(f"{self.path} is not a file")
 
             inode = (what.st_dev, what.st_ino)
             if self._inode not in (None, inode) or what.st_size < self._place:
@@ -112,7 +112,7 @@ class MetricsTable:
     def _add(self, read: bytes) -> bool:
         lines = (self._rest + read).split(b"\n")
         self._rest = lines.pop()
-        if len(self._rest) > CHUNK_BYTES:  # its end will not be a row either
+        if len(self._rest) > CHUNK_BYTES:  # the rest of this long line is not a row either
             self._rest = b"!"
 
         for line in lines:
@@ -135,7 +135,8 @@ class MetricsTable:
                 self.first_bad_line = self._num_lines
 
     def add_row(self, step: int, time: float | None, row: Mapping[str, float | None]) -> None:
-        """Adds a row from another source. Raises OverflowError for a step beyond any run's."""
+        """Adds a row from another source. Raises OverflowError if the step is larger than any
+        run's."""
         self.steps.append(step)
         self.times.append(math.nan if time is None else time)
 
@@ -150,7 +151,7 @@ class MetricsTable:
             column.rows.append(place)
 
     def series(self, name: str) -> tuple[Sequence[int], Sequence[float]]:
-        """Row numbers and values of a metric; none of one that was never logged."""
+        """The row numbers and values of a metric. Empty for a metric that was never logged."""
         column = self.columns.get(name)
         if column is None:
             return (), ()
@@ -176,7 +177,7 @@ class MetricsTable:
         return place < len(column.rows) and column.rows[place] == row
 
     def value_at(self, name: str, row: int) -> float | None:
-        """The value in that row; None where it was not logged or is no number."""
+        """The value in that row. None if it was not logged or is not a number."""
         if not self.has(name, row):
             return None
         column = self.columns[name]
@@ -184,6 +185,6 @@ class MetricsTable:
         return value if math.isfinite(value) else None
 
     def row(self, number: int) -> dict[str, float]:
-        """The numbers of one row."""
+        """The numbers of a row."""
         values = {name: self.value_at(name, number) for name in list(self.columns)}
         return {name: value for name, value in values.items() if value is not None}

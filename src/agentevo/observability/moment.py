@@ -1,4 +1,4 @@
-"""What a run does at one moment: what its live view knows, and what RUN/now.json holds of it."""
+"""What a run does at a moment: the state of its live view, and the content of RUN/now.json."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from agentevo.errors import AgentEvoError, describe_error, storable
 Ended = Literal["", "finished", "stopped", "failed"]
 
 PAUSED = "paused"
-"""The phase of a run that was asked to pause."""
-LONGEST_REASON = 2000
-LARGEST_BYTES = 100_000
-"""A larger file was not written by AgentEvo."""
-LATEST = 1e11
-"""Seconds of Unix time later than any run."""
-OLD_S = 20.0
-"""A heartbeat that is older is late: it comes every 5 s."""
+"""The phase of a run that was paused by a request."""
+MAX_REASON_CHARS = 2000
+MAX_FILE_BYTES = 100_000
+"""AgentEvo does not write a larger file."""
+MAX_TIME = 1e11
+"""A Unix time in seconds that is later than any run."""
+LATE_HEARTBEAT_S = 20.0
+"""A heartbeat comes every 5 s. One that is older than this, in seconds, is late."""
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are Unix times, in seconds."""
+    """All times are Unix times, in seconds."""
 
     phase: str = "starting"
     """Such as playing, training, evaluating, saving, publishing weights."""
     detail: str = ""
     since: float = 0.0
-    """When the phase began."""
+    """The time when the phase began."""
     step: int = 0
-    """Steps that are done."""
+    """The number of completed steps."""
     planned: int | None = None
     done: float | None = None
-    """So much of `total` is done in this phase; None where nothing is counted."""
+    """The amount of `total` that is done in this phase. None if nothing is counted."""
     total: float | None = None
     unit: str = ""
     is_stopping: bool = False
-    """Whether the run was asked to stop."""
+    """Whether a stop was requested."""
     heartbeat_at: float = 0.0
-    """When the process was last known to live; that of a file."""
+    """The time when the process was last known to live, in a moment from a file."""
     started_at: float = 0.0
-    """When the process began or resumed the run."""
+    """The time when the process began or resumed the run."""
     process: int = 0
     host: str = ""
     ended: Ended = ""
-    """How the run ended; empty while it is alive, or where its process was killed."""
+    """How the run ended. Empty while it is running, or if its process was killed."""
     reason: str = ""
     """Why it failed, in a sentence."""
 
@@ -63,7 +63,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         return f"{text} (asked to stop)" if self.is_stopping else text
 
     def count_text(self) -> str:
-        """`37 of 64 attempts`; empty where nothing is counted."""
+        """`37 of 64 attempts`. Empty if nothing is counted."""
         if self.done is None or not self.total:
             return ""
         if self.unit == "bytes":
@@ -71,18 +71,19 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.done:,.0f} of {self.total:,.0f} {self.unit}".rstrip()
 
     def share(self) -> float | None:
-        """How much of this phase is done, from 0 to 1."""
+        """The share of this phase that is done, from 0 to 1."""
         if self.done is None or not self.total:
             return None
         return min(max(self.done / self.total, 0.0), 1.0)
 
     def silent_s(self, now: float | None = None) -> float:
-        """The age of the heartbeat. A future one, by another machine's clock, counts as new."""
+        """The age of the heartbeat, in seconds. A heartbeat in the future, by another machine's
+        clock, counts as new."""
         return max((time.time() if now is None else now) - self.heartbeat_at, 0.0)
 
     def ending(self, resume: str = "") -> str:
-        """How the run ended, in a sentence; empty while it is alive. `resume`: the command that
-        continues it, where it is known."""
+        """How the run ended, in a sentence. Empty while it is running. `resume`: the command that
+        continues the run, if it is known."""
         if self.ended == "failed":
             return self.reason or "the run failed"
         when = time.strftime("%H:%M:%S", time.localtime(self.heartbeat_at))
@@ -91,7 +92,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
     def death(self, resume: str = "") -> str:
-        """The message where the process is gone and has not reported how it ended."""
+        """The message if the process is gone and has not reported how it ended."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.heartbeat_at))
         return (
             f"its process ended without a message after {when}, within {self.words()}: it was "
@@ -100,7 +101,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def lateness(self, now: float | None = None) -> str:
-        """The message about a process that has the run's lock and gives no sign."""
+        """The message about a process that has the run's lock and writes no heartbeat."""
         return (
             f"its process {self.process} has given no sign of life for "
             f"{format_duration(self.silent_s(now))}, within {self.words()}: it was halted, its "
@@ -114,18 +115,18 @@ def _goes_on(resume: str) -> str:
 
 
 def failure(error: BaseException) -> str:
-    """The sentence of an error, for `reason`."""
+    """The sentence about an error, for `reason`."""
     message = storable(str(error)) if isinstance(error, AgentEvoError) else describe_error(error)
     text = " ".join(message.split())
-    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
 
 
 def read_moment(path: Path) -> Moment | None:
-    """The moment of a file; None where there is no file, or another program wrote it. Raises
+    """The moment in a file. None if there is no file, or if another program wrote it. Raises
     OSError for a file that can't be read."""
     try:
         what = path.stat()
-        if not stat.S_ISREG(what.st_mode) or what.st_size > LARGEST_BYTES:
+        if not stat.S_ISREG(what.st_mode) or what.st_size > MAX_FILE_BYTES:
             return None
         moment = msgspec.convert(json.loads(path.read_bytes()), Moment)
     except FileNotFoundError:
@@ -135,7 +136,7 @@ def read_moment(path: Path) -> Moment | None:
 
     times = (moment.since, moment.heartbeat_at, moment.started_at)
     counts = (moment.done, moment.total)
-    sane = all(0 <= unix_time <= LATEST for unix_time in times) and all(
+    sane = all(0 <= unix_time <= MAX_TIME for unix_time in times) and all(
         math.isfinite(count) for count in counts if count is not None
     )
     return moment if sane else None

@@ -1,9 +1,9 @@
-"""A table of where the time and memory of profiled steps went, made from a Chrome trace as torch's
-profiler writes it.
+"""A table of the time and memory of profiled steps, made from a Chrome trace as torch's profiler
+writes it.
 
-Each moment belongs to the innermost phase open then, so phases add up to the whole. A phase's peak
-memory is the most that the allocator held at once while that phase was the innermost. An operator's
-self time leaves out the operators it called.
+Each moment belongs to the innermost open phase, so the phases add up to the whole time. A phase's
+peak memory is the most that the allocator held at once while that phase was the innermost. An
+operator's self time leaves out the operators that it called.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 import msgspec
 
 PREFIX = "agentevo::"
-"""Begins the names of phases in the trace."""
+"""The prefix of the names of phases in the trace."""
 PROFILE_TABLE = "profile/table.txt"
-"""Path of the table in the folder of a run."""
+"""The path of the table in the folder of a run."""
 OTHER = "other"
-"""The phase of all time that no other phase has. Spans the whole profile."""
+"""The phase of all time that belongs to no other phase. Spans the whole profile."""
 CPU = 0
 """The trace's number for the CPU as a kind of device."""
 CUDA = 1
 """The trace's number for CUDA as a kind of device."""
 
 Event = Mapping[str, Any]
-"""An event of the trace's `traceEvents`; its times are in microseconds."""
+"""An event of the trace's `traceEvents`. Its times are in microseconds."""
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """One line of the table."""
+    """A line of the table."""
 
     name: str
     seconds: float
@@ -38,7 +38,7 @@ class Phase(msgspec.Struct, frozen=True):
     """Share of the whole profile's time, 0..1."""
     times: int
     peak_bytes: int | None
-    """Bytes; None where nothing was allocated or freed in the whole profile."""
+    """In bytes. None if nothing was allocated or freed in the whole profile."""
 
 
 class Operator(msgspec.Struct, frozen=True):
@@ -63,9 +63,9 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 def read_profile(events: Iterable[Event], *, gpu: bool = False, base_bytes: int = 0) -> Profile:
-    """Makes the table of a trace's `traceEvents`. gpu: memory and operators are those of the GPU.
-    base_bytes is added to every peak: what was held already when profiling began, where the
-    allocator does not count that."""
+    """Makes the table from a trace's `traceEvents`. gpu: whether memory and operators are those of
+    the GPU. base_bytes is added to every peak. It is the memory that was already held when
+    profiling began, if the allocator does not count that."""
     spans: list[tuple[float, float, str]] = []
     allocations: list[tuple[float, int]] = []
     calls: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
@@ -116,8 +116,8 @@ def _operators(threads: Iterable[Sequence[tuple[float, float, str]]]) -> tuple[O
 
 
 def _self_times(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
-    """Name -> time of its spans (begin, end, name) without that of the spans inside of them. Two
-    spans are nested or disjoint."""
+    """Maps a name to the time of its spans (begin, end, name), without that of the spans inside
+    them. Two spans are nested or disjoint."""
     self_times: dict[str, float] = defaultdict(float)
     open_spans: list[tuple[float, str]] = []
     for begin, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
@@ -134,14 +134,14 @@ def _self_times(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
 def _peaks(
     spans: Sequence[tuple[float, float, str]], allocations: Sequence[tuple[float, int]], base: int
 ) -> dict[str, int]:
-    """Phase -> most bytes held while it was the innermost. allocations: (time, bytes held from then
-    on), in order."""
+    """Maps a phase to the most bytes held while it was the innermost. allocations: (time, bytes
+    held from then on), in order."""
     moments: list[tuple[float, int, float, str | int]] = []
     for begin, end, name in spans:
         moments += [
             (end, 0, -begin, ""),
             (begin, 1, -end, name),
-        ]  # at one moment inner spans end first, and outer spans begin first
+        ]  # at the same time, inner spans end first, and outer spans begin first
 
     moments += [(time, 2, 0.0, num_bytes) for time, num_bytes in allocations]
     peaks: dict[str, int] = {}

@@ -1,9 +1,9 @@
-"""`report.html`: one self-contained page about a run, for readers who did not watch it.
+"""`report.html`: a self-contained page about a run, for readers who did not watch the run.
 
-It needs only the files of the run's folder (config.yaml, metrics.jsonl, summary.json, store), so it
-can be written again at any time, also for an interrupted run without a summary.
-Style, scripts and charts are inside the page (pages/still.py); opening it makes no request. The
-file is replaced in one rename. Only a few attempts are read from the store, however many it has.
+It needs only the files of the run's folder (config.yaml, metrics.jsonl, summary.json, store). So it
+can be written again at any time, even for an interrupted run without a summary. Style, scripts and
+charts are inside the page (pages/still.py), and opening it makes no request. The file is replaced
+in one rename. Only a few attempts are read from the store, however many it has.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from agentevo.store import Split, Store, StoredCall, TrajectorySummary
 
 DEADLINE_S = 300.0
-"""The deadline of the report at the end of a run."""
-MOST_OF_A_STEP = 1_000
+"""The deadline of the report at the end of a run, in seconds."""
+MAX_ATTEMPTS_OF_STEP = 1_000
 NO_CALLS: Mapping[str, Sequence[StoredCall]] = MappingProxyType({})
-AGAIN = "make room there, or make it writable, and write it again with `agentevo report`"
+REMEDY = "make room there, or make it writable, and write it again with `agentevo report`"
 
 
 def write_report(
@@ -49,8 +49,8 @@ def write_report(
 ) -> Path:
     """Writes `report.html`, draws `plots/*.png` next to it, and returns the page's path.
 
-    `trajectories` are (caption, trajectory) pairs, as `sample_trajectories` picks them; `calls`
-    are the calls of each by its id. Without `decode` tokens are shown as ids.
+    `trajectories` are (caption, trajectory) pairs from `sample_trajectories`, and `calls` are the
+    calls of each by its id. Without `decode`, tokens are shown as ids.
     """
     from agentevo.observability.report_page import report_html
     from agentevo.observability.still_attempt import still_attempt
@@ -73,9 +73,9 @@ def write_report(
         profile=read_text(table_file) if table_file.is_file() else "",
         name=run_dir.name,
     )
-    with must_write(path, AGAIN):
+    with must_write(path, REMEDY):
         write_atomic(path, page)
-    with must_write(run_dir / "plots", AGAIN):
+    with must_write(run_dir / "plots", REMEDY):
         write_plots(metrics_rows, summary, run_dir / "plots")
 
     return path
@@ -83,10 +83,10 @@ def write_report(
 
 def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
     """Makes the report of a finished, running or interrupted run from its folder. Raises
-    `ConfigError` if that is no run folder.
+    `ConfigError` if the folder is not a run's folder.
 
-    The store is read in a separate event loop, in another thread, so this can also be called
-    while a loop is running (which then waits).
+    The store is read in a separate event loop on another thread. So this can also be called while a
+    loop is running, which then waits.
     """
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
@@ -111,7 +111,7 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
 
 
 async def report_at_end(run_dir: Path, decode: Decode, view: LiveView) -> None:
-    """Makes the report of a run that has ended, on a thread, and notes where it is."""
+    """Makes the report of a run that has ended, on a thread, and notes the report's path."""
     view.phase("reporting")
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -134,7 +134,7 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{path}: {error}") from error
 
     if not isinstance(config, dict) or not isinstance(config.get("store") or {}, dict):
-        raise ConfigError(f"{path}: is no mapping of sections: restore it")
+        raise ConfigError(f"{path}: is not a mapping of sections: restore it")
 
     url = (config.get("store") or {}).get("url")
     if url is not None and not isinstance(url, str):
@@ -168,9 +168,9 @@ async def _read_samples(
 
 async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
     """A few (caption, trajectory) pairs that show the progress: a typical first attempt, the best,
-    a typical and the worst of the last step, and the newest failed one. Held-out attempts are
-    preferred to training ones; the same store gives the same choice. Only MOST_OF_A_STEP attempts
-    of a step are looked at, so the cost does not grow with the store."""
+    a typical and the worst attempt of the last step, and the newest failed one. Held-out attempts
+    are preferred to training ones, and the same store gives the same choice. Only
+    MAX_ATTEMPTS_OF_STEP attempts of a step are read, so the cost does not grow with the store."""
     chosen: dict[str, str] = {}
     ends = await _ends(store, "eval") or await _ends(store, "train")
     if ends:
@@ -180,7 +180,9 @@ async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
         for place, which in ((-1, "Best"), (len(last) // 2, "A typical"), (0, "Worst")):
             chosen.setdefault(last[place].id, f"{which} attempt at step {last_step}")
 
-    for broken in await store.summaries(status="failed", newest_first=True, limit=MOST_OF_A_STEP):
+    for broken in await store.summaries(
+        status="failed", newest_first=True, limit=MAX_ATTEMPTS_OF_STEP
+    ):
         if broken.split != "doctor":
             chosen[broken.id] = f"Newest failed attempt (step {broken.step})"
             break
@@ -193,7 +195,7 @@ async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
 
 async def _ends(store: Store, split: Split) -> list[tuple[int, list[TrajectorySummary]]] | None:
     """The steps of the oldest and of the newest completed attempt of the split, each with its
-    attempts by reward; None if there are none."""
+    attempts by reward. None if there are none."""
     ends = []
     for newest in (False, True):
         end = await store.summaries(split=split, status="completed", limit=1, newest_first=newest)
@@ -202,7 +204,7 @@ async def _ends(store: Store, split: Split) -> list[tuple[int, list[TrajectorySu
 
         step = end[0].step
         those = await store.summaries(
-            split=split, status="completed", step=step, limit=MOST_OF_A_STEP
+            split=split, status="completed", step=step, limit=MAX_ATTEMPTS_OF_STEP
         )
         ends.append((step, sorted(those or end, key=_by_reward)))
 

@@ -1,6 +1,6 @@
 """The content of a report: pure functions from a run's records to the plain data of report.html.
 
-Everything is text until the template escapes it; numbers in table cells are formatted here.
+Everything is text until the template escapes it. Numbers in table cells are formatted here.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from agentevo.observability.metrics import (
 )
 from agentevo.observability.metrics_table import MetricsTable
 from agentevo.observability.report_charts import report_charts
-from agentevo.observability.signs import Signs, told_warnings
+from agentevo.observability.signs import Signs, warnings_in_summary
 from agentevo.observability.still_attempt import StillAttempt
 from agentevo.pages.still import CHARTS, render_still
 from agentevo.parsing import ParseError, parse_yaml
 
 SHOWN_WARNINGS = 50
 Table = tuple[list[str], list[list[str]]]
-"""Header and rows."""
+"""The header and the rows."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ReportResult(NamedTuple):
 
 
 def columns_of(rows: Sequence[MetricsRow]) -> Numbers:
-    """The same numbers as columns."""
+    """The numbers of the rows as columns."""
     table = MetricsTable(Path("metrics.jsonl"))
     for row in rows:
         values = {name: value for name, value in row.items() if name not in ("step", "time")}
@@ -111,9 +111,9 @@ def report_html(
 def _warnings(
     run: Numbers, summary: Mapping[str, Any], config_yaml: str
 ) -> Sequence[tuple[int | None, str]]:
-    """The warnings of the summary; of a run without a summary, those of its numbers."""
+    """The warnings of the summary. For a run without a summary, those of its numbers."""
     if "warnings" in summary:
-        return told_warnings(summary)
+        return warnings_in_summary(summary)
     config: Any = None
     with suppress(ParseError):
         config = parse_yaml(config_yaml)
@@ -132,7 +132,7 @@ def _percent(value: float | None) -> str:
 
 
 def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> ReportResult:
-    """The headline. Numbers that the summary lacks are taken from the rows."""
+    """The headline. Numbers that the summary lacks come from the rows."""
     scores: Mapping[str, Any] = summary.get("eval") or {}
     points = next(iter(held_out(rows).values()), [])
     first = points[0][1] if points else EvaluationMetrics(environment="")
@@ -168,7 +168,7 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> ReportResu
 
 
 def facts(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, value, unit) of the cost of the run."""
+    """The (label, value, unit) of the run's costs."""
     tokens: Mapping[str, Any] = summary.get("tokens") or {}
     best: Mapping[str, Any] = summary.get("best") or {}
     wall = _number(summary.get("wall_s"))
@@ -186,7 +186,7 @@ def facts(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> list[tuple[
 
 
 def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """A success rate; of a run without an environment the held-out loss, below 0 so that the best
+    """A success rate. For a run without an environment, the held-out loss, below 0 so that the best
     is the highest."""
     if value is None:
         return ""
@@ -195,7 +195,7 @@ def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, An
 
 
 def rows_of_data(summary: Mapping[str, Any]) -> list[Table]:
-    """The use of the rows of `agentevo sft`, and how well the held-out conversations are
+    """How the rows of `agentevo sft` were used, and how well the held-out conversations are
     predicted."""
     kinds: Mapping[str, Any] = summary.get("data") or {}
     if not kinds:
@@ -225,8 +225,7 @@ def rows_of_data(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def evaluations(rows: Sequence[MetricsRow]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(environment, header, rows): each evaluation of the agent, with the players to compare
-    it with."""
+    """(environment, header, rows): each evaluation of the agent, with the reference players."""
     tables = []
     for environment, points in held_out(rows).items():
         measured = [
@@ -268,8 +267,8 @@ def evaluations(rows: Sequence[MetricsRow]) -> list[tuple[str, list[str], list[l
 
 
 def timings(rows: Sequence[MetricsRow]) -> Table | None:
-    """Seconds per phase of the step: mean and longest over the steps that had it, and its share of
-    the total time."""
+    """Seconds per phase of the step: the mean and the longest over the steps that had the phase,
+    and its share of the total time."""
     spent: dict[str, list[float]] = {}
     for row in rows:
         for key, value in row.items():

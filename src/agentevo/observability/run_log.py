@@ -1,10 +1,10 @@
 """RUN/logs/train.log: the messages of a run, line by line with their time, and the traceback that
-ended it.
+ended the run.
 
 It has the plain lines of the live view, even if a terminal showed the panel, and the lines on
-stderr, such as tracebacks of a user's code. Lines before the folder exists are buffered; a run that
-ends before that has no file. The file and the one older file (train.log.1) have at most MAX_BYTES
-each. Passwords in URLs are removed.
+stderr, such as tracebacks of a user's code. Lines are buffered until the folder exists. A run that
+ends before that has no file. The file and the older file (train.log.1) have at most MAX_BYTES each.
+Passwords in URLs are removed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from agentevo.credentials import without_passwords
 
 MAX_BYTES = 16 * 2**20
 EARLY_LINES = 1000
-"""The most buffered texts until the file exists."""
+"""The maximum number of buffered texts until the file exists."""
 FILE = "train.log"
 
 
 class RunLog:
-    """Context manager around a run. `write` is for any thread."""
+    """A context manager around a run. Any thread may call `write`."""
 
     def __init__(self) -> None:
         self._early: deque[logging.LogRecord] = deque(maxlen=EARLY_LINES)
         self._file: _File | None = None
-        self._lock = threading.RLock()  # a failed write is logged, which calls `write` again
+        # reentrant, because a failed write is logged, which calls `write` again
+        self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
         listen(self.write)
@@ -67,7 +68,7 @@ class RunLog:
                 self._file.emit(record)
 
     def begin(self, run_dir: Path, words: str) -> None:
-        """Starts the log file, once the folder exists. `words` is the first line, or the first new
+        """Starts the log file, after the folder exists. `words` is the first line, or the first new
         line of a resumed run."""
         file = _File(run_dir / "logs" / FILE)
         with self._lock:

@@ -9,13 +9,13 @@ from bisect import bisect_left
 from typing import Protocol
 
 from agentevo.observability.metrics_table import Measured
-from agentevo.observability.signs import OF_A_STEP
+from agentevo.observability.signs import STEP_METRIC
 from agentevo.pages import words
 
 PACE_STEPS = 20
-"""The last steps that measure the pace of the run."""
+"""The number of last steps that measure the pace of the run."""
 SHOWN_STEPS = 40
-"""The last steps whose time is divided among phases."""
+"""The number of last steps whose time is divided among phases."""
 PHASES = (
     ("gen", "sampling"),
     ("adv", "rewards and advantages"),
@@ -23,7 +23,7 @@ PHASES = (
     ("update_weights", "publishing weights"),
     ("testing", "evaluation"),
 )
-"""(metric below timing_s/, words) in the order of a step."""
+"""(metric below timing_s/, name) in the order of a step."""
 NOW = (
     ("Reward", "critic/score/mean", words.number, ""),
     ("Success", "train/success", words.percent, ""),
@@ -39,7 +39,7 @@ NOW = (
     ("Groups under way", "sampler/groups_running", words.count, ""),
     ("Memory", "perf/cpu_memory_used_gb", words.number, "GiB"),
 )
-"""(label, metric, format, unit) of the facts, each shown where its metric was logged."""
+"""(label, metric, format, unit) of the facts. Each is shown if its metric was logged."""
 
 
 class RunUnderWay(Measured, Protocol):
@@ -56,7 +56,7 @@ class RunUnderWay(Measured, Protocol):
 
 
 def facts(view: Measured) -> list[tuple[str, str, str]]:
-    """(label, value, unit) of the newest step."""
+    """The (label, value, unit) of the newest step."""
     entries = []
     for label, metric, written, unit in NOW:
         value = view.table.latest(metric)
@@ -66,12 +66,12 @@ def facts(view: Measured) -> list[tuple[str, str, str]]:
 
 
 def seconds_left(view: RunUnderWay, now: float | None = None) -> float | None:
-    """The time left at the pace of the last steps, including the time between them; None for a run
+    """The time left at the pace of the last steps, including the time between them. None for a run
     that is not running, or has no end."""
     if view.state != "running" or not view.planned or view.step >= view.planned:
         return None
 
-    rows, lasted = view.table.series(OF_A_STEP)
+    rows, lasted = view.table.series(STEP_METRIC)
     if not rows:
         return None
 
@@ -80,14 +80,14 @@ def seconds_left(view: RunUnderWay, now: float | None = None) -> float | None:
     if not math.isfinite(pace) or pace <= 0:
         return None
 
-    gone = max((time.time() if now is None else now) - ends[-1], 0.0)
-    return max((view.planned - view.step) * pace - gone, 0.0)
+    elapsed_s = max((time.time() if now is None else now) - ends[-1], 0.0)
+    return max((view.planned - view.step) * pace - elapsed_s, 0.0)
 
 
 def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
     """(kind, in the newest step, in all) of the counts that are logged as PREFIX/kind, the most
     frequent first."""
-    newest, _ = view.table.series(OF_A_STEP)
+    newest, _ = view.table.series(STEP_METRIC)
     counts = []
     for name in sorted(view.table.columns):
         if not name.startswith(prefix):
@@ -104,7 +104,7 @@ def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
 def time_shares(view: Measured) -> list[tuple[str, float]]:
     """(phase, its share of the time of the last SHOWN_STEPS steps), without phases of less than
     half a percent."""
-    steps, _ = view.table.series(OF_A_STEP)
+    steps, _ = view.table.series(STEP_METRIC)
     since = steps[-SHOWN_STEPS:][0] if steps else 0
     spent = {}
     for name, phase in PHASES:

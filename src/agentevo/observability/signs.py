@@ -11,14 +11,14 @@ from agentevo.observability.collapse import LOSS, SMOOTHED, CollapseMonitor
 from agentevo.observability.metrics_table import MetricsTable
 from agentevo.observability.remedies import remedies_of
 
-OF_A_STEP = "timing_s/step"
+STEP_METRIC = "timing_s/step"
 """A metric that every step has, and no evaluation."""
 WATCHED = {*SMOOTHED, LOSS, "rollout/in"}
 COUNTED = ("rollout/dropped/", "rollout/failed/")
 _AT_STEP = re.compile(r"step (\d{1,12}): (.*)", re.DOTALL)
 
 
-def told_warnings(summary: Mapping[str, Any]) -> tuple[tuple[int | None, str], ...]:
+def warnings_in_summary(summary: Mapping[str, Any]) -> tuple[tuple[int | None, str], ...]:
     """(step, observation and remedy) of the warnings of summary.json, the newest first."""
     warnings: list[tuple[int | None, str]] = []
     for entry in summary.get("warnings") or []:
@@ -42,10 +42,10 @@ class Signs:
         self.found: list[tuple[int | None, str]] = []
 
     def observe(self, table: MetricsTable, config: Mapping[str, Any]) -> None:
-        """Looks at the rows since the last call. `config`: the known part of the run's
+        """Checks the rows since the last call. `config`: the known part of the run's
         config.yaml."""
         self._monitor.remedies = remedies_of(config)
-        steps = table.columns.get(OF_A_STEP)
+        steps = table.columns.get(STEP_METRIC)
         rows = list(steps.rows[bisect_left(steps.rows, self._next_row) :]) if steps else []
         names = [name for name in table.columns if name in WATCHED or name.startswith(COUNTED)]
         for row in rows:

@@ -1,4 +1,4 @@
-"""One attempt for a page that is a file: the content of the dashboard's page, shortened for the
+"""An attempt for a page that is a file: the content of the dashboard's page, shortened for the
 browser's speed."""
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from agentevo.observability.attempt_view import (
     timeline,
     verdicts,
 )
-from agentevo.observability.trajectory_view import MOST_FILES, Decode, outcome
+from agentevo.observability.trajectory_view import MAX_FILES, Decode, outcome
 from agentevo.pages.worlds import WorldPiece
 from agentevo.store.calls import StoredCall
 from agentevo.types import RemoteTurn, Trajectory
 
 SHOWN_TOKENS = 3_000
-"""The most sampled tokens of one attempt on a page."""
+"""The maximum number of sampled tokens of an attempt on a page."""
 SHOWN_TURNS = 200
 SHOWN_REWARDS = 60
 
 
 class ShownTokens(NamedTuple):
-    """Tokens, and the number of those that are not shown."""
+    """Tokens, and the number of further tokens that are not shown."""
 
     turn_tokens: TurnTokens
     rest: int
@@ -64,7 +64,7 @@ def still_attempt(
     caption: str = "",
     anchor: str = "",
 ) -> StillAttempt:
-    """`calls`: those that were recorded of it. Without `decode` tokens are shown as ids."""
+    """`calls`: the attempt's recorded calls. Without `decode`, tokens are shown as ids."""
     turn_tokens = tokens_part(
         trajectory,
         None if decode is None else lambda ids: "".join(map(decode, ids)),
@@ -88,5 +88,5 @@ def still_attempt(
         turn_rewards=[(turn.index, turn.reward) for turn in trajectory.turns if turn.reward][
             :SHOWN_REWARDS
         ],
-        files=[(path, len(data)) for path, data in list(trajectory.files.items())[:MOST_FILES]],
+        files=[(path, len(data)) for path, data in list(trajectory.files.items())[:MAX_FILES]],
     )

@@ -1,4 +1,4 @@
-"""Reads summary.json and checks it, since the file can be changed by others."""
+"""Reads summary.json and checks it, because other programs can change the file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Summary(msgspec.Struct):
     model: str | None = None
     planned_steps: int | None = None
     stopped_early: str | None = None
-    """Why the run has ended before its last step, as its recipe provides."""
+    """Why the run ended before its last step, as its recipe allows."""
     warnings: list[str | dict[str, Any]] = []
     tokens: dict[str, int] = {}
     best: dict[str, float | None] = {}
@@ -58,7 +58,7 @@ class _Summary(msgspec.Struct):
 
 
 def is_complete(summary: Mapping[str, Any], planned_steps: int) -> bool:
-    """Whether a run has done all of its steps, or ended early as its recipe provides."""
+    """Whether a run has done all of its steps, or ended early as its recipe allows."""
     return summary["steps"] >= planned_steps or bool(summary.get("stopped_early"))
 
 

@@ -1,7 +1,7 @@
 """The terminal output during a sweep.
 
-On a terminal: a table of the runs under way, each with the last line of its log, below the lines of
-ended runs. Anywhere else: one plain line for each start and each end of a run.
+On a terminal: a table of the running runs, each with the last line of its log, below the lines of
+ended runs. Anywhere else: a plain line for each start and each end of a run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class SweepView:
-    """Context manager; methods are called from the sweep's own thread. `plain=None` decides by
-    whether `stream` is a terminal."""
+    """A context manager. The sweep's own thread calls the methods. `plain=None`: plain lines unless
+    `stream` is a terminal."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class SweepView:
             self._live = None
 
     def plan(self, total: int, finished: Collection[str]) -> None:
-        """`total` runs in all; `finished` are the names of runs that finished before. If one of
-        them starts again, it counts when it ends again."""
+        """Sets the total number of runs. `finished` are the names of runs that finished before. If
+        one of them starts again, it counts again when it ends."""
         self._total = total
         self._ended = set(finished)
         self.note(
@@ -64,13 +64,13 @@ class SweepView:
         )
 
     def note_start(self, name: str, how: str) -> None:
-        """A run starts; `how` is a word such as `started` or `resumed`."""
+        """Shows that a run starts. `how` is a word such as `started` or `resumed`."""
         self._ended.discard(name)
         if self._console is None:
             self.note(f"{name}: {how}")
 
     def note_end(self, name: str, outcome: str, seconds: float, *, ok: bool) -> None:
-        """A run has ended, finished or failed."""
+        """Shows that a run has ended, finished or failed."""
         self._ended.add(name)
         if ok:
             self._spent.append(seconds)
@@ -80,7 +80,7 @@ class SweepView:
         )
 
     def running(self, runs: Mapping[str, tuple[float, str]]) -> None:
-        """The runs under way: name -> (seconds so far, last line of its log). Cheap enough to call
+        """Shows the running runs: name -> (seconds so far, last line of its log). It may be called
         several times a second."""
         if self._live is not None:
             self._live.update(self._draw(runs))

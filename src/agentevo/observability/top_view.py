@@ -1,4 +1,5 @@
-"""Runs as the table of `agentevo top`: one row each, and the calls of one of them below it."""
+"""Runs as the table of `agentevo top`, with a row for each run, and the calls of one run below
+it."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ if TYPE_CHECKING:
 
 HEAD = ("run", "state", "step", "reward", "success", "tok/s", "stale", "playing", "failed", "warns")
 SHOWN_WARNINGS = 3
-LONGEST_NAME = 40
+MAX_NAME_CHARS = 40
 LIVING = ("running", "paused", "silent")
-"""States of a run whose process has its lock."""
+"""The states of a run whose process has its lock."""
 SPARKS_SHOWN = 20
 HELP = "j/k choose   enter calls   q quit"
 
 
 @dataclass(frozen=True)
 class RunLine:
-    """The content of one row."""
+    """The content of a row."""
 
     name: str
     state: str
@@ -34,22 +35,22 @@ class RunLine:
     tokens_per_s: float | None = None
     staleness: float | None = None
     playing: int | None = None
-    """Attempts under way; None where the store was not asked, or is away."""
+    """The number of running attempts. None if the store was not read, or is unavailable."""
     failed: float | None = None
-    """Attempts of the newest step that failed."""
+    """The number of attempts of the newest step that failed."""
     rewards: tuple[float, ...] = ()
     warnings: tuple[str, ...] = ()
     problem: str = ""
     doing: str = field(default="", compare=False)
-    """The current activity of its process."""
+    """The current activity of the run's process."""
     reason: str = field(default="", compare=False)
-    """Why it stopped, or gives no sign of life."""
+    """Why the run stopped, or writes no heartbeat."""
     calls: tuple[str, ...] = field(default=(), compare=False)
-    """A line for each attempt under way."""
+    """A line for each running attempt."""
 
     def cells(self) -> tuple[str, ...]:
         return (
-            visible(self.name)[:LONGEST_NAME],
+            visible(self.name)[:MAX_NAME_CHARS],
             self.state,
             str(self.step) if self.planned is None else f"{self.step}/{self.planned}",
             _number(self.reward, "{:.3f}"),
@@ -62,7 +63,7 @@ class RunLine:
         )
 
     def words(self) -> list[str]:
-        """Its activity and its problems, the newest last."""
+        """The run's activity and its problems, the newest last."""
         warning_lines = [f"! {visible(text)}" for text in self.warnings[-SHOWN_WARNINGS:]]
         wrong = [f"! {visible(text)}" for text in (self.reason, self.problem) if text]
         return [*([visible(self.doing)] if self.doing else []), *wrong, *warning_lines]
@@ -78,7 +79,7 @@ def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
     ]
     for run in runs:
         run_lines = [*run.words(), *(run.calls if calls else ())]
-        lines += [f"{visible(run.name)[:LONGEST_NAME]}: {line}" for line in run_lines]
+        lines += [f"{visible(run.name)[:MAX_NAME_CHARS]}: {line}" for line in run_lines]
 
     return lines
 
@@ -86,8 +87,8 @@ def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
 def draw(
     runs: Sequence[RunLine], chosen: int, *, calls: bool, height: int, width: int = 120
 ) -> RenderableType:
-    """The table for a terminal of that size, the chosen run marked, and its details below.
-    A narrow terminal shows only the first columns."""
+    """The table for a terminal of that size, with the chosen run marked, and its details below. A
+    narrow terminal shows only the first columns."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -1,8 +1,8 @@
-"""Attempts as files: `OUT/step_N/trajectory_ID.html`, and `OUT/index.html` that leads to them.
+"""Attempts as files: `OUT/step_N/trajectory_ID.html`, and `OUT/index.html` with links to them.
 
-Each page is self-contained (pages/still.py) and links to its neighbours by relative links, so a
-folder works from a disk and from any web server. A page appears whole or not at all, and the index
-comes last. A folder with other files is refused; a folder of an earlier call is replaced.
+Each page is self-contained (pages/still.py) and has relative links to its neighbours. So a folder
+works from a disk and from any web server. A page appears whole or not at all, and the index is
+written last. A folder with other files is refused, and a folder of an earlier call is replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAGE = re.compile(r"trajectory_.*\.html")
 _PLAIN = re.compile(r"[a-z0-9._-]{1,80}")
 ROOM = "make room there, or give another --out"
 LAST_WRITTEN = 200
-"""The newest attempts among which the last step is searched."""
+"""The number of newest attempts among which the last step is searched."""
 
 
 class Chosen(NamedTuple):
@@ -39,8 +39,8 @@ class Chosen(NamedTuple):
 
 
 def page_name(trajectory_id: str) -> str:
-    """The name of its file: an id that is safe on every file system is unchanged; any other id
-    keeps its safe characters, with a digest."""
+    """The name of the attempt's file. An id that is safe on every file system stays unchanged. Any
+    other id keeps its safe characters, and gets a digest."""
     if _PLAIN.fullmatch(trajectory_id):
         return f"trajectory_{trajectory_id}.html"
     digest = hashlib.sha256(trajectory_id.encode("utf-8", "surrogatepass")).hexdigest()[:12]
@@ -53,7 +53,7 @@ def check_folder(out: Path, *, overwrite: bool) -> None:
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir():
-        raise ConfigError(f"--out {out}: is no folder: give another one")
+        raise ConfigError(f"--out {out}: is not a folder: give another one")
 
     entries = list(out.iterdir())
     links = [entry for entry in entries if entry.is_symlink() and _STEP.fullmatch(entry.name)]
@@ -73,8 +73,8 @@ def check_folder(out: Path, *, overwrite: bool) -> None:
 
 
 async def choose(store: Store, *, step: int | None, every: int, per_step: int) -> list[Chosen]:
-    """The attempts of one step, or of every `every`-th and the last one; at most `per_step` of
-    each, half of them held-out ones where it has both. Empty where there are none."""
+    """The attempts of a single step, or of every `every`-th step and the last one. Each step has at
+    most `per_step`, half of them held-out ones if it has both kinds. Empty if there are none."""
     steps = [step] if step is not None else await _steps(store, every)
     chosen = []
     for number in steps:
@@ -109,9 +109,8 @@ async def write_pages(
     decode: Decode | None,
     advance: Callable[[], None],
 ) -> int:
-    """Writes the pages, then the index, and removes pages of an earlier call; returns the number
-    of pages. `advance` is called after each. Where it fails, a folder without an index has none
-    of them."""
+    """Writes the pages, then the index, and removes pages of an earlier call. Returns the number of
+    pages. `advance` is called after each. If it fails, a folder without an index has no pages."""
     with _all_or_none(out):
         written: set[Path] = set()
         for step, attempts in chosen:

@@ -1,9 +1,9 @@
-"""A trajectory as readable text: turn by turn, every sampled token with its probability.
+"""A trajectory as readable text: turn by turn, with every sampled token and its probability.
 
-`render_trajectory` gives a rich renderable; `report.py` shows the same in HTML. Both colour tokens
-by the same five levels of probability, and both show the stored data: the text of a prompt comes
-from the turn's messages (or from its decoded ids, if there are none), the text of a completion
-always from its ids, because the trainer uses those.
+`render_trajectory` returns a rich renderable, and `report.py` shows the same in HTML. Both colour
+tokens by the same five levels of probability, and both show the stored data. The text of a prompt
+comes from the turn's messages (or from its decoded ids, if there are none). The text of a
+completion always comes from its ids, because the trainer uses those.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 Decode = Callable[[int], str]
-"""Text of one token id, special tokens included. Bytes that are not a whole character can become
+"""The text of a token id, special tokens included. Bytes that are not a whole character may become
 U+FFFD."""
 
 LEVELS = ((0.9, "certain"), (0.5, "likely"), (0.2, "open"), (0.05, "unlikely"), (0.0, "surprising"))
-"""(lowest probability, name) of each level, most probable first."""
+"""The (lowest probability, name) of each level, the most probable first."""
 STYLES = ("default", "green", "cyan", "yellow", "bold red")
-MOST_FILES = 50
-"""The most stored files that are listed."""
+MAX_FILES = 50
+"""The maximum number of stored files that are listed."""
 ROLE_STYLES = {"system": "magenta", "user": "blue", "tool": "magenta", "assistant": "green"}
 
 
 def probability_level(logprob: float) -> int:
-    """Index into `LEVELS`, 0 (almost certain) to 4 (very unlikely)."""
+    """The index into `LEVELS`, from 0 (almost certain) to 4 (very unlikely)."""
     probability = math.exp(min(logprob, 0.0))
     return next(
         (level for level, (lowest, _) in enumerate(LEVELS) if probability >= lowest),
@@ -39,14 +39,14 @@ def probability_level(logprob: float) -> int:
 
 
 def shown_logprobs(turn: Turn) -> list[float] | None:
-    """The log-probs of the sampled tokens; None for a greedy turn, whose recorded 0 is that of a
-    point mass."""
+    """The log-probs of the sampled tokens. None for a greedy turn, whose recorded 0 is the log-prob
+    of a point mass."""
     return list(turn.logprobs) if turn.temperature > 0 else None
 
 
 def visible(text: str) -> str:
     """Line breaks, tabs and other control characters as symbols, so that a token stays on its line
-    and can't drive the terminal."""
+    and can't control the terminal."""
     named = {"\n": "↵", "\t": "⇥", "\r": "␍"}
     return "".join(
         named.get(char) or (char if char.isprintable() else f"\\x{ord(char):02x}") for char in text
@@ -54,8 +54,8 @@ def visible(text: str) -> str:
 
 
 def prompt_texts(turn: Turn, decode: Decode) -> list[tuple[str, str]]:
-    """(role, text) of the new part of the turn's prompt: its messages without the policy's own, or
-    its decoded ids if none were recorded."""
+    """The (role, text) pairs of the new part of the turn's prompt: its messages without the
+    policy's own, or its decoded ids if no messages were recorded."""
     messages = (
         turn.messages[:-1]
         if turn.messages and turn.messages[-1].role == "assistant"
@@ -67,8 +67,8 @@ def prompt_texts(turn: Turn, decode: Decode) -> list[tuple[str, str]]:
 
 
 def message_text(message: Message) -> str:
-    """A message as readable text: its thought, its text with images by digest, its tool calls. The
-    result of a tool says whose it is."""
+    """A message as readable text: its thought, its text with images by digest, its tool calls. For
+    the result of a tool, the text names the tool."""
     source = [f"result of {message.name}"] if message.role == "tool" and message.name else []
     source += [f"of call {message.tool_call_id}"] if message.tool_call_id else []
     lines = [f"[{' '.join(source)}]"] if source else []
@@ -92,17 +92,21 @@ def _part_text(part: TextPart | ImagePart) -> str:
 
 
 def outcome(trajectory: Trajectory) -> str:
-    """One line with the end and the cost of the attempt."""
+    """A line with the end and the cost of the attempt."""
     result = "success" if trajectory.success else "no success"
     if trajectory.status == "failed":
         result = f"failed: {visible(trajectory.error or 'no reason recorded')}"
 
     turns = len(trajectory.turns)
     tokens = trajectory.num_completion_tokens()
-    drawn = [
+    logprobs_of_turns = [
         logprobs for turn in trajectory.turns if (logprobs := shown_logprobs(turn)) is not None
     ]
-    logprob = f"log-prob {sum(map(sum, drawn)):.2f}" if drawn or not turns else "greedy"
+    logprob = (
+        f"log-prob {sum(map(sum, logprobs_of_turns)):.2f}"
+        if logprobs_of_turns or not turns
+        else "greedy"
+    )
     limit_note = ", ended by a limit" if trajectory.truncated else ""
 
     return (
@@ -113,8 +117,8 @@ def outcome(trajectory: Trajectory) -> str:
 
 
 def turn_facts(turn: Turn) -> str:
-    """`reward 0.9, 12 tokens, finished by stop, version 7`; `versions 7 to 8` if the weights
-    changed in between."""
+    """`reward 0.9, 12 tokens, finished by stop, version 7`, or `versions 7 to 8` if the weights
+    changed during the turn."""
     low = min(turn.versions, default=0)
     high = max(turn.versions, default=0)
     versions = f"version {low}" if low == high else f"versions {low} to {high}"
@@ -146,13 +150,13 @@ def remote_facts(turn: RemoteTurn) -> str:
 def file_lines(trajectory: Trajectory) -> list[str]:
     """`out/table.csv, 1,234 bytes` for each stored file, at most 50."""
     lines = [f"{visible(path)}, {len(file):,} bytes" for path, file in trajectory.files.items()]
-    num_omitted = len(lines) - MOST_FILES
-    return [*lines[:MOST_FILES], *([f"and {num_omitted} more"] if num_omitted > 0 else [])]
+    num_omitted = len(lines) - MAX_FILES
+    return [*lines[:MAX_FILES], *([f"and {num_omitted} more"] if num_omitted > 0 else [])]
 
 
 class TokenLines:
-    """Sampled tokens above their log-probs, greedy ones without, wrapped to the console's width
-    with aligned columns."""
+    """Sampled tokens above their log-probs, wrapped to the console's width with aligned columns.
+    Greedy tokens have no log-probs."""
 
     def __init__(self, turn: Turn, decode: Decode) -> None:
         texts = [visible(decode(token)) for token in turn.completion_ids]

@@ -11,7 +11,7 @@ from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.config.named_agents import trained_agents
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.players import reference_players as players_of
-from agentevo.rollout.failures import count_kinds, failure_words
+from agentevo.rollout.failures import count_kinds, summarize_failures
 from agentevo.types import Baselines, Trajectory
 
 BY_STAGE = "success_by_stage"
@@ -33,7 +33,7 @@ class Evaluated:
         """How many attempts failed and why, in words; empty if none failed."""
         if not self.errors:
             return ""
-        words = failure_words(self.errors, self.num_attempts)
+        words = summarize_failures(self.errors, self.num_attempts)
         return f"{words}; success and reward do not include them"
 
     def notes(self, config: RunConfig, *, is_first: bool = True) -> list[str]:

@@ -14,7 +14,7 @@ from agentevo.errors import AttemptsFailedError
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.evaluation import Evaluated
 from agentevo.paths import short
-from agentevo.rollout.failures import failure_words
+from agentevo.rollout.failures import summarize_failures
 from agentevo.runs.chain import HeadFile
 from agentevo.tracebacks import name_place
 from agentevo.types import Trajectory
@@ -59,7 +59,7 @@ def _describe_failure(
     if at least one attempt did not fail."""
     if not num_attempts or len(errors) < num_attempts:
         return ""
-    failed = f"{what}: {failure_words(errors, num_attempts)}"
+    failed = f"{what}: {summarize_failures(errors, num_attempts)}"
     trace = parts.sampler.failures.trace_of(errors[0])
     place = name_place(trace)
     where = f"raised in {place}: its traceback is above" if place else trace

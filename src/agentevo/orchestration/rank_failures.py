@@ -24,7 +24,7 @@ from torch import distributed
 from agentevo.errors import AgentEvoError, TrainingError, describe_error
 
 _KEY = "failure"
-LOOK_S = 3.0
+POLL_INTERVAL_S = 3.0
 """How long a process whose connection broke waits for the error of another one."""
 _LOST = ("connection", "gloo", "nccl", "timed out", "timeout", "socket", "peer", "recvvalue")
 
@@ -43,7 +43,7 @@ class Failures:
         raise. The first failure of all is shown, with the process's number, before the other
         processes can know of it."""
         is_lost = isinstance(error, RuntimeError) and _is_lost(error)
-        first = self._first(LOOK_S if is_lost else 0.0)
+        first = self._first(POLL_INTERVAL_S if is_lost else 0.0)
         if first is None and not is_lost:
             first = self._publish(error)
         if self.log is not None:

@@ -19,7 +19,7 @@ from torch import distributed
 from agentevo.signals import STOPPING
 
 _KEY = "rank that was asked to stop"
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 class Stops:
@@ -41,7 +41,7 @@ class Stops:
         done = threading.Event()
 
         def listen() -> None:
-            while not done.wait(LOOK_S):
+            while not done.wait(POLL_INTERVAL_S):
                 try:
                     if not self._store.check([_KEY]):
                         continue

@@ -131,7 +131,7 @@ def join_ranks(config: RunConfig) -> Iterator[RunRanks | None]:
         return
 
     device = devices.find(config.model.device)
-    devices.take(device, int(os.environ.get("LOCAL_RANK", "0")))
+    devices.use_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, world = next(distributed.rendezvous("env://", timeout=COMPUTING))
     failures = Failures(distributed.PrefixStore("failures", store), rank, world)
 

@@ -15,7 +15,7 @@ from agentevo.orchestration.run_checkpoints import RunCheckpoints
 from agentevo.orchestration.run_record import RunRecord
 from agentevo.paths import short
 from agentevo.runs.control import RunControl
-from agentevo.signals import LOOK_S
+from agentevo.signals import POLL_INTERVAL_S
 
 
 class RequestHandler:
@@ -57,11 +57,11 @@ class RequestHandler:
             resume = f"agentevo control {short(self._folder)} resume"
             self._view.phase(PAUSED, f"after step {step}; {resume} continues")
             started = time.perf_counter()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             self._record.exclude_pause(time.perf_counter() - started)
 
         if has_paused:
-            self._control.goes_on()
+            self._control.note_resume()
 
     def _save(self, step: int) -> None:
         for request in self._control.take_saves():

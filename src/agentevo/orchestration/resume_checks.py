@@ -22,7 +22,7 @@ from agentevo.runs.chain import (
     HEAD,
     KEY,
     LOG,
-    OLDER,
+    OLDER_VERSION,
     SUMMARY,
     End,
     broken_links,
@@ -71,7 +71,7 @@ class ResumeChecks:
         committed one."""
         committed = last.step if last is not None else 0
         if last is not None and KEY not in last.record:
-            raise CheckpointError(f"{self._folder}: {OLDER}")
+            raise CheckpointError(f"{self._folder}: {OLDER_VERSION}")
 
         later = sorted(step for step in checkpoints.folders() if step > committed + 1)
         ahead = self._head is not None and self._head.step > committed
@@ -164,7 +164,7 @@ class ResumeChecks:
         """The newest step that was committed when the checkpoint was saved."""
         state = Checkpoints.run_state(checkpoint)
         if KEY not in state:
-            raise CheckpointError(f"{self._folder}: {OLDER}")
+            raise CheckpointError(f"{self._folder}: {OLDER_VERSION}")
         return End(**state[KEY])
 
     async def records(self, end: End) -> list[StepRecord]:

@@ -147,7 +147,7 @@ def _train(
             nonlocal last
             last = step
             log.log(step, metrics)
-            log.hand_over(step - 1)
+            log.deliver_to_trackers(step - 1)
 
             if step % NOTE_EVERY == 0 or step == total:
                 note(
@@ -162,7 +162,7 @@ def _train(
 
         after = held_out(model, held_out_pairs, size)
         log.log(last, after)
-        log.hand_over(last)
+        log.deliver_to_trackers(last)
 
     keep_scale(model, after)
     note(f"held-out accuracy after: {after['rm/eval/accuracy']:.1%}")

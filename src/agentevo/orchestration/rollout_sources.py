@@ -47,7 +47,7 @@ from agentevo.types import Task, Trajectory, group_of_agent
 
 T = TypeVar("T")
 
-LOOK_S = 5.0
+POLL_INTERVAL_S = 5.0
 """How often a waiting trainer looks for the outcome of attempts."""
 ALONE_S = 60.0
 """After this time without first attempts the trainer reports that perhaps no process makes any."""
@@ -185,7 +185,7 @@ class GroupStream:
         self._check = check
         self._serves_early = serves_early
         self._look_after = look_after
-        """Called every LOOK_S of a wait."""
+        """Called every POLL_INTERVAL_S of a wait."""
         self._baseline = "baseline_rewards" in config.algorithm.needs
         self._agents = by_rank(config) or ("",)
         self._step = 0
@@ -312,7 +312,7 @@ class GroupStream:
             answer := await with_retries(ask, within_s=STORE_RETRY_S, what="waiting for attempts")
         ):
             self._check()
-            if time.monotonic() - looked > LOOK_S:
+            if time.monotonic() - looked > POLL_INTERVAL_S:
                 await self._lost_attempts.check()
                 if self._look_after is not None:
                     await self._look_after()

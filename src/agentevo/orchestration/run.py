@@ -63,7 +63,7 @@ from agentevo.orchestration.trainers import (
     training_notes,
 )
 from agentevo.paths import short
-from agentevo.rollout.given_tasks import begin_with
+from agentevo.rollout.given_tasks import check_and_report
 from agentevo.runs.chain import is_given_up
 from agentevo.runs.control import RunControl
 from agentevo.runs.creation import RunCommand, check_place, kind_of, new_folder, write_config
@@ -202,7 +202,7 @@ async def run_training(
             uses_run_engines=uses_run_engines,
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
-                begin_with(config, parts.tasks.read, view.note)
+                check_and_report(config, parts.tasks.read, view.note)
 
             control = RunControl(folder, stop, note=view.note)
             run = TrainingRun(
@@ -336,7 +336,7 @@ class TrainingRun:
         """Runs from the current step to the last one, or until the run is asked to stop."""
         record = self.record
         progress = record.progress
-        self.view.stands_at(progress.step, self.num_steps)
+        self.view.set_progress(progress.step, self.num_steps)
         if self.is_stopped() and (not progress.begun or progress.step < record.end.step):
             return  # the signal came during loading, cold start or repeated steps
         stop_after = self.parts.config.evaluation.stop_after
@@ -352,7 +352,7 @@ class TrainingRun:
             except StopAskedError:
                 return
 
-        record.log.hand_over(progress.step)
+        record.log.deliver_to_trackers(progress.step)
         async with self.rollouts.running():
             with self.profiling:
                 while record.progress.step < self.num_steps and not record.early_stop:

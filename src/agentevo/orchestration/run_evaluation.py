@@ -20,7 +20,7 @@ from agentevo.orchestration.first_attempts import check_first_evaluation
 from agentevo.orchestration.rollout_sources import StopAskedError
 from agentevo.orchestration.run_record import RunRecord
 from agentevo.runs.creation import RunCommand
-from agentevo.signals import finished_before_stop
+from agentevo.signals import finishes_before_stop
 from agentevo.training.phases import phase
 
 
@@ -107,6 +107,6 @@ class RunEvaluation:
             work = asyncio.create_task(
                 evaluate(self._parts, step, samples=samples, players=self.players, label=label)
             )
-            if not await finished_before_stop(work, self._is_stopped):
+            if not await finishes_before_stop(work, self._is_stopped):
                 raise StopAskedError("stopped while evaluating")
             return work.result()

@@ -185,7 +185,7 @@ class RunRecord:
 
         self.end = await commit(self._parts.store, self.end, plan, record)
         self.head.note_commit(self.end)
-        self.log.hand_over(self.end.step)
+        self.log.deliver_to_trackers(self.end.step)
         self._num_recorded += len(new)
 
     def give_up_step(self, committed: RunProgress) -> None:

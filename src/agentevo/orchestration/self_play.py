@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from agentevo.data.asked import asked_key
+from agentevo.data.asked import question_key
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.rollout_sources import RolloutRound, SynchronousRollouts
-from agentevo.rollout.self_play import pay, read_proposals
+from agentevo.rollout.self_play import read_proposals, reward_proposals
 from agentevo.types import Task
 
 
@@ -31,7 +31,7 @@ class SelfPlayRollouts(SynchronousRollouts):
 
         self._section = section
         self._group_size = proposals.group_size
-        keys = (asked_key(task.query or "") for task in parts.tasks.never_trained())
+        keys = (question_key(task.query or "") for task in parts.tasks.never_trained())
         self._held_out = {key for key in keys if key is not None}
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
@@ -51,6 +51,6 @@ class SelfPlayRollouts(SynchronousRollouts):
         proposer_attempts = await sample(tasks, attempts=self._group_size, write=False)
         proposals = read_proposals(proposer_attempts, step, self._held_out)
         attempts = await sample(proposals.tasks, attempts=config.trainer.group_size)
-        paid = pay(proposals, attempts, self._section)
+        paid = reward_proposals(proposals, attempts, self._section)
         earned = await sampler.write(paid.trajectories, split="train", step=step)
         return RolloutRound([*attempts, *earned], dropped=paid.dropped, metrics=paid.metrics)

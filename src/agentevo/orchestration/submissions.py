@@ -27,7 +27,7 @@ from agentevo.orchestration.collect import Collected
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.rollout_sources import RolloutRound, StopAskedError, asleep
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.rollout.unstorable import written
+from agentevo.rollout.unstorable import write_storable
 from agentevo.store.store import Store
 from agentevo.training.learner import RolloutTrainer
 from agentevo.types import Task, Trajectory
@@ -246,7 +246,7 @@ class SubmittedRollouts:
         await with_retries(
             lambda: store.add_tasks(tasks, queue=False), within_s=STORE_RETRY_S, what="add_tasks"
         )
-        trajectories = await written(
+        trajectories = await write_storable(
             self.submissions.current.trajectories,
             lambda storable: with_retries(
                 lambda: store.write_trajectories(storable, split="train", step=step),

@@ -3,7 +3,7 @@
     pipeline = load_pipeline("r1")                     # or a file; or build_pipeline(mapping)
     results = run_pipeline(pipeline, resume=False)     # blocks; pipeline.json records the state
 
-`stage_kinds.register(NAME)` adds a kind of stage (see `StageKind`); another package may list one
+`stage_kinds.register(NAME)` adds a kind of stage (see `StageKind`). Another package can list a kind
 under the entry-point group `agentevo.stage_kinds`. More: docs/pipelines.md.
 """
 

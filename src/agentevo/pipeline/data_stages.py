@@ -14,16 +14,16 @@ from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 SUMMARY = "summary.json"
-"""The result of an evaluation, or of a scoring."""
+"""The result of an evaluation or of a scoring."""
 
 
 class EvaluateOptions(Section):
     """How `evaluate` plays."""
 
     attempts: int = Field(default=1, ge=1, le=4096)
-    """Attempts at each task; one is greedy."""
+    """The number of attempts at each task. A single attempt is greedy."""
     temperature: float | None = Field(default=None, ge=LOWEST_TEMPERATURE, le=LARGEST_TEMPERATURE)
-    """Softmax temperature of several attempts. Default: evaluation.temperature."""
+    """The softmax temperature of several attempts. Default: evaluation.temperature."""
     tasks: tuple[str, ...] = ()
     """Files of tasks, which replace the recipe's held-out tasks."""
     player: str | None = None
@@ -84,7 +84,7 @@ class EvaluateStage(StageKind):
             model = read_json_object(job.folder / SUMMARY)["models"][0]
             return bool(model["failed"] == model["attempts"])
         except (AgentEvoError, OSError, KeyError, IndexError, TypeError):
-            return False  # none yet, or a damaged one, which `made` says
+            return False  # there is none, or a damaged one, which `made` reports
 
     def made(self, job: Job) -> StageResult:
         return measure(job.folder)

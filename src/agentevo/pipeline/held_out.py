@@ -1,6 +1,6 @@
-"""The gain of a stage on the fixed held-out tasks: the differences on the same tasks between the
-model that it began with and the model that it made, with intervals. Also the rule that ends rounds
-without a gain."""
+"""The gain of a stage on the fixed held-out tasks: the difference between the model that the stage
+began with and the model that it made, on the same tasks, with an interval. Also the rule that ends
+rounds without a gain."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from agentevo.pipeline.references import StageReference, references_in
 
 if TYPE_CHECKING:
     from agentevo.pipeline.schema import StopSection
-    from agentevo.pipeline.standing import Standing
+    from agentevo.pipeline.standing import PipelineProgress
 
 
-def add_gains(standing: Standing, instance: Instance) -> dict[str, float]:
-    """`gain` over the model that the measured stage began with, `gain_from_start` over the
-    pipeline's first one, each with `_low` and `_high`; empty if there is no such measurement."""
+def add_gains(standing: PipelineProgress, instance: Instance) -> dict[str, float]:
+    """`gain` over the model that the measured stage began with, and `gain_from_start` over the
+    pipeline's first model, each with `_low` and `_high`. Empty if there is no such measurement."""
     assert instance.measures is not None
     if instance.measures == START:
         return {}
@@ -39,8 +39,8 @@ def add_gains(standing: Standing, instance: Instance) -> dict[str, float]:
     return numbers
 
 
-def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
-    """Why the rounds of a group end before this one; empty if they continue."""
+def why_rounds_end(standing: PipelineProgress, of: Instance, rule: StopSection) -> str:
+    """Why the rounds of a group end before this round. Empty if they continue."""
     best = _success(standing, f"{START}@{HELD_OUT}")
     without = 0
     for number in range(1, of.round):
@@ -70,13 +70,13 @@ def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
     return ""
 
 
-def _success(standing: Standing, name: str) -> float | None:
+def _success(standing: PipelineProgress, name: str) -> float | None:
     state = standing.state.stages.get(name)
     return None if state is None else state.numbers.get("success")
 
 
-def parent_of(standing: Standing, measured: str) -> str:
-    """The measured stage whose model a stage began with; START if there is none."""
+def parent_of(standing: PipelineProgress, measured: str) -> str:
+    """The measured stage whose model a stage began with. START if there is none."""
     for _ in standing.plan.instances:
         instance = standing.plan.by_id[measured]
         sources = [instance.stage.model, instance.stage.options.get("source")]
@@ -105,7 +105,7 @@ def with_fallbacks(reference: StageReference) -> list[StageReference]:
 
 def gain_between(before: Path, after: Path) -> tuple[float, float, float] | None:
     """The increase of the success rate from the first folder of results to the second, and the ends
-    of its interval. None if a folder can't be read, or the two share no task."""
+    of its interval. None if a folder can't be read, or if the two share no task."""
     from agentevo.evaluation.results import ResultsFolder
     from agentevo.evaluation.summary import summarise
 

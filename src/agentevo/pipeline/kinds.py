@@ -1,8 +1,8 @@
-"""The work of a stage: a kind is a program that runs in the stage's own folder, and a reader of its
-results.
+"""The kinds of stages. A kind consists of a program that runs in the stage's folder, and code that
+reads the results.
 
-A kind keeps no state in memory. Whether a stage is finished, whether it can be resumed, and its
-results are read from its folder, also after a pipeline was killed and restarted.
+A kind keeps no state in memory. The folder shows whether a stage is finished, whether it can be
+resumed, and its results, even after the pipeline was killed and restarted.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ AGENTEVO = (sys.executable, "-m", "agentevo")
 
 
 class NoOptions(Section):
-    """A kind without its own keys."""
+    """For a kind without options."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One stage ready to run: every reference is resolved."""
+    """A stage that is ready to run: every reference is resolved."""
 
     id: str
-    """Its name, with the round if it is repeated: `rl`, `spin.2`, `improve.2.rl`."""
+    """The stage's name, with the round if it is repeated: `rl`, `spin.2`, `improve.2.rl`."""
     folder: Path
-    """Its own folder, absolute."""
+    """The stage's own folder, absolute."""
     options: Any
     """The kind's `Options`."""
     recipe: Path | None = None
@@ -42,60 +42,60 @@ class Job:
     model: str | None = None
     """The stage's `model`."""
     resume: bool = False
-    """Resume from what an interrupted process left in the folder."""
+    """Whether to resume from the work of an interrupted process in the folder."""
     take: str = "last"
-    """Which checkpoint is passed on: `last` or `best`."""
+    """The checkpoint that is passed on: `last` or `best`."""
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a finished stage has made."""
+    """The results of a finished stage."""
 
     outputs: Mapping[str, Path]
     """Paths that other stages refer to by `${stages.NAME.KEY}`, in addition to `folder`:
     `checkpoint`, `file`."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Its numeric results. Other stages can refer to them, too."""
+    """The numeric results. Other stages can refer to them too."""
     tokens: int = 0
-    """Tokens that it generated and trained on, for the budget."""
+    """The number of tokens that the stage generated and trained on, for the budget."""
     cost: float = 0.0
-    """Its cost of remote models."""
+    """The stage's cost of remote models."""
 
 
 class StageKind:
-    """Base of every kind. `words` is run as a process; exit code 0 and `is_finished` are success,
-    130 and 143 a clean stop."""
+    """The base of every kind. `words` runs as a process. Exit code 0 with `is_finished` is success,
+    and 130 or 143 is a clean stop."""
 
     about: ClassVar[str] = ""
-    """Its line in `agentevo list stages`."""
+    """The kind's line in `agentevo list stages`."""
     Options: ClassVar[type[Section]] = NoOptions
     """The keys under `options`."""
     reads_recipe: ClassVar[bool] = True
-    """Whether it has a recipe, with the keys `recipe`, `config` and `model`."""
+    """Whether the kind has a recipe, with the keys `recipe`, `config` and `model`."""
     needs_environment: ClassVar[bool] = True
     """Whether that recipe must have an environment or tasks."""
     chooses_engine: ClassVar[bool] = False
-    """Whether its program chooses an engine by the machine if the recipe sets none."""
+    """Whether the kind's program chooses an engine for the machine if the recipe sets none."""
     makes_folder: ClassVar[bool] = False
-    """Whether its program makes the folder, as the commands that train do."""
+    """Whether the kind's program creates the folder, as the commands that train do."""
     makes: ClassVar[tuple[str, ...]] = ()
-    """Outputs that it always makes."""
+    """Outputs that the kind always makes."""
     trains_on: ClassVar[TrainsOn] = ""
-    """The part of its recipe that it trains on, or stores for training. No held-out task may be in
-    it."""
+    """The part of the recipe that the kind trains on, or stores for training. No held-out task may
+    be in that part."""
     measured: ClassVar[bool] = False
-    """Whether its `checkpoint` is a policy, which is measured unless the stage sets measure:
-    false."""
+    """Whether the kind's `checkpoint` is a policy. A policy is measured unless the stage sets
+    measure: false."""
     makes_texts: ClassVar[bool] = False
-    """Whether its `file` holds `agent.texts`, which are measured with the model that it began
-    with."""
+    """Whether the kind's `file` contains `agent.texts`. They are measured with the model that the
+    stage began with."""
 
     def fixed_settings(self, options: Any) -> Mapping[str, Any]:
-        """Settings that it fixes in its recipe, nested."""
+        """Settings that the kind fixes in its recipe, nested."""
         return {}
 
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
-        """Raises ConfigError, before anything is created, for unsupported settings. References are
+        """Raises ConfigError for unsupported settings, before anything is created. References are
         given as paths that do not exist yet."""
 
     def words(self, job: Job) -> list[str]:
@@ -103,7 +103,7 @@ class StageKind:
         raise NotImplementedError
 
     def is_finished(self, job: Job) -> bool:
-        """Whether its work in the folder is complete."""
+        """Whether the work in the folder is complete."""
         raise NotImplementedError
 
     def can_resume(self, job: Job) -> bool:
@@ -112,11 +112,11 @@ class StageKind:
         return False
 
     def made(self, job: Job) -> StageResult:
-        """Its results. Raises ConfigError for a damaged folder."""
+        """The stage's results. Raises ConfigError for a damaged folder."""
         raise NotImplementedError
 
     def planned_outputs(self, folder: Path) -> dict[str, Path]:
-        """Where its outputs will be, for checks before it has run."""
+        """The paths of the outputs, for checks before the stage has run."""
         return {name: folder / name for name in self.makes}
 
 

@@ -1,9 +1,10 @@
-"""Keeps held-out tasks out of the training of every stage: their questions are compared as text.
+"""Keeps held-out tasks out of the training of every stage, by comparing the text of their
+questions.
 
     held out    the pipeline's held-out tasks, and those that each stage evaluates itself on
     trained on  tasks of stages, questions in their conversations, prompts of their pairs
 
-An environment's tasks need no comparison: seeds of training, evaluation and demonstrations are
+An environment's tasks need no comparison: the seeds of training, evaluation and demonstrations are
 never the same (rollout/tasks.py), for any run.seed. Not compared: the observations of an
 environment under two seeds, and the conversations of `command` stages with those of environments.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from agentevo.config import RunConfig
 from agentevo.data import RowReport
-from agentevo.data.asked import asked_key
+from agentevo.data.asked import question_key
 from agentevo.data.conversation import read_conversations
 from agentevo.data.rows import read_rows
 from agentevo.errors import ConfigError, shown
@@ -27,12 +28,12 @@ from agentevo.types import QUERY_MESSAGES, Task
 
 @dataclass
 class TaskQuestion:
-    """Digest of a question -> an example of the text, and its source."""
+    """Maps the digest of a question to an example of the text and its source."""
 
     of: dict[bytes, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, text: str, where: str) -> None:
-        key = asked_key(text)
+        key = question_key(text)
         if key is not None:
             self.of.setdefault(key, (text, where))
 
@@ -47,17 +48,18 @@ class LeakError(ConfigError):
 
 @dataclass
 class Leaks:
-    """The tasks and questions of one pipeline's stages so far."""
+    """The tasks and questions of a pipeline's stages so far."""
 
     held_out: TaskQuestion = field(default_factory=TaskQuestion)
     trained: TaskQuestion = field(default_factory=TaskQuestion)
 
-    def see(self, config: RunConfig, where: str, trains_on: TrainsOn = "") -> None:
-        """Registers a stage's tasks and data, if their files exist. Raises LeakError if it trains
-        on a task that it or an earlier stage holds out, or holds out a task that was trained on."""
+    def add_stage(self, config: RunConfig, where: str, trains_on: TrainsOn = "") -> None:
+        """Registers a stage's tasks and data, if their files exist. Raises LeakError if the stage
+        trains on a task that it or an earlier stage holds out, or holds out a task that was trained
+        on."""
         held_out = TaskQuestion()
         trained = TaskQuestion()
-        if config.tasks.given and _are_there(config.tasks.train):
+        if config.tasks.given and _exist(config.tasks.train):
             source = TaskSource(config, None)
             tasks = source.held_out()
             for task in tasks:
@@ -77,8 +79,8 @@ class Leaks:
         self._refuse([*held_out.of, *trained.of])
 
     def _refuse(self, keys: Iterable[bytes]) -> None:
-        """Raises LeakError if one of these is both held out and trained on, with a line for each
-        pair of stages (the first that hold it out and train on it)."""
+        """Raises LeakError if a key is both held out and trained on. Its message has a line for
+        each pair of stages: the first that holds the task out, and the first that trains on it."""
         both: dict[tuple[str, str], list[bytes]] = {}
         for key in dict.fromkeys(keys):
             if key in self.held_out.of and key in self.trained.of:
@@ -105,16 +107,16 @@ def _question(task: Task) -> str:
 
 
 def _data_of(config: RunConfig, trains_on: TrainsOn) -> Iterator[str]:
-    """Questions in the conversations or pairs that a stage trains on."""
+    """The questions in the conversations or pairs that a stage trains on."""
     if trains_on == "conversations":
         for source in config.data.train:
-            if _are_there([source]):
+            if _exist([source]):
                 for row in read_conversations(source, config.data.format, RowReport("data.train")):
                     yield from _questions(row.messages)
 
     files_by_kind = {"pairs": config.rm.pairs, "tasks": config.data.pairs}
     pairs = files_by_kind.get(trains_on)
-    if pairs is not None and _are_there([str(pairs)]):
+    if pairs is not None and _exist([str(pairs)]):
         for line in read_rows(str(pairs)):
             prompt = line.value.get("prompt") if isinstance(line.value, dict) else None
             if isinstance(prompt, str):
@@ -134,7 +136,7 @@ def _last_question(messages: Iterable[object]) -> str:
     return questions[-1] if questions else ""
 
 
-def _are_there(sources: Iterable[str]) -> bool:
-    """Whether these can be read now. A file that a later stage makes does not exist yet, and a
-    dataset of the hub is not fetched for this check."""
+def _exist(sources: Iterable[str]) -> bool:
+    """Whether the sources can be read now. A file that a later stage makes does not exist yet, and
+    a dataset of the hub is not downloaded for this check."""
     return all(Path(source).exists() for source in sources)

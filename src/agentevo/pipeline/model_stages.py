@@ -45,12 +45,13 @@ class CommandOptions(Section):
     """A program, and its outputs."""
 
     run: tuple[str, ...] = Field(min_length=1)
-    """The program with its arguments, such as [agentevo, optimize, ...]; `agentevo` is this
-    version. It starts in the current folder, and can write into ${stage.folder}."""
+    """The program with its arguments, such as [agentevo, optimize, ...]. `agentevo` is this
+    version. The program starts in the current folder, and can write to ${stage.folder}."""
     file: str | None = None
-    """The file that it makes in the stage's folder: `${stages.NAME.file}`."""
+    """The file that the program makes in the stage's folder: `${stages.NAME.file}`."""
     checkpoint: str | None = None
-    """The model's folder that it makes in the stage's folder: `${stages.NAME.checkpoint}`."""
+    """The model's folder that the program makes in the stage's folder:
+    `${stages.NAME.checkpoint}`."""
     resume: tuple[str, ...] | None = None
     """Arguments that are added when an interrupted stage is resumed. Default: its folder is
     emptied, and it starts over."""

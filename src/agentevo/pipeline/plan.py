@@ -1,11 +1,11 @@
-"""From named stages to runs, in order: every round of a repeated stage is a separate instance, and
-every measured model has an instance that measures it.
+"""From named stages to instances, in order. Every round of a repeated stage is a separate instance,
+and every measured model has an instance that measures it.
 
     a stage         rl
     a round         spin.2        of a group: improve.2.rl
     a measurement   rl@held_out   of the model that the pipeline begins with: start@held_out
 
-Invariant: an instance comes after everything that it waits for. This module reads no files.
+Invariant: an instance comes after all instances that it waits for. This module reads no files.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from agentevo.registry import nearest
 
 HELD_OUT = "held_out"
 START = "start"
-"""The model that the pipeline begins with."""
+"""The name of the model that the pipeline begins with."""
 GAINS = ("success", "reward", "gain", "gain_from_start")
-"""Numbers of a measurement, without the ends of their intervals."""
+"""The numbers of a measurement, without the ends of their intervals."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One stage, or one round of one, or a measurement."""
+    """A stage, a round of a stage, or a measurement."""
 
     id: str
     path: tuple[str, ...]
-    """Its place in the file: the names below `stages`."""
+    """The place in the file: the names below `stages`."""
     stage: StageConfig
     kind: StageKind
     group: str | None = None
-    """The repeated stage that it is a round of, or belongs to."""
+    """The repeated stage that this instance is a round of, or belongs to."""
     round: int = 1
     needs: tuple[str, ...] = ()
-    """Ids of instances that must be done or skipped before it."""
+    """The ids of instances that must be done or skipped before this one."""
     measures: str | None = None
-    """The id of the instance whose checkpoint it measures; START for the first model."""
+    """The id of the instance whose checkpoint this one measures. START for the first model."""
 
     @property
     def is_measured(self) -> bool:
@@ -63,8 +63,8 @@ class PipelinePlan:
         object.__setattr__(self, "by_id", {instance.id: instance for instance in self.instances})
 
     def targets(self, reference: StageReference, of: Instance) -> list[str]:
-        """Ids of the instances that a reference can mean; the first finished one counts. Empty if
-        there can be none, as in the first round. Raises ReferenceProblem for an unknown name."""
+        """The ids of the instances that a reference can mean. The first finished one counts. Empty
+        if there can be none, as in the first round. Raises ReferenceProblem for an unknown name."""
         if reference.scope in ("stage", "round"):
             return []
         if reference.scope == "previous":
@@ -126,7 +126,7 @@ def _unknown_stage(plan: PipelinePlan, reference: StageReference, of: Instance) 
 
 
 def instance_id(group: str, round_: int, inner: str) -> str:
-    """`spin.2`, of a stage in a group `improve.2.rl`."""
+    """The id of an instance: `spin.2`, or `improve.2.rl` for a stage in a group."""
     return ".".join([group, str(round_), *([inner] if inner else [])])
 
 
@@ -155,13 +155,13 @@ def make_plan(config: PipelineConfig, where: str) -> PipelinePlan:
         needs = {instance.id: _needs(plan, instance, config, problems) for instance in bare}
         if not problems:
             measured = tuple(_with_measurements(bare, needs, config))
-            return PipelinePlan(_in_order(measured, where))
+            return PipelinePlan(_sort_instances(measured, where))
 
     lines = dict.fromkeys(problems)
     raise ConfigError("\n".join(f"{where}: {line}" for line in lines))
 
 
-def written_in(instance: Instance, config: PipelineConfig) -> list[object]:
+def texts_of(instance: Instance, config: PipelineConfig) -> list[object]:
     """All texts of a stage that can contain references, including the pipeline's `config`."""
     stage = instance.stage
     common = [config.config] if instance.kind.reads_recipe else []
@@ -172,13 +172,13 @@ def written_in(instance: Instance, config: PipelineConfig) -> list[object]:
 def _needs(
     plan: PipelinePlan, waiting: Instance, config: PipelineConfig, problems: list[str]
 ) -> dict[str, None]:
-    """Ids that it waits for, in order; appends errors to `problems`."""
+    """The ids that the instance waits for, in order. Appends errors to `problems`."""
     place = _place(waiting.path)
     needs = dict[str, None]()
     try:
         for text in waiting.stage.when:
             condition(text)
-        for reference in references_in(written_in(waiting, config)):
+        for reference in references_in(texts_of(waiting, config)):
             needs |= _referenced_stages(plan, waiting, reference)
     except (ReferenceProblem, ValueError) as error:
         problems.append(f"{place}: {error}")
@@ -206,7 +206,7 @@ def _needs(
 
 
 def _all_of(plan: PipelinePlan, of: Instance, name: str) -> list[str]:
-    """The last round of a group, whole."""
+    """All instances of a group's last round."""
     rounds = [
         instance for instance in plan.instances if instance.group == name and name != of.group
     ]
@@ -220,7 +220,7 @@ def _all_of(plan: PipelinePlan, of: Instance, name: str) -> list[str]:
 def _referenced_stages(
     plan: PipelinePlan, instance: Instance, reference: StageReference
 ) -> dict[str, None]:
-    """The instances that a reference waits for, including its fallback's. Raises
+    """The instances that a reference waits for, including those of its fallback. Raises
     ReferenceProblem."""
     needs: dict[str, None] = {}
     if isinstance(reference.fallback, StageReference):
@@ -266,7 +266,7 @@ def _check_key(target: Instance, reference: StageReference) -> None:
 
 
 def _stated_outputs(target: Instance) -> list[str]:
-    """Outputs that the stage's own options name, as `command` does."""
+    """The outputs that the stage's own options name, as those of `command` do."""
     return [key for key in ("checkpoint", "file") if target.stage.options.get(key) is not None]
 
 
@@ -317,7 +317,7 @@ def _with_measurements(
             )
 
 
-def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]:
+def _sort_instances(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]:
     """Each instance after those that it waits for, otherwise in the order of the file. Raises
     ConfigError for a cycle."""
     place = {instance.id: number for number, instance in enumerate(instances)}
@@ -344,7 +344,7 @@ def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]
                 heappush(ready, place[name])
 
     if len(ordered) < len(instances):
-        ring = _ring({name: needs for name, needs in waits.items() if needs})
+        ring = _find_cycle({name: needs for name, needs in waits.items() if needs})
         raise ConfigError(
             f"{where}: stages: {' -> '.join(ring)} wait for each other, so none can start: remove "
             "one of these references or needs"
@@ -353,8 +353,8 @@ def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]
     return tuple(ordered)
 
 
-def _ring(waits: Mapping[str, set[str]]) -> list[str]:
-    """One cycle of waiting names: each waits for the next."""
+def _find_cycle(waits: Mapping[str, set[str]]) -> list[str]:
+    """A cycle of waiting names: each waits for the next."""
     name = next(iter(waits))
     path = list[str]()
     while name not in path:
@@ -368,4 +368,4 @@ def _place(path: Sequence[str]) -> str:
 
 
 Lookup = Callable[[StageReference], str | float]
-"""The value of a reference."""
+"""Returns the value of a reference."""

@@ -3,8 +3,8 @@ before anything is created.
 
     agentevo pipeline r1 seed=3 cold_start.sft.epochs=2 improve.rl.trainer.steps=5
 
-The first part of an override is a key of the pipeline or the name of a stage. Below a stage are its
-own keys (`repeat`, `options`, ...); every other key belongs to its recipe.
+The first part of an override is a key of the pipeline or the name of a stage. After a stage's name
+comes one of the stage's own keys (`repeat`, `options`, ...) or a key of its recipe.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from agentevo.pipeline.schema import PipelineConfig, StageConfig
 from agentevo.registry import nearest
 
 ENDING = ".pipeline.yaml"
-"""Ending of a packaged pipeline's file name."""
-SAID_BY_ITSELF = ("extra_forbidden", "missing", "value_error", "assertion_error")
-"""Types of pydantic errors whose message is clear, or is reworded here for pipelines."""
+"""The ending of a packaged pipeline's file name."""
+CLEAR_ERROR_TYPES = ("extra_forbidden", "missing", "value_error", "assertion_error")
+"""The types of pydantic errors whose message is clear, or is reworded here for pipelines."""
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,30 @@ class Pipeline:
 
     config: PipelineConfig
     where: str
-    """The name of its file in messages."""
+    """The name of the pipeline's file in messages."""
     home: Path
-    """The folder of its relative paths."""
+    """The folder that relative paths start from."""
     plan: PipelinePlan
 
     @property
     def dir(self) -> Path:
-        """Absolute."""
+        """The pipeline's folder, absolute."""
         folder = self.config.dir if self.config.dir is not None else Path("runs") / self.config.name
         return folder.absolute()
 
     def recipes(self, seed: int) -> Recipes:
-        """Of one seed."""
+        """The recipes for a seed."""
         return Recipes(self.config, self.where, self.home, seed)
 
 
 def packaged_pipelines() -> dict[str, Path]:
-    """The file of every packaged pipeline by its name."""
+    """Maps the name of every packaged pipeline to its file."""
     return sources.packaged_files(ENDING)
 
 
 def find_pipeline(word: str) -> Path:
-    """A YAML path, or the file of a packaged pipeline. Raises ConfigError."""
+    """The file of a pipeline, from a YAML path or the name of a packaged pipeline. Raises
+    ConfigError."""
     if problem := name_problem(word):
         raise ConfigError(f"pipeline {shorten(word)!r}: {problem}")
 
@@ -134,7 +135,7 @@ def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         what = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] not in SAID_BY_ITSELF:
+        if problem["type"] not in CLEAR_ERROR_TYPES:
             lines.append(f"{where}: {_wrong_value(problem)}")
             continue
 
@@ -150,7 +151,7 @@ def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
 
 
 def _wrong_value(error: ErrorDetails) -> str:
-    """The line about a value of the wrong type or range, of a pipeline or of a stage in it."""
+    """The line about a value of the wrong type or range, in a pipeline or in a stage."""
     model: type[pydantic.BaseModel] = PipelineConfig
     place = ""
     loc = error["loc"]
@@ -164,7 +165,7 @@ def _wrong_value(error: ErrorDetails) -> str:
 
 
 def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
-    """The tree with `first.more=value` on top. Raises ConfigError."""
+    """The tree with the override `first.more=value` applied. Raises ConfigError."""
     key, text = sources.split_override(override)
     try:
         value = parse_yaml(text)
@@ -234,8 +235,8 @@ def _check_names(pipeline: Pipeline) -> None:
 
 def check_recipes(pipeline: Pipeline) -> None:
     """Checks the recipe and the options of every stage (for repeated stages, those of the first two
-    rounds), and compares held-out tasks with the training data. The path of a future output
-    represents the output. Raises ConfigError."""
+    rounds), and compares held-out tasks with the training data. A path stands in for an output that
+    does not exist yet. Raises ConfigError."""
     seed = (pipeline.config.seeds or (pipeline.config.seed,))[0]
     recipes = pipeline.recipes(seed)
 
@@ -252,9 +253,9 @@ def check_recipes(pipeline: Pipeline) -> None:
         try:
             config = checked_config(pipeline, recipes, instance)
             if config is not None:
-                leaks.see(config, recipes.place(instance), instance.kind.trains_on)
+                leaks.add_stage(config, recipes.place(instance), instance.kind.trains_on)
         except LeakError as error:
-            if not error.texts <= leaked:  # every later stage that has them would say so again
+            if not error.texts <= leaked:  # later stages with the same leak are not reported again
                 problems += [f"{pipeline.where}: {line}" for line in str(error).splitlines()]
             leaked |= error.texts
         except (AgentEvoError, ReferenceProblem) as error:
@@ -269,7 +270,8 @@ def check_recipes(pipeline: Pipeline) -> None:
 
 
 def _without_texts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tree without `agent.texts` that another stage writes: a file that can't be read yet."""
+    """The tree without `agent.texts` that another stage writes, because that file does not exist
+    yet."""
     agent = tree.get("agent")
     if not isinstance(agent, Mapping) or not list(references_in(agent.get("texts"))):
         return tree
@@ -277,8 +279,8 @@ def _without_texts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def checked_config(pipeline: Pipeline, recipes: Recipes, instance: Instance) -> RunConfig | None:
-    """The recipe of a stage before anything has run. Raises ConfigError."""
-    meaning = _Planned(pipeline, instance)
+    """The recipe of a stage before any stage has run. Raises ConfigError."""
+    meaning = _PlannedOutputs(pipeline, instance)
     kind = instance.kind
     stage = instance.stage
     options = read_options(instance, replace_references(stage.options, meaning))
@@ -299,11 +301,11 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, instance: Instance) -> 
     )
     kind.check(config, options, model)
 
-    looked_at = instance.measures is not None or stage.kind in ("train", "sample", "sft")
-    if looked_at and not list(references_in(tree)):
+    is_checked = instance.measures is not None or stage.kind in ("train", "sample", "sft")
+    if is_checked and not list(references_in(tree)):
         from agentevo.orchestration.checks import check_parts, check_sft_parts
 
-        later = bool(list(references_in(stage.model)))  # its model can't be looked at yet
+        later = bool(list(references_in(stage.model)))  # the model does not exist yet
         if stage.kind == "sft":
             check_sft_parts(config, resume=later, may_fetch=False)
         else:
@@ -321,7 +323,7 @@ def read_options(instance: Instance, options: Mapping[str, Any]) -> Any:
         for wrong in error.errors():
             key = ".".join(str(part) for part in wrong["loc"])
             what = wrong["msg"].removeprefix("Value error, ")
-            if wrong["type"] not in SAID_BY_ITSELF:
+            if wrong["type"] not in CLEAR_ERROR_TYPES:
                 lines.append(entry_problem("options", instance.kind.Options, wrong))
                 continue
 
@@ -340,14 +342,14 @@ def read_options(instance: Instance, options: Mapping[str, Any]) -> Any:
 
 
 def stage_folder(dir_: Path, instance: Instance) -> Path:
-    """Of an instance, in the folder of a pipeline (of one seed)."""
+    """The folder of an instance, inside the folder of a pipeline for one seed."""
     if instance.measures is not None:
         return dir_ / "held_out" / instance.measures
     return dir_ / "stages" / instance.id
 
 
-class _Planned:
-    """The values of references before anything has run."""
+class _PlannedOutputs:
+    """The values of references before any stage has run."""
 
     def __init__(self, pipeline: Pipeline, instance: Instance) -> None:
         self.pipeline = pipeline

@@ -1,5 +1,5 @@
-"""The recipe of a stage: the pipeline's or its own, with the changes of the pipeline and the stage,
-and with the keys that the pipeline sets for all stages (name, folder, seed).
+"""The recipe of a stage: the pipeline's or the stage's own, with the changes of the pipeline and
+the stage. The pipeline sets some keys for all stages (name, folder, seed).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILE_KEYS = {
 
 
 class Recipes:
-    """The recipes of one pipeline for one seed, read once."""
+    """The recipes of a pipeline for one seed. Each is read once."""
 
     def __init__(self, config: PipelineConfig, where: str, home: Path, seed: int) -> None:
         """`home`: the folder of the pipeline's file."""
@@ -39,8 +39,8 @@ class Recipes:
         self._read: dict[str | None, tuple[dict[str, Any], Path]] = {}
 
     def tree(self, instance: Instance, model: str | None) -> tuple[dict[str, Any], Path]:
-        """The recipe's tree, with the pipeline's `${...}` unresolved, and the folder of its
-        relative paths. Raises ConfigError."""
+        """The recipe's tree with the pipeline's `${...}` unresolved, and the folder that its
+        relative paths start from. Raises ConfigError."""
         changes: list[tuple[str, Mapping[str, Any]]] = [("config", self.config.config)]
         if instance.measures is not None:
             assert self.config.held_out is not None
@@ -53,7 +53,7 @@ class Recipes:
 
         tree, folder = self._recipe(name)
         for key, change in changes:
-            change_tree = self._own(nest_keys(change), key)
+            change_tree = self._own_change(nest_keys(change), key)
             tree = with_changes(tree, change_tree)
 
         if instance.measures is not None:
@@ -73,8 +73,8 @@ class Recipes:
         return tree, folder
 
     def _texts(self, instance: Instance) -> dict[str, Any]:
-        """The measured stage's replacement for the recipe's texts, since its model has learnt with
-        those. A stage that makes texts adds them later (standing.py)."""
+        """The texts of the measured stage, which replace the recipe's texts, because the stage's
+        model was trained with them. If a stage makes texts, standing.py adds them later."""
         written = nest_keys(instance.stage.config).get("agent")
         texts = written.get("texts") if isinstance(written, Mapping) else None
         return {} if texts is None else {"agent": {"texts": texts}}
@@ -90,9 +90,9 @@ class Recipes:
 
         return self._read[name]
 
-    def _own(self, change: dict[str, Any], key: str) -> dict[str, Any]:
-        """A change whose paths in the pipeline's folder are made absolute. Raises ConfigError for
-        keys that the pipeline sets."""
+    def _own_change(self, change: dict[str, Any], key: str) -> dict[str, Any]:
+        """The change with absolute paths in place of those relative to the pipeline's folder.
+        Raises ConfigError for keys that the pipeline sets."""
         for leaf in sources.leaves(change):
             taken = next(
                 (own_key for own_key in OWN_KEYS if f"{leaf}.".startswith(f"{own_key}.")), None
@@ -144,22 +144,22 @@ class Recipes:
         )
 
     def seed_of(self, instance: Instance) -> int:
-        """run.seed of an instance."""
+        """The run.seed of an instance."""
         if instance.measures is not None:
             assert self.config.held_out is not None
             return self.config.held_out.seed
         return derive_seed(self.seed, "stage", instance.id) % 2**31
 
     def place(self, instance: Instance) -> str:
-        """Its place in the file."""
+        """The place of the instance in the file."""
         return "held_out" if instance.measures is not None else ".".join(["stages", *instance.path])
 
 
 def with_model(
     tree: Mapping[str, Any], model: str, stage_config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The tree with another initial model: a tiny policy's shape is removed with the name, unless
-    the stage gives one itself; adapters to train further go into model.lora.adapter."""
+    """The tree with another initial model. A tiny policy's shape is removed with its name, unless
+    the stage sets a shape itself. Adapters to train further go into model.lora.adapter."""
     section = tree.get("model")
     model_section = dict(section) if isinstance(section, Mapping) else {}
     if model != "tiny" and not (
@@ -168,7 +168,7 @@ def with_model(
         model_section.pop("tiny", None)
 
     if os.path.isfile(os.path.join(model, "adapter_config.json")):
-        # An adapter brings its own settings, except those of the base model.
+        # An adapter has its own settings, except those of the base model.
         lora = model_section.get("lora")
         kept_lora = (
             {"quantize": lora["quantize"]} if isinstance(lora, dict) and "quantize" in lora else {}

@@ -6,8 +6,8 @@
     ${previous.NAME.KEY}          in a group: of a stage of it, in the round before
     ${round}  ${stage.folder}     the number of the round, the stage's own folder
 
-The part after `|` is the fallback for an output that does not exist (in the first round, or because
-the stage was skipped): another reference without its `${}`, or a text. KEY is `folder`,
+The part after `|` is the fallback for an output that does not exist, in the first round or because
+the stage was skipped. It is another reference without its `${}`, or a text. KEY is `folder`,
 `checkpoint`, `file`, or a number among the stage's results, such as `success`. Every other `${...}`
 belongs to the recipe.
 """
@@ -26,7 +26,7 @@ _BEGINS = ("stages.", "previous.", "stage.")
 
 
 class ReferenceProblem(ValueError):
-    """Why a reference is not valid."""
+    """A reference is not valid."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class StageReference:
     scope: str
     """`stages`, `previous`, `stage`, or `round`."""
     names: tuple[str, ...]
-    """Name of the stage, or of the group and a stage in it; empty for the stage itself."""
+    """The name of the stage, or of the group and a stage in it. Empty for the stage itself."""
     key: str
     fallback: StageReference | str | None = None
     """The value if the output does not exist."""
 
     @property
     def text(self) -> str:
-        """As it was written, without fallback."""
+        """The reference as it was written, without its fallback."""
         return ".".join([self.scope, *self.names, *([self.key] if self.key else [])])
 
 
@@ -82,7 +82,7 @@ def references_in(value: Any) -> Iterator[StageReference]:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text of a tree of mappings, lists and single values."""
+    """Every text in a tree of mappings, lists and single values."""
     if isinstance(value, Mapping):
         for child in value.values():
             yield from texts_in(child)
@@ -94,8 +94,8 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def replace_references(value: Any, meaning: Callable[[StageReference], str | float]) -> Any:
-    """A copy of a tree in which `meaning` replaces each reference; a text that is only a reference
-    becomes its value."""
+    """A copy of a tree in which `meaning` replaces each reference. A text that is only a reference
+    becomes the reference's value."""
     if isinstance(value, Mapping):
         return {key: replace_references(child, meaning) for key, child in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,8 @@
 """The results of a pipeline: a table of its stages, the same as JSON, and report.html.
 
-For one seed, an interval is that of the mean over the held-out tasks (evaluation/estimates.py). For
-n seeds, it is that of the mean over seeds by Student's t: mean +- t(0.975, n - 1) * std / sqrt(n).
+With a single seed, an interval is that of the mean over the held-out tasks
+(evaluation/estimates.py). With n seeds, it is that of the mean over seeds by Student's t: mean +-
+t(0.975, n - 1) * std / sqrt(n).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from agentevo.files import must_write, write_atomic
 from agentevo.pages.still import render_still
 from agentevo.pipeline.plan import HELD_OUT, START
 from agentevo.pipeline.reading import Pipeline
-from agentevo.pipeline.standing import Standing
+from agentevo.pipeline.standing import PipelineProgress
 from agentevo.pipeline.state import PipelineState, StageState
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t at 97.5% with 1 to 10 degrees of freedom. With more, it approaches the normal
 1.96."""
-AGAIN = "make room there, or make it writable, and resume"
+REMEDY = "make room there, or make it writable, and resume"
 
 
 class ResultFigure(NamedTuple):
@@ -39,8 +40,8 @@ class ResultFigure(NamedTuple):
 
 
 def over_seeds(values: Sequence[float]) -> ResultFigure | None:
-    """The mean and interval by the module's formula. For one value the interval is unknown: minus
-    to plus infinity."""
+    """The mean and interval by the module's formula. With a single value, the interval is unknown:
+    minus to plus infinity."""
     if not values:
         return None
 
@@ -55,7 +56,7 @@ def over_seeds(values: Sequence[float]) -> ResultFigure | None:
 
 
 def figure(states: Sequence[StageState], name: str) -> ResultFigure | None:
-    """A number of one stage, over its seeds."""
+    """A number of a stage, over its seeds."""
     values = [state.numbers[name] for state in states if name in state.numbers]
     ends = (f"{name}_low", f"{name}_high")
     if len(values) == 1 == len(states) and all(end in states[0].numbers for end in ends):
@@ -74,7 +75,7 @@ def figure(states: Sequence[StageState], name: str) -> ResultFigure | None:
 
 
 _BOUNDS = {"success": (0.0, 1.0), "gain": (-1.0, 1.0), "gain_from_start": (-1.0, 1.0)}
-"""The possible values of each number; with few seeds the formula may exceed them."""
+"""The possible values of each number. With few seeds, the formula may exceed them."""
 
 
 def success(numbers: Mapping[str, float]) -> str:
@@ -88,9 +89,9 @@ def points(numbers: Mapping[str, float]) -> str:
     return f"{value:+.1f} points [{low:.1f}, {high:.1f}]"
 
 
-def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str, Any]:
-    """table.md, table.json and report.html in the pipeline's folder. Returns what table.json holds,
-    and the table. Raises DiskError."""
+def write_results(pipeline: Pipeline, standings: Sequence[PipelineProgress]) -> dict[str, Any]:
+    """Writes table.md, table.json and report.html to the pipeline's folder. Returns the contents of
+    table.json, and the table. Raises DiskError."""
     rows = stage_rows([standing.state for standing in standings])
     table = markdown(rows, standings)
     results = {
@@ -102,7 +103,7 @@ def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str
         "cost": sum(standing.state.cost for standing in standings),
         "stages": [row.as_json() for row in rows],
     }
-    with must_write(pipeline.dir, AGAIN):
+    with must_write(pipeline.dir, REMEDY):
         write_atomic(pipeline.dir / "table.md", table)
         write_atomic(pipeline.dir / "table.json", json.dumps(results, indent=1))
         write_atomic(pipeline.dir / "report.html", report_html(pipeline, standings, rows))
@@ -111,7 +112,7 @@ def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str
 
 
 class StageRow(NamedTuple):
-    """One stage over all seeds."""
+    """A stage over all seeds."""
 
     id: str
     kind: str
@@ -122,14 +123,14 @@ class StageRow(NamedTuple):
     total: ResultFigure | None
     """The gain over the model that the pipeline began with."""
     wall_s: float
-    """Mean time of one seed, in seconds."""
+    """The mean time of a seed, in seconds."""
     tokens: float
     num_seeds: int
-    """Number of seeds with a measurement."""
+    """The number of seeds with a measurement."""
     why: str
 
     def as_json(self) -> dict[str, Any]:
-        """For files."""
+        """The row as JSON, for files."""
         figures = {"success": self.success, "gain": self.gain, "gain_from_start": self.total}
         return {
             "stage": self.id,
@@ -152,7 +153,8 @@ class StageRow(NamedTuple):
 
 
 def stage_rows(states: Sequence[PipelineState]) -> list[StageRow]:
-    """A row for each stage and round, the first model before them. `states`: of each seed."""
+    """A row for each stage and round, after a row for the first model. `states`: the state of each
+    seed."""
     first = f"{START}@{HELD_OUT}"
     rows = []
     for name in states[0].stages:
@@ -182,7 +184,7 @@ def stage_rows(states: Sequence[PipelineState]) -> list[StageRow]:
     return rows
 
 
-def markdown(rows: Sequence[StageRow], standings: Sequence[Standing]) -> str:
+def markdown(rows: Sequence[StageRow], standings: Sequence[PipelineProgress]) -> str:
     """The table, with a line that explains its numbers."""
     header = ["stage", "kind", "held-out success", "gain, points", "gain from start", "time"]
     lines = [header, ["---"] * len(header)]
@@ -203,7 +205,7 @@ def markdown(rows: Sequence[StageRow], standings: Sequence[Standing]) -> str:
     return f"{text}\n\n{legend(standings)}\n"
 
 
-def legend(standings: Sequence[Standing]) -> str:
+def legend(standings: Sequence[PipelineProgress]) -> str:
     """A sentence that explains the numbers."""
     seeds = ", ".join(str(standing.seed) for standing in standings)
     if len(standings) == 1:
@@ -239,7 +241,9 @@ def _ends(estimate: ResultFigure, low: float, high: float) -> str:
     return f" [{low:.1f}, {high:.1f}]" if math.isfinite(estimate.low) else ""
 
 
-def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequence[StageRow]) -> str:
+def report_html(
+    pipeline: Pipeline, standings: Sequence[PipelineProgress], rows: Sequence[StageRow]
+) -> str:
     """The whole page."""
     config = pipeline.config
     states = [standing.state for standing in standings]
@@ -271,8 +275,8 @@ def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequenc
     )
 
 
-def lineage(standing: Standing) -> tuple[str, list[list[str]]]:
-    """For one seed: the inputs and outputs of each stage, by digests."""
+def lineage(standing: PipelineProgress) -> tuple[str, list[list[str]]]:
+    """For each seed: the inputs and outputs of each stage, by their digests."""
     rows = []
     for name, state in standing.state.stages.items():
         if "@" in name or not state.digest:

@@ -1,14 +1,15 @@
-"""Runs a pipeline: stages as separate processes, several at once if they don't depend on each
-other, until all are done, one failed, the budget is used, or the user asks to stop.
+"""Runs a pipeline. Stages are separate processes, and several run at once if they don't depend on
+each other. The pipeline ends when all stages are done, a stage failed, the budget is used, or the
+user requests a stop.
 
     DIR/pipeline.yaml   configuration    pipeline.json   state   report.html   table.md
     DIR/recipes/ID.yaml   logs/ID.log   stages/ID/ (a run's folder, or files)   held_out/ID/
     of several seeds: DIR/pipeline.yaml   table.md   table.json   seed-N/ (each as above)
 
-This process holds a lock on the folder, and so does every stage that it starts, which inherits its
-file descriptor: a pipeline whose stages outlived it (a killed parent) can't be resumed next to
-them. After the first Ctrl-C (or SIGTERM, SIGHUP) no stage starts, and running stages are asked to
-stop cleanly; a second one kills them.
+This process holds a lock on the folder. Every stage that it starts inherits the lock's file
+descriptor and holds the lock too. So if the parent is killed, the pipeline can't be resumed while
+its stages still run. After the first Ctrl-C (or SIGTERM, SIGHUP), no stage starts, and running
+stages get a signal to stop cleanly. A second one kills them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from agentevo.parsing import dump_yaml
 from agentevo.paths import short
 from agentevo.pipeline.reading import Pipeline
 from agentevo.pipeline.results import points, success, write_results
-from agentevo.pipeline.standing import Decided, StageChoice, Standing, names_of
+from agentevo.pipeline.standing import PipelineProgress, StageChoice, StageStart, names_of
 from agentevo.pipeline.state import FILE, LOCK, STATE, is_pipeline_folder
 from agentevo.processes.members import held_lock, last_lines, why_failed
 from agentevo.registry import nearest
@@ -39,16 +40,16 @@ from agentevo.signals import collect_signals, end_stopped
 
 POLL_S = 0.1
 SAVED_EVERY_S = 5.0
-"""Interval at which pipeline.json gets the elapsed time."""
+"""The interval in seconds at which pipeline.json gets the elapsed time."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 __all__ = ["StageChoice", "run_pipeline"]
 
 
 @dataclass
-class _StageUnderWay:
-    standing: Standing
-    decided: Decided
+class _RunningStage:
+    standing: PipelineProgress
+    decided: StageStart
     process: subprocess.Popen[bytes]
     log: Path
     name: str
@@ -64,8 +65,8 @@ def run_pipeline(
 ) -> dict[str, Any]:
     """Runs the unfinished stages, and returns the results: the content of table.json. Blocks.
 
-    Raises ConfigError before anything is created; at the end, when all is written, AgentEvoError if
-    a stage failed, and KeyboardInterrupt or SystemExit after a clean stop.
+    Raises ConfigError before anything is created. At the end, after all results are written, raises
+    AgentEvoError if a stage failed, and KeyboardInterrupt or SystemExit after a clean stop.
     """
     choice = choice or StageChoice()
     view = view or SweepView(pipeline.config.name)
@@ -78,10 +79,12 @@ def run_pipeline(
 
     pipeline.dir.mkdir(parents=True, exist_ok=True)
     with view, held_lock(pipeline.dir, LOCK, "pipeline") as lock:
-        standings = [Standing(pipeline, folder, seed, choice) for seed, folder in _seeds(pipeline)]
+        standings = [
+            PipelineProgress(pipeline, folder, seed, choice) for seed, folder in _seeds(pipeline)
+        ]
         with collect_signals(*STOP_SIGNALS) as received:
             _begin(pipeline, standings)
-            life = _Life(pipeline, standings, view, lock, received)
+            life = _PipelineProcess(pipeline, standings, view, lock, received)
             failures = life.run()
             results = write_results(pipeline, standings)
             view.note(f"\n{results['table']}\nreport: {short(pipeline.dir / 'report.html')}")
@@ -110,7 +113,7 @@ def _seeds(pipeline: Pipeline) -> list[tuple[int, Path]]:
 
 
 def _check(pipeline: Pipeline, resume: bool, choice: StageChoice) -> None:
-    """Raises ConfigError, before anything is created or deleted."""
+    """Raises ConfigError before anything is created or deleted."""
     check_alone("a pipeline")
     folder = pipeline.dir
     config = pipeline.config
@@ -156,7 +159,7 @@ def _check(pipeline: Pipeline, resume: bool, choice: StageChoice) -> None:
             raise ConfigError(f"no stage is called {name!r}: {hint}the stages are {stages}")
 
 
-def _begin(pipeline: Pipeline, standings: Sequence[Standing]) -> None:
+def _begin(pipeline: Pipeline, standings: Sequence[PipelineProgress]) -> None:
     """Writes the configuration and the state."""
     text = dump_yaml(pipeline.config.model_dump(mode="json", exclude_unset=True))
     with must_write(pipeline.dir):
@@ -166,13 +169,13 @@ def _begin(pipeline: Pipeline, standings: Sequence[Standing]) -> None:
             standing.write()
 
 
-class _Life:
-    """One process of the runner: from the pipelines' present state to the end, or to a stop."""
+class _PipelineProcess:
+    """A process of the runner: from the pipelines' present state to the end, or to a stop."""
 
     def __init__(
         self,
         pipeline: Pipeline,
-        standings: Sequence[Standing],
+        standings: Sequence[PipelineProgress],
         view: SweepView,
         lock: int,
         received: Sequence[int],
@@ -182,15 +185,15 @@ class _Life:
         self.view = view
         self.lock = lock
         self.received = received
-        self.under_way: list[_StageUnderWay] = []
+        self.active: list[_RunningStage] = []
         self.failures: list[str] = []
         self.over = ""
-        """The part of the budget that is used up; empty while there is budget left."""
-        self._heeded = 0
+        """The part of the budget that is used up. Empty while there is budget left."""
+        self._num_handled = 0
         self._saved = self._clock = time.monotonic()
 
     def run(self) -> list[str]:
-        """Returns when all is done or has stopped: a text for each stage that failed."""
+        """Returns when all stages are done or stopped, with a text for each stage that failed."""
         instances = len(self.pipeline.plan.instances) * len(self.standings)
         done = [
             f"{self._prefix(standing)}{name}"
@@ -201,25 +204,23 @@ class _Life:
         self.view.plan(instances, done)
 
         try:
-            while self._go_on():
+            while self._start_ready():
                 self._ask_to_stop()
                 time.sleep(POLL_S)
                 for run in [
-                    candidate
-                    for candidate in self.under_way
-                    if candidate.process.poll() is not None
+                    candidate for candidate in self.active if candidate.process.poll() is not None
                 ]:
-                    self.under_way.remove(run)
+                    self.active.remove(run)
                     self._note_success(run)
 
-                self._pass_time()
+                self._add_elapsed_time()
                 lines = {
                     run.name: (time.monotonic() - run.since, last_lines(run.log, 1))
-                    for run in self.under_way
+                    for run in self.active
                 }
                 self.view.running(lines)
         finally:
-            for run in self.under_way:
+            for run in self.active:
                 run.process.kill()
                 run.process.wait()
 
@@ -229,22 +230,22 @@ class _Life:
 
         return self.failures
 
-    def _go_on(self) -> bool:
-        """Starts every stage that can start. False once no stage runs and none will start."""
+    def _start_ready(self) -> bool:
+        """Starts every stage that can start. False if no stage runs and none will start."""
         waits = False
         if not (self.received or self._over_budget()):
             for standing in self.standings:
-                while len(self.under_way) < self.pipeline.config.parallel:
+                while len(self.active) < self.pipeline.config.parallel:
                     decided = standing.next()
-                    self._tell(standing)
+                    self._show_notes(standing)
                     if decided is None:
                         break
                     self._start(standing, decided)
                 waits = waits or not (standing.is_over or standing.running)
 
-        return bool(self.under_way) or waits
+        return bool(self.active) or waits
 
-    def _tell(self, standing: Standing) -> None:
+    def _show_notes(self, standing: PipelineProgress) -> None:
         prefix = self._prefix(standing)
         for text in standing.notes:
             self.view.note(f"{prefix}{text}")
@@ -252,12 +253,12 @@ class _Life:
         self.failures += [f"{prefix}{text}" for text in standing.failures]
         standing.failures.clear()
 
-    def _prefix(self, standing: Standing) -> str:
+    def _prefix(self, standing: PipelineProgress) -> str:
         return f"seed {standing.seed}: " if len(self.standings) > 1 else ""
 
-    def _start(self, standing: Standing, decided: Decided) -> None:
-        """Starts a stage in its own session, so that the terminal's Ctrl-C reaches it only through
-        this process, and only once."""
+    def _start(self, standing: PipelineProgress, decided: StageStart) -> None:
+        """Starts a stage in its own session, so that the terminal's Ctrl-C reaches the stage only
+        through this process, and only once."""
         job = standing.begin(decided)
         log = standing.dir / "logs" / f"{decided.instance.id}.log"
         threads = job.config.run.threads if job.config is not None else None
@@ -273,25 +274,27 @@ class _Life:
                     start_new_session=True,
                     pass_fds=(self.lock,),
                 )
-        except (OSError, ValueError) as error:  # no such program
+        except (OSError, ValueError) as error:  # the program does not exist
             self._not_started(standing, decided, error)
             return
 
         name = f"{self._prefix(standing)}{decided.instance.id}"
-        self.under_way.append(_StageUnderWay(standing, decided, process, log, name))
+        self.active.append(_RunningStage(standing, decided, process, log, name))
         self.view.note_start(name, "resumed" if job.resume else "started")
 
-    def _not_started(self, standing: Standing, decided: Decided, error: Exception) -> None:
+    def _not_started(
+        self, standing: PipelineProgress, decided: StageStart, error: Exception
+    ) -> None:
         log = standing.dir / "logs" / f"{decided.instance.id}.log"
         log.write_text(f"it can't be started: {error}\n", encoding="utf-8")
         standing.record_end(decided, 127, 0.0)
         self._note_failure(standing, decided, f"can't be started: {error}", log, 0.0)
 
-    def _note_success(self, run: _StageUnderWay) -> None:
+    def _note_success(self, run: _RunningStage) -> None:
         seconds = time.monotonic() - run.since
         code = run.process.returncode
         failure = run.standing.record_end(
-            run.decided, code, seconds, is_asked_to_stop=self._heeded > 0
+            run.decided, code, seconds, is_asked_to_stop=self._num_handled > 0
         )
         if failure:
             self._note_failure(run.standing, run.decided, failure, run.log, seconds)
@@ -310,26 +313,27 @@ class _Life:
         )
 
     def _note_failure(
-        self, standing: Standing, decided: Decided, how: str, log: Path, seconds: float
+        self, standing: PipelineProgress, decided: StageStart, how: str, log: Path, seconds: float
     ) -> None:
         name = f"{self._prefix(standing)}{decided.instance.id}"
         self.view.note_end(name, how, seconds, ok=False)
         self.failures.append(why_failed(name, how, log))
 
     def _ask_to_stop(self) -> None:
-        """Asks the running stages to stop, after a signal or when the time budget is used."""
+        """Sends the running stages a signal to stop, after a signal or when the time budget is
+        used."""
         num_requests = len(self.received) or (1 if self.over.startswith("hours") else 0)
-        if num_requests <= self._heeded:
+        if num_requests <= self._num_handled:
             return
 
-        self._heeded = num_requests
-        for run in self.under_way:
+        self._num_handled = num_requests
+        for run in self.active:
             run.process.send_signal(signal.SIGKILL if num_requests > 1 else signal.SIGINT)
 
         how_to_stop = "" if num_requests > 1 else " cleanly; press Ctrl-C again to stop at once"
         self.view.note(f"stopping{how_to_stop}")
 
-    def _pass_time(self) -> None:
+    def _add_elapsed_time(self) -> None:
         """Adds the elapsed time, and checks the budget."""
         now = time.monotonic()
         for standing in self.standings:
@@ -359,7 +363,7 @@ class _Life:
 
         return bool(self.over)
 
-    def _status(self, standing: Standing) -> Any:
+    def _status(self, standing: PipelineProgress) -> Any:
         statuses = {state.status for state in standing.state.stages.values()}
         if "failed" in statuses:
             return "failed"

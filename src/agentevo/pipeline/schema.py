@@ -1,8 +1,8 @@
 """The keys of a pipeline's file, as pydantic models, with their defaults and meanings.
 
 Stages have names. A stage refers to another stage's output by `${stages.NAME.KEY}` (`references`),
-and then also waits for that stage. Recipes are those of runs: a stage uses the pipeline's `recipe`,
-with the pipeline's `config` and then its own on top.
+and then waits for that stage. Recipes are those of runs. A stage uses the pipeline's `recipe` with
+the changes of the pipeline's `config`, and then those of its own `config`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,60}")
 MAX_ROUNDS = 1000
 MAX_STAGES = 1000
-"""Maximum number of planned stages; every round counts."""
+"""The maximum number of planned stages. Every round counts."""
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -36,7 +36,7 @@ class HeldOutSection(Section):
     tasks: int = Field(default=64, ge=1)
     """Number of tasks."""
     attempts: int = Field(default=1, ge=1, le=4096)
-    """Attempts per task; one attempt is greedy."""
+    """Attempts per task. A single attempt is greedy."""
     temperature: float | None = Field(default=None, ge=LOWEST_TEMPERATURE, le=LARGEST_TEMPERATURE)
     """Softmax temperature of several attempts. Default: evaluation.temperature."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
@@ -45,7 +45,7 @@ class HeldOutSection(Section):
 
 
 class PipelineBudgetSection(Section):
-    """The limits of the whole pipeline. Beyond a limit, no further stage starts; the time limit
+    """The limits of the whole pipeline. Beyond a limit, no further stage starts. The time limit
     also stops running stages cleanly after their step. To continue, use `--resume` with a larger
     budget."""
 
@@ -68,34 +68,35 @@ class StopSection(Section):
 
 
 class StageConfig(Section):
-    """One stage, or with `stages` a group of stages that is repeated."""
+    """A stage, or a group of stages (`stages`) that is repeated."""
 
     kind: str = "train"
     """The kind of the stage (`agentevo list stages`)."""
     recipe: str | None = None
-    """Its recipe: a file next to the pipeline's file, or a packaged recipe. Default: the pipeline's
-    recipe."""
+    """The stage's recipe: a file next to the pipeline's file, or a packaged recipe. Default: the
+    pipeline's recipe."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Changes of the recipe, nested or with dotted keys."""
     model: str | None = None
-    """Its initial model, such as ${stages.NAME.checkpoint}. Default: the recipe's model."""
+    """The stage's initial model, such as ${stages.NAME.checkpoint}. Default: the recipe's model."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The kind's own keys (docs/pipelines.md)."""
     needs: Texts = ()
-    """Stages that must be done before, in addition to those that it refers to."""
+    """Stages that must be done before this one, in addition to those that it refers to."""
     when: Texts = ()
-    """Conditions, such as `${stages.rl.success} > 0.5`. If one does not hold, the stage is
+    """Conditions, such as `${stages.rl.success} > 0.5`. If a condition does not hold, the stage is
     skipped."""
     measure: bool | None = None
-    """Whether its model is measured on the held-out tasks. Default: true if it trains a policy."""
+    """Whether the stage's model is measured on the held-out tasks. Default: true if the stage
+    trains a policy."""
     take: Literal["last", "best"] = "last"
-    """Which checkpoint it passes on: the last one, or the one with the best evaluation in its
-    run."""
+    """Which checkpoint the stage passes on: the last one, or the one with the best evaluation in
+    its run."""
     optimizer: Literal["fresh", "carried"] = "fresh"
-    """Initial state of the optimizer: new, or AdamW's moments from the checkpoint in `model`
+    """The initial state of the optimizer: new, or AdamW's moments from the checkpoint in `model`
     (trainer.optimizer_from)."""
     reference: str = "start"
-    """Reference model of the KL and preference losses: the stage's initial model (`start`), or
+    """The reference model of the KL and preference losses: the stage's initial model (`start`), or
     another one, such as ${stages.NAME.checkpoint} (algorithm.reference_model)."""
     repeat: int = Field(default=1, ge=1, le=MAX_ROUNDS)
     """Number of rounds. `${previous.KEY}` (in a group `${previous.NAME.KEY}`) is an output of the
@@ -111,7 +112,7 @@ class StageConfig(Section):
         return _checked_names(value)
 
     @model_validator(mode="after")
-    def _a_stage_or_a_group(self) -> Self:
+    def _check_stage_or_group(self) -> Self:
         if self.stop is not None and self.repeat == 1:
             raise ValueError("stop ends rounds early, but there is only one round: set repeat")
         if self.optimizer == "carried" and self.model is None:
@@ -137,32 +138,32 @@ class StageConfig(Section):
 
     @property
     def is_repeated(self) -> bool:
-        """Whether it has rounds: it is repeated, or a group."""
+        """Whether the stage has rounds, because it is repeated or a group."""
         return self.repeat > 1 or bool(self.stages)
 
 
 class PipelineConfig(Section):
-    """Everything about one pipeline."""
+    """The configuration of a pipeline."""
 
     name: str = "pipeline"
-    """Its name, used in its report and for its folder. Default: the file's name."""
+    """The pipeline's name, used in its report and for its folder. Default: the file's name."""
     description: str = ""
     """A line or two for the report."""
     dir: Path | None = None
-    """Its folder. Default: runs/NAME."""
+    """The pipeline's folder. Default: runs/NAME."""
     overwrite: bool = False
     """Delete an earlier run of the pipeline in the folder first."""
     seed: Seed = 0
-    """Seed of every random choice. A stage's run.seed is derived from it, the stage's name and the
-    round."""
+    """The seed of every random choice. A stage's run.seed is derived from it, the stage's name and
+    the round."""
     seeds: tuple[Seed, ...] = ()
     """Run the pipeline once with each of these seeds, in the folder seed-N, and make a table of
     means with intervals."""
     recipe: str | None = None
-    """Recipe of the stages that set none: a file next to the pipeline's file, or a packaged
+    """The recipe of the stages that set none: a file next to the pipeline's file, or a packaged
     recipe."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Changes of all stages' recipes, or without `recipe` the keys that all stages share."""
+    """Changes of all stages' recipes. Without `recipe`, the keys that all stages share."""
     held_out: HeldOutSection | None = HeldOutSection()
     """The fixed held-out tasks. null measures nothing."""
     budget: PipelineBudgetSection = PipelineBudgetSection()
@@ -176,7 +177,7 @@ class PipelineConfig(Section):
 
     @field_validator("name")
     @classmethod
-    def _a_folder(cls, value: str) -> str:
+    def _check_dir(cls, value: str) -> str:
         return RunSection(name=value).name
 
     @field_validator("dir", "table", mode="before")
@@ -188,7 +189,7 @@ class PipelineConfig(Section):
 
     @field_validator("seeds")
     @classmethod
-    def _different(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_seeds_differ(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(value)) < len(value):
             raise ValueError("a seed is listed twice, and the same seed gives the same run")
         return value

@@ -1,4 +1,4 @@
-"""The inputs of a stage, which show whether it has changed. Contents count; paths don't."""
+"""The inputs of a stage, which show whether it has changed. Contents count, and paths don't."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from agentevo.config import RunConfig
 from agentevo.pipeline.state import digest_of_path
 
 FILES = {"tasks": ("train", "eval"), "data": ("train", "eval", "pairs"), "rm": ("pairs", "eval")}
-"""Sections and keys of a recipe that name files from outside."""
+"""Sections and keys of a recipe that name files from outside the pipeline."""
 CORPUS = "corpus"
-"""Option of a tool that also names a file from outside."""
+"""The option of a tool that also names a file from outside."""
 
 
 def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
@@ -31,7 +31,7 @@ def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
 
 
 def without_places(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe in which paths of files from outside are reduced to the file names, since their
+    """A recipe in which paths of files from outside are reduced to the file names, because their
     folder does not count."""
     stripped = dict(tree)
     for section, keys in FILES.items():
@@ -88,8 +88,8 @@ def files_outside(config: RunConfig | None, dir_: Path) -> dict[str, str]:
 
 
 def _digest_of_corpus(path: Path) -> str:
-    """Cached while the corpus does not change, since it can have gigabytes and each stage needs its
-    digest."""
+    """The digest of a corpus. It is cached while the file does not change, because a corpus can
+    have gigabytes and each stage needs its digest."""
     stat = path.stat()
     return _known_digest(str(path), stat.st_size, stat.st_mtime_ns)
 

@@ -1,8 +1,8 @@
-"""Decides what one pipeline does next: which stages are ready, which are skipped, and which are
+"""Decides what a pipeline does next: which stages are ready, which are skipped, and which are
 unchanged.
 
-No stage runs twice: a finished stage whose setting and inputs have not changed is never run again.
-Every decision follows from the plan, pipeline.json and the folders, so it is the same after a kill.
+A finished stage never runs again while its setting and inputs are unchanged. Every decision follows
+from the plan, pipeline.json and the folders, so it is the same after a kill.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from agentevo.pipeline.when import condition
 DONE = ("finished", "skipped")
 
 
-class NothingThereError(Exception):
-    """The output of a reference does not exist, since its stage was skipped."""
+class MissingOutputError(Exception):
+    """The output that a reference names does not exist, because its stage was skipped."""
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """Which stages this process of the pipeline runs."""
+    """The stages that this process of the pipeline runs."""
 
     only: tuple[str, ...] = ()
-    """Only these stages."""
+    """Run only these stages."""
     start: str | None = None
-    """This stage and all that depend on it, even if they are finished."""
+    """Run this stage and all that depend on it, even if they are finished."""
     skip: tuple[str, ...] = ()
-    """Stages to skip; their earlier outputs are used."""
+    """Skip these stages and use their earlier outputs."""
 
 
 @dataclass
-class Decided:
+class StageStart:
     """A stage that starts now."""
 
     instance: Instance
@@ -73,8 +73,8 @@ class Decided:
 
 
 @dataclass
-class Standing:
-    """One pipeline with one seed, in its folder."""
+class PipelineProgress:
+    """The state of a pipeline with one seed, in its folder."""
 
     pipeline: Pipeline
     dir: Path
@@ -86,14 +86,14 @@ class Standing:
         self.plan = self.pipeline.plan
         self.leaks = Leaks()
         self.settled: set[str] = set()
-        """Ids that are decided in this process: finished, skipped, failed, or not chosen."""
+        """The ids that are decided in this process: finished, skipped, failed, or not chosen."""
         self.running: set[str] = set()
         self.notes: list[str] = []
         """Notes for the user."""
-        self._said: set[str] = set()
+        self._noted: set[str] = set()
         self.failures: list[str] = []
         """Stages that could not start, with the reason."""
-        self._again: set[str] = self._from(self.choice.start)
+        self._rerun: set[str] = self._followers_of(self.choice.start)
         self.state = self._read()
 
     def _read(self) -> PipelineState:
@@ -115,13 +115,13 @@ class Standing:
         return state
 
     def write(self) -> None:
-        """pipeline.json."""
+        """Writes pipeline.json."""
         write_state(self.dir, self.state)
 
     # What is next.
 
-    def next(self) -> Decided | None:
-        """A stage that can start now; None if there is none. Settles stages that need no
+    def next(self) -> StageStart | None:
+        """A stage that can start now. None if there is none. Settles the stages that need no
         process."""
         for instance in self.plan.instances:
             if instance.id in self.settled or instance.id in self.running:
@@ -139,12 +139,12 @@ class Standing:
         """Whether every stage is settled."""
         return len(self.settled) == len(self.plan.instances)
 
-    def _decide(self, instance: Instance) -> Decided | None:
+    def _decide(self, instance: Instance) -> StageStart | None:
         state = self.state.stages[instance.id]
         failed = [need for need in instance.needs if self.state.stages[need].status not in DONE]
         if failed or not self._is_chosen(instance):
             if state.status == "finished" or not failed:
-                self._settle(instance)  # unchanged: its own time has not come
+                self._settle(instance)  # a later call decides about this stage
                 return None
 
             if state.status != "failed":
@@ -155,10 +155,10 @@ class Standing:
             return None
 
         try:
-            reason = self._left_out(instance)
+            reason = self._why_left_out(instance)
             if not reason:
                 return self._ready(instance, state)
-        except NothingThereError as error:
+        except MissingOutputError as error:
             reason = str(error)
         except ConfigError as error:
             state.status = "failed"
@@ -185,13 +185,13 @@ class Standing:
         choice = self.choice
         if choice.only:
             return bool(instance_names & set(choice.only)) or instance.measures == START
-        return choice.start is None or instance.id in self._again or self._is_unfinished(instance)
+        return choice.start is None or instance.id in self._rerun or self._is_unfinished(instance)
 
     def _is_unfinished(self, instance: Instance) -> bool:
         return self.state.stages[instance.id].status not in DONE
 
-    def _from(self, start: str | None) -> set[str]:
-        """Ids of a stage and of all stages that depend on it."""
+    def _followers_of(self, start: str | None) -> set[str]:
+        """The ids of a stage and of all stages that depend on it."""
         followers: set[str] = set()
         for instance in self.plan.instances:
             if start is not None and (
@@ -200,8 +200,9 @@ class Standing:
                 followers.add(instance.id)
         return followers
 
-    def _left_out(self, instance: Instance) -> str:
-        """Why the stage is skipped, by the pipeline's rules or --skip; empty if it is not."""
+    def _why_left_out(self, instance: Instance) -> str:
+        """Why the stage is skipped, by the pipeline's rules or --skip. Empty if it is not
+        skipped."""
         if names_of(instance) & set(self.choice.skip) and self._is_unfinished(instance):
             return "skipped by --skip"
 
@@ -222,22 +223,22 @@ class Standing:
 
     # Whether it is as it was.
 
-    def _ready(self, instance: Instance, state: StageState) -> Decided | None:
+    def _ready(self, instance: Instance, state: StageState) -> StageStart | None:
         inputs: list[Input] = []
         job, setting = self._job(instance, inputs)
         if job.config is not None:
             place = f"{self.pipeline.where}: {self.recipes.place(instance)}"
-            self.leaks.see(job.config, place, instance.kind.trains_on)
+            self.leaks.add_stage(job.config, place, instance.kind.trains_on)
 
         digest = digest_of(setting)
-        is_same = state.digest == digest and instance.id not in self._again
-        if state.status == "finished" and is_same and self._is_whole(state):
+        is_same = state.digest == digest and instance.id not in self._rerun
+        if state.status == "finished" and is_same and self._has_all_outputs(state):
             self._settle(instance)
             return None
 
         is_begun = is_same and state.status in ("running", "stopped", "failed")
         if is_begun and instance.kind.is_finished(job):
-            # The process was killed between the stage's end and our record of it.
+            # The process was killed between the stage's end and the record of it.
             self.take_outputs(instance, job, inputs)
             return None
 
@@ -245,23 +246,23 @@ class Standing:
             job = replace(job, resume=instance.kind.can_resume(job))
         elif state.status != "waiting" and state.digest:
             self.notes.append(
-                f"{instance.id}: runs again: {self._why_again(instance, state, setting)}"
+                f"{instance.id}: runs again: {self._why_rerun(instance, state, setting)}"
             )
 
-        self._again.discard(instance.id)
-        return Decided(instance, job, setting, inputs)
+        self._rerun.discard(instance.id)
+        return StageStart(instance, job, setting, inputs)
 
-    def _why_again(self, instance: Instance, state: StageState, setting: Mapping[str, str]) -> str:
+    def _why_rerun(self, instance: Instance, state: StageState, setting: Mapping[str, str]) -> str:
         if state.digest != digest_of(setting):
             return what_changed(state.setting, setting)
-        return "as asked" if instance.id in self._again else "its output is gone, or was changed"
+        return "as asked" if instance.id in self._rerun else "its output is gone, or was changed"
 
-    def _is_whole(self, state: StageState) -> bool:
-        """Whether everything that it made is still there."""
+    def _has_all_outputs(self, state: StageState) -> bool:
+        """Whether all outputs of the stage still exist."""
         return all(self.path_of(output).exists() for output in state.outputs.values())
 
     def path_of(self, output: StageOutput) -> Path:
-        """Absolute."""
+        """The absolute path of an output."""
         return self.dir / output.path
 
     def _job(self, instance: Instance, inputs: list[Input]) -> tuple[Job, dict[str, str]]:
@@ -315,7 +316,7 @@ class Standing:
     def _read_recipe(
         self, instance: Instance, tree: Mapping[str, Any], home: Path, folder: Path
     ) -> RunConfig:
-        """The recipe as the stage's program would read it. An engine that a stage chooses by the
+        """The recipe as the stage's program would read it. An engine that a stage chooses for the
         machine does not count as an input of the stage."""
         if not (instance.kind.chooses_engine and installed_engines()):
             return self.recipes.read(instance, tree, home, folder)
@@ -329,8 +330,8 @@ class Standing:
         return load_with_engine(load, note=self._note_once, is_separate=False)
 
     def _note_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+        if line not in self._noted:
+            self._noted.add(line)
             self.notes.append(line)
 
     def _options(self, instance: Instance) -> Mapping[str, Any]:
@@ -346,12 +347,12 @@ class Standing:
         meaning: Callable[[StageReference], str | float],
         inputs: list[Input],
     ) -> str | None:
-        """The checkpoint of a measurement; None for the recipe's own model."""
+        """The checkpoint of a measurement. None for the recipe's own model."""
         if instance.measures in (None, START):
             return None
         assert instance.measures is not None
         if self.state.stages[instance.measures].status != "finished":
-            raise NothingThereError(f"{instance.measures} was left out")
+            raise MissingOutputError(f"{instance.measures} was left out")
 
         measured = self.plan.by_id[instance.measures]
         if not measured.kind.makes_texts:
@@ -381,7 +382,7 @@ class Standing:
     def _meaning(
         self, instance: Instance, reference: StageReference, inputs: list[Input]
     ) -> str | float:
-        """Raises NothingThereError."""
+        """The value of a reference. Raises NothingThereError."""
         if reference.scope == "round":
             return instance.round
         if reference.scope == "stage":
@@ -394,12 +395,12 @@ class Standing:
         if isinstance(reference.fallback, StageReference):
             return self._meaning(instance, reference.fallback, inputs)
         if reference.fallback is None:
-            raise NothingThereError(f"${{{reference.text}}} was left out")
+            raise MissingOutputError(f"${{{reference.text}}} was left out")
 
         return reference.fallback
 
     def _output(self, target: str, key: str, inputs: list[Input]) -> str | float:
-        """An output of a finished stage, and its present digest."""
+        """An output of a finished stage, and its current digest."""
         state = self.state.stages[target]
         if key == "folder":
             folder = stage_folder(self.dir, self.plan.by_id[target])
@@ -425,8 +426,8 @@ class Standing:
 
     # What becomes of it.
 
-    def begin(self, decided: Decided) -> Job:
-        """Makes the folder and the recipe's file, and records that the stage runs."""
+    def begin(self, decided: StageStart) -> Job:
+        """Creates the folder and the recipe's file, and records that the stage runs."""
         instance = decided.instance
         job = decided.job
         if not job.resume and job.folder.exists():
@@ -457,10 +458,10 @@ class Standing:
         return job
 
     def record_end(
-        self, decided: Decided, code: int, seconds: float, *, is_asked_to_stop: bool = False
+        self, decided: StageStart, code: int, seconds: float, *, is_asked_to_stop: bool = False
     ) -> str:
-        """Records how its process ended. Returns the failure, or an empty text. `is_asked_to_stop`:
-        it was asked to stop, and the signal itself could have ended it."""
+        """Records how the stage's process ended. Returns the failure, or an empty text.
+        `is_asked_to_stop`: the process got a signal to stop, and that signal may have ended it."""
         instance = decided.instance
         state = self.state.stages[decided.instance.id]
         state.wall_s += seconds

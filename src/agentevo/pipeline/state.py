@@ -5,7 +5,7 @@
 
 A stage's `digest` identifies its inputs: kind, recipe, options, files from outside, and the digest
 of every output of another stage that it used (`inputs`). A stage runs again if and only if the
-digest differs. `made_by` of an output is the digest of the stage that made it, so the file holds
+digest differs. `made_by` of an output is the digest of the stage that made it, so the file contains
 the lineage of every model.
 """
 
@@ -29,25 +29,25 @@ STATE = "pipeline.json"
 FILE = "pipeline.yaml"
 LOCK = ".lock"
 Status = Literal["waiting", "running", "finished", "failed", "stopped", "skipped"]
-LARGEST = 2**53
-"""Limit of a count."""
+MAX_COUNT = 2**53
+"""The maximum value of a count."""
 MAX_BYTES = 64_000_000
-"""Limit of pipeline.json, in bytes."""
-MOST_STATES = 2 * MAX_STAGES + 1
-"""Limit of the number of stages and measurements."""
+"""The maximum size of pipeline.json, in bytes."""
+MAX_STATES = 2 * MAX_STAGES + 1
+"""The maximum number of stages and measurements."""
 
 
 class StageOutput(msgspec.Struct, kw_only=True):
-    """What a stage has made."""
+    """An output of a stage."""
 
     path: str
-    """Relative to the pipeline's folder, for a path in it."""
+    """Relative to the pipeline's folder, if the path is inside that folder."""
     sha256: str
-    """Digest of its content; for a whole run's folder, a name that no other run has."""
+    """The digest of the content. For a whole run's folder, a name that no other run has."""
 
 
 class Input(msgspec.Struct, kw_only=True):
-    """What a stage has used of another one."""
+    """An output of another stage that a stage has used."""
 
     stage: str
     key: str
@@ -55,27 +55,27 @@ class Input(msgspec.Struct, kw_only=True):
 
 
 class StageState(msgspec.Struct, kw_only=True):
-    """One stage, round or measurement."""
+    """A stage, round or measurement."""
 
     kind: str
     status: Status = "waiting"
     why: str = ""
     """The reason, for a stage that was skipped, failed, or run again."""
     digest: str = ""
-    """Digest of `setting`."""
+    """The digest of `setting`."""
     setting: dict[str, str] = {}
-    """Its inputs, by key."""
+    """The stage's inputs, by key."""
     inputs: list[Input] = []
     outputs: dict[str, StageOutput] = {}
     numbers: dict[str, float] = {}
     seed: int | None = None
     starts: int = 0
-    """Number of processes that have worked on it."""
+    """The number of processes that have worked on the stage."""
     began_at: float | None = None
     ended_at: float | None = None
     wall_s: float = 0.0
-    """Time of all its processes, in seconds."""
-    tokens: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0
+    """The time of all its processes, in seconds."""
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     cost: float = 0.0
 
 
@@ -88,22 +88,22 @@ class PipelineState(msgspec.Struct, kw_only=True):
     wall_s: float = 0.0
     """Running time of the pipeline over all resumptions, in seconds."""
     stages: dict[str, StageState] = {}
-    """By id, in the order of the plan."""
+    """The stages by id, in the order of the plan."""
     version: Literal[1] = 1
 
     @property
     def tokens(self) -> int:
-        """Of all stages."""
+        """The tokens of all stages."""
         return sum(stage.tokens for stage in self.stages.values())
 
     @property
     def cost(self) -> float:
-        """Likewise."""
+        """The cost of all stages."""
         return sum(stage.cost for stage in self.stages.values())
 
 
 def is_pipeline_folder(path: Path) -> bool:
-    """Whether one pipeline, or one for several seeds, has its state there."""
+    """Whether the folder has the state of a pipeline, or of a pipeline with several seeds."""
     return os.path.isfile(path / STATE) or os.path.isfile(path / FILE)
 
 
@@ -118,8 +118,8 @@ def read_state(folder: Path) -> PipelineState:
             raise OSError(f"it has more than {MAX_BYTES:,} bytes")
 
         state = msgspec.json.decode(content, type=PipelineState)
-        if len(state.stages) > MOST_STATES:
-            raise OSError(f"it has more than {MOST_STATES:,} stages")
+        if len(state.stages) > MAX_STATES:
+            raise OSError(f"it has more than {MAX_STATES:,} stages")
 
         return state
     except FileNotFoundError as error:
@@ -154,8 +154,8 @@ def as_setting(tree: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def digest_of_path(path: Path) -> str | None:
-    """sha256 of a file, or of the files of a model's folder with their names; None if there is no
-    file."""
+    """The sha256 of a file, or of the files of a model's folder with their names. None if there is
+    no file."""
     if path.is_file():
         return _digest_of_file(path)
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""Stages that are runs: `train`, `sft`, `rm`, and `sample`, which trains on nothing."""
+"""Stages that are runs: `train`, `sft`, `rm`, and `sample`, which trains nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentevo.runs.folder import is_run_folder
 
 
 class RunStage(StageKind):
-    """A run of `agentevo train` or `sft`, resumed step by step."""
+    """A run of `agentevo train` or `sft`, which resumes after its last step."""
 
     makes_folder: ClassVar[bool] = True
     makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
@@ -62,8 +62,8 @@ class RunStage(StageKind):
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a completed run; None of one that has not completed, or has a damaged
-    summary."""
+    """The summary.json of a completed run. None for a run that is not completed, or whose summary
+    is damaged."""
     file = folder / "summary.json"
     if not is_run_folder(folder) or not file.is_file():
         return None

@@ -32,7 +32,7 @@ from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.identity import ensure_run_folder
-from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.signals import POLL_INTERVAL_S, catch_stop_signals
 from agentevo.tracing import check_tracing
 
 
@@ -54,7 +54,7 @@ def run_gateway(
 
     Scoring(config.rewards)
     tasks = TaskSource(config, None) if config.tasks.given else None
-    with asked_to_stop() as stop, open_endpoint(config.run_dir, host, port, tls) as endpoint:
+    with catch_stop_signals() as stop, open_endpoint(config.run_dir, host, port, tls) as endpoint:
         chat, context_length = conversation(config)
         if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
             return
@@ -111,7 +111,7 @@ async def _serve(
             await engine.refresh()  # from here on it continues looking
             note(f"gateway: sessions at {base}/sessions\n{endpoint.where_the_key_is()}")
             while not stop():
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
             await sessions.close()
 
         note("gateway: stopped")

@@ -35,10 +35,10 @@ from agentevo.paths import short
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.given_tasks import check_same_tasks
 from agentevo.rollout.sampler import Sampler
-from agentevo.rollout.service import STOPPING_S, SamplerService
+from agentevo.rollout.service import STOP_TIMEOUT_S, SamplerService
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.store_opening import open_run_store
-from agentevo.signals import LOOK_S, asked_to_stop, finished_before_stop
+from agentevo.signals import POLL_INTERVAL_S, catch_stop_signals, finishes_before_stop
 from agentevo.store.call_log import CallLog, call_log
 from agentevo.store.store import Store
 from agentevo.tracing import check_tracing, open_tracing
@@ -53,7 +53,7 @@ DONE_S = 2.0
 """How often to look whether the run has committed its last step, in seconds."""
 GRACE_S = 2.0
 """How long the service may take to notice a request to stop, in seconds; then it is cancelled. A
-stopping service has STOPPING_S more, and then this time once more."""
+stopping service has STOP_TIMEOUT_S more, and then this time once more."""
 
 
 def sample(
@@ -86,7 +86,7 @@ def sample(
 
     source = TaskSource(config, tasks)
     player = find_agent(config, agent)
-    with asked_to_stop(parent) as stop:
+    with catch_stop_signals(parent) as stop:
         chat, context_length = conversation(config)
         if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
             return
@@ -199,7 +199,7 @@ async def engines_and_store(
     opening = asyncio.create_task(
         open_run_store(config.store_url, within_s=STORE_RETRY_S, notify=note)
     )
-    if not await finished_before_stop(opening, stop):
+    if not await finishes_before_stop(opening, stop):
         yield None
         return
 
@@ -254,14 +254,14 @@ async def _serve(
     try:
         while not serving.done() and not stop() and not done:
             finished, _ = await asyncio.wait(
-                [serving, *watching], timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                [serving, *watching], timeout=POLL_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
             )
             for task in finished:
                 task.result()
 
         await asyncio.wait([serving], timeout=GRACE_S)
         if service.stopping:
-            await asyncio.wait([serving], timeout=STOPPING_S + GRACE_S)
+            await asyncio.wait([serving], timeout=STOP_TIMEOUT_S + GRACE_S)
     finally:
         for task in (serving, *watching):
             task.cancel()

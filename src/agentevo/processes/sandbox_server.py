@@ -36,7 +36,7 @@ from agentevo.processes.endpoint import open_endpoint
 from agentevo.sandbox import Sandbox, SandboxTool, sandboxes, wire
 from agentevo.sandbox.opening import chosen_kind
 from agentevo.sandbox.replies import longest_message
-from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.signals import POLL_INTERVAL_S, catch_stop_signals
 
 LOG = logging.getLogger(__name__)
 
@@ -345,7 +345,7 @@ def serve_sandboxes(
         raise ConfigError(f"{folder} is not a folder: give another one for the server's key")
 
     with (
-        asked_to_stop() as stop,
+        catch_stop_signals() as stop,
         open_endpoint(
             folder.absolute().parent, host, port, tls, folder.absolute().name
         ) as endpoint,
@@ -380,6 +380,6 @@ def serve_sandboxes(
                 note(f"sandboxes ({kind}) at {url}")
                 note(endpoint.where_the_key_is())
                 while not stop():
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_INTERVAL_S)
 
         run_coroutine(serve())

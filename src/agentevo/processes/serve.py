@@ -52,7 +52,7 @@ from agentevo.inference.weight_transport import (
 from agentevo.orchestration.components import check_memory, load_policy
 from agentevo.retry import STORE_RETRY_S
 from agentevo.runs.identity import ensure_run_folder
-from agentevo.signals import asked_to_stop
+from agentevo.signals import catch_stop_signals
 
 STOP_POLL_S = 0.05
 AGAIN_S = 30.0
@@ -86,7 +86,7 @@ def serve(
 
     make_engine = engines.get(config.engine.type)
     source = remote_source(config)
-    with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
+    with catch_stop_signals(parent) as stop, open_socket(host, port) as listener:
         if tls is None:
             tls = not is_this_machine(listener.getsockname()[0])
         if tls:

@@ -25,7 +25,7 @@ from agentevo.models.positions import context_length
 from agentevo.orchestration.components import check_memory, load_policy
 from agentevo.processes.endpoint import SERVING, Endpoint, open_endpoint
 from agentevo.rollout.sampler import sampling_params
-from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.signals import POLL_INTERVAL_S, catch_stop_signals
 from agentevo.training.checkpoint import Checkpoints
 
 
@@ -50,7 +50,7 @@ def serve_model(
 
     make_engine = engines.get(config.engine.type)
     with (
-        asked_to_stop() as stop,
+        catch_stop_signals() as stop,
         open_endpoint(config.run_dir, host, port, tls, SERVING) as endpoint,
     ):
         loaded = load_policy(config, path)
@@ -104,7 +104,7 @@ async def _serve(
         with endpoint.announce(base):
             while not stop():
                 engine.check()
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
         note(f"{name}: stopped")
     finally:

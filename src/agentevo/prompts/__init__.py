@@ -1,1 +1,1 @@
-"""`agentevo optimize`: finds better texts for an agent, with unchanged weights."""
+"""`agentevo optimize`: searches for better texts for an agent, with unchanged weights."""

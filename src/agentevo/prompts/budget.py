@@ -1,5 +1,6 @@
 """The budget of a search: attempts and minutes, over all of its processes, with a reserve for the
-comparison on held-out tasks. Money is the remote models' own budget (remote_models/ledger.py).
+comparison on held-out tasks. The remote models' own budget limits the money
+(remote_models/ledger.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.prompts.folder import Candidate, Record, SearchBegun, SearchSession
 
 SAFETY = 1.3
-"""The assumed duration of an attempt of the comparison, as a multiple of the mean so far."""
+"""An attempt of the comparison is assumed to take this many times the mean duration so far."""
 
 
 class BudgetSpentError(AgentEvoError):
@@ -23,22 +24,22 @@ class BudgetSpentError(AgentEvoError):
 
 @dataclass
 class Budget:
-    """See the module."""
+    """Counts the attempts and the time of a search."""
 
     section: OptimizeSection
     reserve: int
-    """Attempts of the comparison."""
+    """The attempts that are reserved for the comparison."""
     num_begun: int = 0
     """Started attempts, including lost ones."""
     before_s: float = 0.0
-    """Seconds used by earlier processes."""
+    """The seconds that earlier processes used."""
     started: float = field(default_factory=time.monotonic)
     playing_s: float = 0.0
-    """Seconds in which attempts were played."""
+    """The seconds in which attempts were played."""
     num_played: int = 0
 
     def check(self) -> None:
-        """Raises ConfigError for a budget that the comparison uses up."""
+        """Raises ConfigError if the comparison alone uses up the budget."""
         needed = self.reserve + self.section.tasks * self.section.attempts_per_task
         if self.section.attempts < needed:
             raise ConfigError(
@@ -56,7 +57,8 @@ class Budget:
         return self.before_s + time.monotonic() - self.started
 
     def seconds_left(self, *, final: bool) -> float | None:
-        """Seconds until the search, or the whole command, has to end; None without a limit."""
+        """The seconds until the search, or with `final` the whole command, has to end. None without
+        a limit."""
         if self.section.minutes is None:
             return None
         seconds = self.section.minutes * 60 - self.used_s
@@ -66,7 +68,7 @@ class Budget:
 
     def take(self, number: int, *, final: bool) -> None:
         """Counts attempts that are about to start. Raises BudgetSpentError if they are too many or
-        too late; zero attempts never are, since the log has their results."""
+        too late. Zero attempts are always allowed, because the log has their results."""
         if not number:
             return
 
@@ -80,7 +82,8 @@ class Budget:
 
 
 def comparison(section: OptimizeSection, num_held_out: int) -> int:
-    """Attempts of the comparison: the best text and the agent's own play every held-out task."""
+    """The attempts of the comparison: the best text and the agent's own text play every held-out
+    task."""
     return 2 * num_held_out * section.attempts_per_task
 
 
@@ -103,8 +106,8 @@ def budget_of(section: OptimizeSection, reserve: int, records: Sequence[Record])
 
 
 def with_cost(config: RunConfig) -> RunConfig:
-    """The configuration whose remote models can't cost more than `optimize.cost` together: each
-    one's budget is an even share. Raises ConfigError if no model has a price."""
+    """The configuration with a limit of `optimize.cost` for all remote models together. Each
+    model's budget is an equal share. Raises ConfigError if no model has a price."""
     cost = config.optimize.cost
     if cost is None:
         return config

@@ -1,4 +1,5 @@
-"""Few-shot choice: a text of examples from the agent's own best attempts. No writer is needed."""
+"""Few-shot examples: a text of examples from the agent's own best attempts. This method needs no
+writer."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from agentevo.types import Message
 
 
 def best_attempts(played: Sequence[PlayedAttempt]) -> list[PlayedAttempt]:
-    """One attempt of each task, the highest reward first: successful ones or, without any, those
-    with a reward above the mean."""
+    """An attempt of each task, the highest reward first. They are successful attempts or, if there
+    are none, attempts with a reward above the mean."""
     completed = [
         attempt for attempt in played if attempt.status == "completed" and attempt.messages
     ]
@@ -36,12 +37,15 @@ def best_attempts(played: Sequence[PlayedAttempt]) -> list[PlayedAttempt]:
 def chosen_examples(
     played: Sequence[PlayedAttempt], before: str, most: int, draw: random.Random
 ) -> str | None:
-    """A text of at most `most` conversations, sampled from `best_attempts`; None if there is none.
-    `before`: the examples that these attempts saw, which are not their own."""
+    """A text of at most `most` conversations, sampled from `best_attempts`. None if there are none.
+    `before`: the examples in these attempts' prompts, which are not the attempts' own
+    conversations."""
     shown = [message for example in examples_of("examples", before) for message in example]
     opening = common_opening([attempt for attempt in played if attempt.messages], shown)
     talks = [
-        talk for best_attempt in best_attempts(played) if (talk := own_talk(best_attempt, opening))
+        talk
+        for best_attempt in best_attempts(played)
+        if (talk := attempt_messages(best_attempt, opening))
     ]
     if not talks:
         return None
@@ -52,8 +56,8 @@ def chosen_examples(
 
 
 def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) -> list[Message]:
-    """The common beginning of conversations, without system messages, for any task: the
-    messages that the conversations of all tasks share; for a single task `shown`, the examples."""
+    """The common beginning of conversations, without system messages: the messages that the
+    conversations of all tasks share. For a single task, the examples in `shown`."""
     openings = {attempt.task: _talk(attempt) for attempt in played}
     talks = [talk for talk in openings.values() if talk]
     if len(talks) < 2:
@@ -68,9 +72,9 @@ def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) ->
     return common
 
 
-def own_talk(played: PlayedAttempt, opening: Sequence[Message]) -> list[Message]:
-    """The attempt's conversation without system messages and without the common beginning; empty
-    if it can't be an example."""
+def attempt_messages(played: PlayedAttempt, opening: Sequence[Message]) -> list[Message]:
+    """The attempt's conversation without system messages and without the common beginning. Empty if
+    it can't be an example."""
     talk = _talk(played)
     if [_said(message) for message in talk[: len(opening)]] == [
         _said(message) for message in opening

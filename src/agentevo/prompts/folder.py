@@ -6,9 +6,9 @@
     texts.yaml      the texts for a recipe (`agent.texts`), written at the end
     summary.json    the results, and report.md to read
 
-The search is a function of the settings and the log: a resumed search makes the same choices again
+The search is a function of the settings and the log. A resumed search makes the same choices again,
 and reads finished attempts and answers from the log. The start of an attempt is logged before it
-plays, so an attempt lost with a killed process counts in the budget, and is played again.
+plays. So an attempt that was lost with a killed process counts in the budget, and is played again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ SUMMARY = "summary.json"
 REPORT = "report.md"
 LOCK = "optimize.lock"
 REMEDY = "make room there, or make it writable, and continue with --resume"
-LONGEST_TALK = 60_000
-"""The most characters of an attempt's messages that are stored; longer ones are left out."""
+MAX_TALK_CHARS = 60_000
+"""The maximum number of stored characters of an attempt's messages. Longer conversations are left
+out."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, tag="candidate"):
@@ -55,23 +56,23 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, tag="candidate"):
 
     @property
     def id(self) -> str:
-        """The same for the same texts."""
+        """The id, the same for the same texts."""
         return digest_of_text(json.dumps(self.texts, sort_keys=True))
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """The number of characters of all texts."""
         return sum(map(len, self.texts.values()))
 
 
 class SearchBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
-    """The record of attempts that are about to play."""
+    """The record of attempts that are about to start."""
 
     candidate: str
     task: str
     label: str
     number: int
-    """How many."""
+    """The number of attempts."""
     at: float = 0.0
 
 
@@ -87,14 +88,14 @@ class PlayedAttempt(msgspec.Struct, frozen=True, kw_only=True, tag="attempt"):
     success: bool = False
     error: str = ""
     messages: list[dict[str, Any]] = []
-    """Of the last conversation, in OpenAI's form; empty if it was too long."""
+    """The messages of the last conversation, in OpenAI's form. Empty if it was too long."""
     texts: dict[str, str] = {}
-    """Digests of the texts that it was played with."""
+    """The digests of the texts that the attempt was played with."""
     at: float = 0.0
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
-    """An answer of the writer, or why there is none."""
+    """An answer of the writer, or the reason why there is none."""
 
     key: str
     text: str = ""
@@ -107,20 +108,21 @@ class SearchSession(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
 
     at: float = 0.0
     lead_s: float = 0.0
-    """Seconds before this record, in which it loaded the model."""
+    """The seconds before this record, in which the process loaded the model."""
 
 
 Record = Candidate | SearchBegun | PlayedAttempt | Written | SearchSession
 
 
 class OptimizeFolder:
-    """See the module. One process at a time: `locked`."""
+    """Reads and writes the folder of a search. Only one process may use it at a time, see
+    `lock`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Raises ConfigError if another process works there, or the folder can't be locked."""
+        """Raises ConfigError if another process works there, or if the folder can't be locked."""
         return locked_output(self.path, LOCK, "optimizes")
 
     @property
@@ -129,7 +131,7 @@ class OptimizeFolder:
         return os.path.isfile(self.path / SETTINGS)
 
     def check_new(self) -> None:
-        """Raises ConfigError if the folder already has content."""
+        """Raises ConfigError if the folder is not empty."""
         if self.is_begun:
             raise ConfigError(
                 f"{self.path} has a search already: continue it with --resume, or give another "
@@ -153,7 +155,8 @@ class OptimizeFolder:
             raise ConfigError(f"{self.path / SETTINGS} is damaged: start another search") from error
 
     def go_on(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the folder has a search to resume. Raises ConfigError for another search."""
+        """Whether the folder has this search to resume. Raises ConfigError if it has another
+        search."""
         path = self.path / SETTINGS
         if not self.is_begun:
             return False
@@ -171,7 +174,7 @@ class OptimizeFolder:
         return True
 
     def add(self, record: Record) -> None:
-        """Appends a record with the time. Raises ConfigError."""
+        """Appends a record with the current time. Raises ConfigError."""
         if not isinstance(record, Candidate):
             record = msgspec.structs.replace(record, at=time.time())
         add_record(self.path / LOG, msgspec.to_builtins(record))
@@ -187,12 +190,12 @@ class OptimizeFolder:
             try:
                 log.append(msgspec.convert(row, Record))
             except msgspec.ValidationError:
-                continue  # half of a line, or a line of another program
+                continue  # a partial line, or a line of another program
 
         return log
 
     def end(self, texts: Mapping[str, str], summary: Mapping[str, Any], report: str) -> None:
-        """Writes the results; the texts last, so that they are never without a report."""
+        """Writes the results. The texts come last, so that they are never without a report."""
         with must_write(self.path, REMEDY):
             write_atomic(self.path / REPORT, report, durable=True)
             write_atomic(self.path / SUMMARY, _json(summary), durable=True)

@@ -60,7 +60,7 @@ class TextOptimization:
     """The settings of a search."""
 
     contestant: Contestant
-    """The recipe of the agent; its section `optimize` sets the search."""
+    """The recipe of the agent. Its section `optimize` configures the search."""
     out: Path
     resume: bool = False
     agent: AgentFunction | None = None
@@ -78,7 +78,7 @@ class _SearchTasks:
 
 def optimize(what: TextOptimization, note: Callable[[str], None]) -> dict[str, Any]:
     """Searches, compares, and returns the summary. Raises ConfigError before anything is created,
-    and AttemptsFailedError where the agent's own texts let no attempt complete."""
+    and AttemptsFailedError if no attempt with the agent's own texts completes."""
     config = with_cost(what.contestant.config)
     _check_config(config)
 
@@ -112,7 +112,7 @@ async def _optimize_in_folder(
     goes_on: bool,
     note: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What `optimize` does in its folder."""
+    """The part of `optimize` that works in the folder."""
     records: list[Record] = folder.records() if goes_on else []
     section = config.optimize
     budget = budget_of(section, comparison(section, len(tasks.held_out)), records)
@@ -149,7 +149,7 @@ async def _optimize_in_folder(
             judging=tasks.judging,
             note=note,
         )
-        search.take_in(records)
+        search.restore(records)
         best = await search.run(start)
         compared = await _compare_held_out(playing, start, best.candidate, tasks.held_out, note)
         remote_totals = sampler.remote_models.totals()
@@ -190,7 +190,7 @@ async def _open_sampler(
 
 
 async def _find_declared(sampler: Sampler, task: Task, config: RunConfig) -> dict[str, Declared]:
-    """The texts that the agent requests in one attempt. Raises AttemptsFailedError."""
+    """The texts that the agent requests in an attempt. Raises AttemptsFailedError."""
     (trajectory, *_) = await sampler.play(
         task, attempts=1, temperature=0.0, step=0, label=PROBE, texts=config.agent.texts
     )
@@ -221,7 +221,7 @@ def _method(config: RunConfig, declared: Mapping[str, Declared]) -> str:
 def _start(
     config: RunConfig, declared: Mapping[str, Declared], method: str
 ) -> tuple[Candidate, dict[str, Kind]]:
-    """The agent's own texts that are searched, and their kind. Raises ConfigError."""
+    """The agent's own texts that are searched, and their kinds. Raises ConfigError."""
     chosen_names = config.optimize.texts
     unknown = next((name for name in chosen_names if name not in declared), None)
     if unknown is not None:
@@ -274,9 +274,9 @@ def _check_config(config: RunConfig) -> None:
 def _tasks_of(
     config: RunConfig, given_tasks: Sequence[Task] | None, note: Callable[[str], None]
 ) -> _SearchTasks:
-    """The tasks to search with, and the held-out ones. A task with the same question as a held-out
-    one is left out of the search. A curriculum, which follows what training has solved, has no
-    effect here: no step is trained."""
+    """The tasks of the search, and the held-out ones. A task with the same question as a held-out
+    task is left out of the search. A curriculum has no effect here, because it depends on solved
+    tasks of training, and no step is trained."""
     in_order = config.tasks.model_copy(update={"curriculum": None})
     source = TaskSource(config.model_copy(update={"tasks": in_order}), given_tasks)
     held_out = source.held_out()
@@ -311,8 +311,8 @@ def _tasks_of(
 
 
 def _question(task: Task) -> tuple[str | int | None, ...]:
-    """The identity of a task without its id. One query with two answers gives two tasks, since
-    `metadata` is part of it."""
+    """The identity of a task without its id. A query with two answers gives two tasks, because
+    `metadata` is part of the identity."""
     return task.environment, task.seed, task.query, repr(task.answer)
 
 
@@ -336,7 +336,7 @@ def _settings(config: RunConfig, contestant: Contestant, tasks: _SearchTasks) ->
 
 @dataclass(frozen=True)
 class _Compared:
-    """Two candidates on the held-out tasks that both have played."""
+    """Two candidates, compared on the held-out tasks that both have played."""
 
     before: Estimate | None
     after: Estimate | None
@@ -353,7 +353,8 @@ async def _compare_held_out(
     held_out: Sequence[Task],
     note: Callable[[str], None],
 ) -> _Compared:
-    """Plays pairs, some tasks at a time, so that the results stay paired if the budget ends."""
+    """Plays pairs of candidates, some tasks at a time, so that the results stay paired if the
+    budget ends."""
     pairs = [start] if winner.id == start.id else [start, winner]
     means: list[list[float]] = [[] for _ in pairs]
 
@@ -377,13 +378,13 @@ async def _compare_held_out(
                 [attempt for attempt in each[task.id] if attempt.status == "completed"]
                 for each in played
             ]
-            for place, completed in enumerate(of_it):
-                failed[place] += len(played[place][task.id]) - len(completed)
+            for index, completed in enumerate(of_it):
+                failed[index] += len(played[index][task.id]) - len(completed)
                 if all(of_it):
-                    means[place].append(
+                    means[index].append(
                         sum(attempt.reward for attempt in completed) / len(completed)
                     )
-                    successes[place].append(
+                    successes[index].append(
                         sum(attempt.success for attempt in completed) / len(completed)
                     )
 

@@ -1,5 +1,5 @@
-"""Edits of a text without a writer: a sentence is left out, moved, or added from a list. Nothing is
-paraphrased, and the seed chooses the edit."""
+"""Edits of a text without a writer: a sentence is left out, moved, or added from a list. No
+sentence is rephrased, and the seed determines the edit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def sentences_of(text: str) -> list[str]:
 
 
 def edit(text: str, phrases: Sequence[str], draw: random.Random) -> tuple[str, str] | None:
-    """Another text, and a description of the edit; None where no edit is possible. The space
-    between sentences (line breaks) is kept only where a sentence is added."""
+    """Another text, and a description of the edit. None if no edit is possible. The space between
+    sentences (line breaks) is kept only if a sentence is added."""
     sentences = sentences_of(text)
     absent = [phrase for phrase in phrases if phrase not in text]
     kinds = (["add"] * 2 if absent else []) + (["drop", "move"] if len(sentences) > 1 else [])

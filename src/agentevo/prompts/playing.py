@@ -1,8 +1,8 @@
-"""Candidates play tasks: each task with the same seeds for every candidate. Attempts that were
-played before are read from the log, and no attempt begins without room in the budget.
+"""Candidates play tasks. The seeds of a task are the same for every candidate. Attempts that were
+already played are read from the log, and no attempt starts without room in the budget.
 
-In the search, a failed attempt counts as the lowest reward so far, or 0 if that is lower: a text
-that makes attempts fail must not look better for it.
+In the search, a failed attempt counts as the lowest reward so far, or as 0 if that is lower. So a
+text that makes attempts fail does not look better for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentevo.errors import AttemptsFailedError
 from agentevo.event_loop import gather_all
 from agentevo.prompts.budget import Budget, BudgetSpentError
 from agentevo.prompts.folder import (
-    LONGEST_TALK,
+    MAX_TALK_CHARS,
     Candidate,
     OptimizeFolder,
     PlayedAttempt,
@@ -28,15 +28,15 @@ from agentevo.runs.sft_export import as_row
 from agentevo.types import Message, RemoteTurn, Task, Trajectory, Turn
 
 JUDGED = "judged"
-"""Label of plays with the recipe's sampling."""
+"""The label of plays with the recipe's sampling."""
 SAMPLED = "sampled"
-"""Label of extra plays at temperature 1."""
+"""The label of extra plays at temperature 1."""
 HELD_OUT = "held_out"
-"""Label of plays of held-out tasks."""
+"""The label of plays of held-out tasks."""
 
 
 class Playing:
-    """See the module."""
+    """Plays tasks with candidates, within the budget."""
 
     def __init__(
         self,
@@ -47,18 +47,19 @@ class Playing:
         recipe_texts: dict[str, str],
         at_once: int,
     ) -> None:
-        """`recipe_texts`: the recipe's texts, which a candidate's replace. `at_once`: groups."""
+        """`recipe_texts`: the recipe's texts, which a candidate's texts replace. `at_once`: the
+        number of concurrent groups."""
         self._sampler = sampler
         self._folder = folder
         self.budget = budget
-        self._given = recipe_texts
+        self._recipe_texts = recipe_texts
         self._room = asyncio.Semaphore(at_once)
         self._played: dict[tuple[str, str, str], dict[int, PlayedAttempt]] = {}
         self._lowest = 0.0
 
         for record in records:
             if isinstance(record, PlayedAttempt):
-                self._remember(record)
+                self._add_played(record)
 
     async def play(
         self,
@@ -68,8 +69,8 @@ class Playing:
         label: str = JUDGED,
         attempts: int | None = None,
     ) -> dict[str, list[PlayedAttempt]]:
-        """The attempts at each task, by its id. Raises BudgetSpentError, before any starts, if they
-        do not all fit."""
+        """The attempts at each task, by its id. Raises BudgetSpentError before any attempt starts,
+        if they do not all fit into the budget."""
         section = self.budget.section
         size = attempts or section.attempts_per_task
         missing = [task for task in tasks if len(self._of(candidate, task, label)) < size]
@@ -93,7 +94,8 @@ class Playing:
         return attempts_by_task
 
     def scores(self, played: dict[str, list[PlayedAttempt]]) -> dict[str, float]:
-        """The mean of each task, by its id; failed attempts count as in the module's docstring."""
+        """The mean reward of each task, by its id. Failed attempts count as in the module's
+        docstring."""
         return {
             task: sum(
                 attempt.reward if attempt.status == "completed" else min(0.0, self._lowest)
@@ -115,19 +117,19 @@ class Playing:
                 temperature=temperature,
                 step=0,
                 label=label,
-                texts={**self._given, **candidate.texts},
+                texts={**self._recipe_texts, **candidate.texts},
             )
             for trajectory in trajectories[:size]:
                 if (trajectory.error or "").startswith(BudgetExceededError.__name__):
                     raise BudgetSpentError(trajectory.error)
                 played = _as_played(candidate, trajectory, label)
                 self._folder.add(played)
-                self._remember(played)
+                self._add_played(played)
 
     def _of(self, candidate: Candidate, task: Task, label: str) -> dict[int, PlayedAttempt]:
         return self._played.get((candidate.id, task.id, label), {})
 
-    def _remember(self, played: PlayedAttempt) -> None:
+    def _add_played(self, played: PlayedAttempt) -> None:
         key = (played.candidate, played.task, played.label)
         self._played.setdefault(key, {})[played.attempt] = played
         if played.status == "completed":
@@ -175,4 +177,4 @@ def _talk(trajectory: Trajectory) -> list[dict[str, object]]:
         place = turns[place].parent
 
     rows = [as_row(message) for message in messages]
-    return rows if sum(len(str(row)) for row in rows) <= LONGEST_TALK else []
+    return rows if sum(len(str(row)) for row in rows) <= MAX_TALK_CHARS else []

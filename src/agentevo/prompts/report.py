@@ -8,7 +8,7 @@ from typing import Any
 
 from agentevo.prompts.search import Judged
 
-MOST_ROWS = 30
+MAX_ROWS = 30
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:
@@ -30,7 +30,7 @@ def verdict_of(summary: Mapping[str, Any]) -> str:
 
 
 def lines_of(summary: Mapping[str, Any]) -> list[str]:
-    """For the terminal."""
+    """The results as lines for the terminal."""
     held_out = summary["held_out"]
     budget = summary["budget"]
 
@@ -53,17 +53,17 @@ def lines_of(summary: Mapping[str, Any]) -> list[str]:
 
 
 def report_of(summary: Mapping[str, Any], pool: Sequence[Judged]) -> str:
-    """report.md."""
+    """The text of report.md."""
     ranked = sorted(pool, key=lambda judged: judged.rank)
     parts = ["# Texts\n", "```", *lines_of(summary), "```\n", "## What was judged\n"]
     parts += ["| text | reward in the search | from | how |", "|---|---|---|---|"]
     parts += [
         f"| {judged.candidate.id} | {judged.mean:.3f} | {judged.candidate.parent} | "
         f"{_cell(judged.candidate.how)} |"
-        for judged in ranked[:MOST_ROWS]
+        for judged in ranked[:MAX_ROWS]
     ]
-    if len(ranked) > MOST_ROWS:
-        parts.append(f"\n{len(ranked) - MOST_ROWS} more are in log.jsonl.")
+    if len(ranked) > MAX_ROWS:
+        parts.append(f"\n{len(ranked) - MAX_ROWS} more are in log.jsonl.")
 
     for failure in summary["search"]["writer_failures"]:
         parts.append(f"\nThe writer: {_cell(failure)}")
@@ -82,7 +82,7 @@ def report_of(summary: Mapping[str, Any], pool: Sequence[Judged]) -> str:
 
 
 def _fence(content: str) -> str:
-    """Longer than any run of backticks in the content."""
+    """A fence that is longer than any run of backticks in the content."""
     fence = "```"
     while fence in content:
         fence += "`"

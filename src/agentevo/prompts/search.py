@@ -1,4 +1,4 @@
-"""The search for better texts, as a beam or on a Pareto front; both have the same edits.
+"""The search for better texts, as a beam or on a Pareto front. Both use the same edits.
 
     beam (apo, few_shot, phrases)   of every text of the beam some edits; the best of both continue.
                                     With a writer an edit is a criticism of attempts and a change
@@ -10,9 +10,9 @@
                                     al. 2025 (arXiv 2507.19457)
 
 An edit is first compared with its parent on some tasks, where it must not be worse (gepa: must be
-better), and only then judged on all of them. The tasks for judging texts differ from those that
-edits learn from, so no example precedes its own task. Every choice comes from the seed, the round
-and the branch.
+better). Only then is it judged on all tasks. The tasks for judging texts differ from those that
+edits learn from, so no task is judged with its own example in the prompt. Every choice follows from
+the seed, the round and the branch.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from agentevo.prompts.examples import chosen_examples
 from agentevo.prompts.folder import Candidate, OptimizeFolder, PlayedAttempt, Record
 from agentevo.prompts.phrases import edit
 from agentevo.prompts.playing import JUDGED, SAMPLED, Playing
-from agentevo.prompts.writing import TextWriter, WriterGoneError, shown_attempts
+from agentevo.prompts.writing import TextWriter, WriterFailedError, shown_attempts
 from agentevo.seeds import derive_seed
 from agentevo.types import Task
 
 MERGE_EVERY = 4
 SAMPLES = 4
-"""Attempts at each task to choose examples from, if greedy ones give too few."""
+"""The number of attempts at each task to choose examples from, if greedy attempts give too few."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate and its value, on the tasks for judging texts."""
+    """A candidate and its scores on the tasks for judging texts."""
 
     candidate: Candidate
     scores: dict[str, float]
@@ -50,13 +50,13 @@ class Judged:
 
     @property
     def rank(self) -> tuple[float, int, str]:
-        """The best first; of equals the shorter one."""
+        """The sort key: the best first, and among equals the shortest."""
         return -self.mean, self.candidate.size, self.candidate.id
 
 
 @dataclass
 class TextSearch:
-    """See the module."""
+    """Searches for better texts within a budget."""
 
     section: OptimizeSection
     method: str
@@ -70,27 +70,27 @@ class TextSearch:
     judging: Sequence[Task]
     note: Callable[[str], None]
     known_problems: set[str] = field(default_factory=set)
-    """The number of candidates in the log."""
+    """The candidates in the log."""
     pool: list[Judged] = field(default_factory=list)
     num_tried: int = 0
     end_reason: str = ""
     """Why the search ended."""
 
-    def take_in(self, records: Sequence[Record]) -> None:
+    def restore(self, records: Sequence[Record]) -> None:
         """Restores the state from the log."""
         self.known_problems |= {record.id for record in records if isinstance(record, Candidate)}
 
     async def run(self, start: Candidate) -> Judged:
-        """The best candidate found within the budget, which may be `start`. Raises BudgetSpentError
-        only if not even `start` could be judged."""
-        self._tell(start)
+        """The best candidate that was found within the budget, which may be `start`. Raises
+        BudgetSpentError only if not even `start` could be judged."""
+        self._log_candidate(start)
         self.pool.append(await self._judge(start))
         self.note(f"the agent's own texts: {self.pool[0].mean:.3f} on {len(self.judging)} tasks")
 
         try:
             await (self._front() if self.method == "gepa" else self._beam())
             self.end_reason = self.end_reason or f"optimize.rounds={self.section.rounds} are over"
-        except (BudgetSpentError, WriterGoneError) as error:
+        except (BudgetSpentError, WriterFailedError) as error:
             self.end_reason = str(error)
 
         self.note(f"the search ended: {self.end_reason}")
@@ -120,7 +120,7 @@ class TextSearch:
             self._report(number)
 
     async def _front(self) -> None:
-        """The number of edits that the beam would make."""
+        """Searches on a Pareto front, with as many edits as the beam would make."""
         per_round = self.section.beam_width * self.section.branches
         for number in range(self.section.rounds * per_round):
             draw = self._draw(number, "front", 0)
@@ -141,7 +141,7 @@ class TextSearch:
                 self._report((number + 1) // per_round)
 
     def front(self) -> list[tuple[Judged, int]]:
-        """The candidates that are best at some task, and their number of such tasks."""
+        """The candidates that are best at some task, with the number of such tasks."""
         best = {
             task.id: max(judged.scores[task.id] for judged in self.pool) for task in self.judging
         }
@@ -153,17 +153,18 @@ class TextSearch:
     async def _try_child(
         self, child: Candidate | None, parent: Judged, draw: random.Random, *, strictly: bool
     ) -> Judged | None:
-        """The judged child; None if it is not new, or worse than its parent on some tasks."""
+        """The judged child. None if it is not new, or if it is worse than its parent on some
+        tasks."""
         if child is None or any(judged.candidate.id == child.id for judged in self.pool):
             return None
 
-        self._tell(child)
+        self._log_candidate(child)
         self.num_tried += 1
         some = draw.sample(list(self.judging), min(2 * self.section.batch, len(self.judging)))
         scores = self.playing.scores(await self.playing.play(child, some))
         total = sum(scores.values())
         before = sum(parent.scores[task.id] for task in some)
-        # If the parent fails on all these tasks, an edit that also fails is no worse.
+        # If the parent fails on all these tasks, an edit that also fails is not worse.
         if total < before or (strictly and total == before):
             return None
 
@@ -174,7 +175,7 @@ class TextSearch:
         return Judged(candidate, self.playing.scores(played))
 
     async def _edit(self, parent: Candidate, draw: random.Random, number: int) -> Candidate | None:
-        """Another candidate, with one text changed; None if the edit fails."""
+        """Another candidate, with one text changed. None if the edit fails."""
         names = sorted(self.kinds)
         name = names[number % len(names)]
         before = parent.texts[name]
@@ -211,8 +212,8 @@ class TextSearch:
         return None if critique is None else await writer.edit(name, before, critique, number)
 
     async def _examples(self, parent: Candidate, before: str, draw: random.Random) -> str | None:
-        """Chooses examples from the parent's attempts at the learning tasks, with sampled ones if
-        there are too few good ones."""
+        """Chooses examples from the parent's attempts at the learning tasks. If there are too few
+        good ones, sampled attempts are added."""
         greedy = await self.playing.play(parent, self.learning)
         played: list[PlayedAttempt] = [attempt for of_it in greedy.values() for attempt in of_it]
         if sum(attempt.success for attempt in played) < self.section.examples:
@@ -225,8 +226,8 @@ class TextSearch:
     def _draw(self, number: int, of: str, branch: int) -> random.Random:
         return random.Random(derive_seed(self.seed, "optimize", number, of, branch))
 
-    def _tell(self, candidate: Candidate) -> None:
-        """The log has the candidate before its first attempt."""
+    def _log_candidate(self, candidate: Candidate) -> None:
+        """Logs the candidate before its first attempt."""
         if candidate.id not in self.known_problems:
             self.folder.add(candidate)
             self.known_problems.add(candidate.id)
@@ -242,7 +243,7 @@ class TextSearch:
 
 
 def _merge_parents(first: Judged, second: Judged, draw: random.Random) -> Candidate:
-    """Takes each text from one of two parents, at random."""
+    """Takes each text from one of the two parents, at random."""
     pairs = (first.candidate.texts, second.candidate.texts)
     texts = {name: pairs[draw.random() < 0.5][name] for name in sorted(pairs[0])}
     return Candidate(

@@ -1,10 +1,11 @@
 """The writer: a model that reads attempts and writes another text.
 
 The writer sees only attempts at tasks of the search. Their content is between two lines with a mark
-made from it, and is only text: the writer must not follow an instruction in it. The new text must
-be between <text> and </text>. An answer without one is reported, and so is a text that is not valid
-(config/texts.py), too long, or without the placeholders ({question}) of the text that it replaces.
-Each answer is requested once: a resumed search finds it in the log.
+that is made from the content. It is only text: the prompt tells the writer not to follow
+instructions in it. The new text must be between <text> and </text>. An answer is rejected and
+reported if it has no such text. So is a text that is not valid (config/texts.py), too long, or
+without the placeholders ({question}) of the text that it replaces. Each answer is requested once: a
+resumed search reads it from the log.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from agentevo.seeds import derive_seed
 from agentevo.types import Message, Task
 
 POLICY = "policy"
-LONGEST_SHOWN = 3000
-"""The most characters of an attempt that the writer reads."""
-MOST_FAILURES = 3
-"""Failures of the writer in a row that end its search."""
+MAX_SHOWN_CHARS = 3000
+"""The maximum number of characters of an attempt in the writer's prompt."""
+MAX_FAILURES_IN_A_ROW = 3
+"""The number of the writer's failures in a row that ends its search."""
 _TEXT = re.compile(r"<text>\n?(.*?)\n?</text>", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{[A-Za-z_]\w*\}")
 
 
-class WriterGoneError(AgentEvoError):
+class WriterFailedError(AgentEvoError):
     """The writer has failed too often in a row."""
 
 
 class WritingRequest(Protocol):
-    """One question to a model."""
+    """A request to a model."""
 
     async def __call__(self, messages: Sequence[Message], key: str) -> str: ...
 
 
 class TextWriter:
-    """See the module."""
+    """Writes texts with a model."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class TextWriter:
         """The reasons for missing answers and texts."""
 
     async def critique(self, name: str, text: str, shown: str, number: int) -> str | None:
-        """A criticism of the text, from these attempts; None if the writer failed."""
+        """A criticism of the text, from these attempts. None if the writer failed."""
         return await self._answer(
             "An agent is told what to do by a text. Below are that text, and attempts of the agent "
             "with what each was worth. Say in a few sentences what about the text leads to the "
@@ -75,7 +76,7 @@ class TextWriter:
         )
 
     async def edit(self, name: str, text: str, critique: str, number: int) -> str | None:
-        """The text changed after that criticism; None if there is none."""
+        """The text, changed after that criticism. None if there is none."""
         answer = await self._answer(
             f"A text tells an agent what to do. Change it so that this criticism no longer holds, "
             f"and leave alone what is good. {_FORM}\n\nThe text ({name}):\n{fence(text)}\n\n"
@@ -85,7 +86,7 @@ class TextWriter:
         return self._new_text(text, answer)
 
     async def reflect(self, name: str, text: str, shown: str, number: int) -> str | None:
-        """Another text from a reflection on these attempts; None if there is none."""
+        """Another text, from a reflection on these attempts. None if there is none."""
         answer = await self._answer(
             "An agent is told what to do by a text. Below are that text, and attempts of the agent "
             "with what each was worth, and what was expected where that is known. Find out what "
@@ -109,8 +110,8 @@ class TextWriter:
             self._note_failure(f"the writer failed: {str(error)[:300]}")
 
             self._in_a_row += 1
-            if self._in_a_row >= MOST_FAILURES:
-                raise WriterGoneError(
+            if self._in_a_row >= MAX_FAILURES_IN_A_ROW:
+                raise WriterFailedError(
                     f"the writer failed {self._in_a_row} times in a row, the last time with: "
                     f"{str(error)[:300]}"
                 ) from error
@@ -138,7 +139,7 @@ class TextWriter:
         return match[1]
 
     def _problem(self, before: str, text: str) -> str:
-        """Why a writer's text is rejected; empty for an accepted one."""
+        """Why a writer's text is rejected. Empty for an accepted text."""
         if problem := text_problem("text", text):
             return f"the writer's {problem}"
         if len(text) > self._max_chars:
@@ -169,18 +170,18 @@ def fence(content: str) -> str:
 
 
 def shown_attempts(tasks: Sequence[Task], played: Sequence[Sequence[PlayedAttempt]]) -> str:
-    """Attempts for a writer, each between marks, with its value."""
+    """The attempts as text for a writer, each between marks and with its reward."""
     parts = []
     for task, of_it in zip(tasks, played, strict=True):
         for attempt in of_it:
-            worth = (
+            result_text = (
                 f"worth {attempt.reward:g}"
                 if attempt.status == "completed"
                 else f"failed: {attempt.error}"
             )
             talk = "\n".join(f"[{row['role']}] {_said(row)}" for row in attempt.messages)
             expected = f"\nexpected: {str(task.answer)[:300]}" if task.answer is not None else ""
-            parts.append(f"{fence(_shorten(talk) + expected)}\n({worth})")
+            parts.append(f"{fence(_shorten(talk) + expected)}\n({result_text})")
 
     return "\n\n".join(parts)
 
@@ -191,9 +192,9 @@ def _said(row: dict[str, object]) -> str:
 
 
 def _shorten(talk: str) -> str:
-    if len(talk) <= LONGEST_SHOWN:
+    if len(talk) <= MAX_SHOWN_CHARS:
         return talk
-    half = LONGEST_SHOWN // 2
+    half = MAX_SHOWN_CHARS // 2
     return f"{talk[:half]}\n[... {len(talk) - 2 * half} characters ...]\n{talk[-half:]}"
 
 

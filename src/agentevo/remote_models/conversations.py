@@ -235,7 +235,7 @@ def _trace_messages(
 ) -> None:
     """Adds the messages to the call's span, if there is one."""
     if (tracing := call.tracing) is not None:
-        call.said = TracedMessage(
+        call.traced_message = TracedMessage(
             messages=tuple(messages) if tracing.contents else (),
             answers=[reply.message for reply in replies] if tracing.contents else (),
             tools=tools if tracing.contents else "",

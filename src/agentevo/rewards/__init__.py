@@ -1,6 +1,6 @@
-"""Scorers: they compute the reward of an attempt after it has ended.
+"""Scorers, which compute the reward of an attempt after it has ended.
 
-Importing this package registers the built-in rewards; it imports neither torch nor an optional
+Importing this package registers the built-in rewards. It imports neither torch nor an optional
 package.
 """
 

@@ -1,6 +1,6 @@
 """Answers in texts: finds the final answer in a reply, and normalises texts for comparison.
 
-A place is written as one of
+A place is one of
 
     auto        the first of answer, boxed and hashes that the reply has, else the whole reply; a
                 last box that is not closed is not an answer
@@ -13,8 +13,8 @@ A place is written as one of
     regex:...   the first group of the last match of a regular expression, else the whole match
     TAG         any other name: inside the last <TAG>...</TAG>
 
-Every search takes time linear in the text, since the model that wrote the text is trained to get a
-reward: a reply of a megabyte of open braces costs no more than any other.
+Every search takes time linear in the text. A model that is trained to get a reward may write
+anything, and a reply of a megabyte of open braces must not cost more than any other reply.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agentevo.types import Task
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
 ANSWER_SCHEMA = "answer_schema"
-"""Key of a task's metadata for the place where a reply states its answer. It overrides the recipe's
+"""The key in a task's metadata with the place of the answer in a reply. It overrides the recipe's
 rewards."""
 _INDEX = re.compile(r"[0-9]{1,9}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -46,17 +46,17 @@ _JSON_START = re.compile(r"""\{(?=\s{0,99}["}])|\[(?=\s{0,99}[]\[{"0-9tfn-])""")
 MAX_JSON_TRIES = 2000
 """The maximum number of failed attempts to parse a JSON value in a text."""
 MAX_JSON_READINGS = 20
-"""The limit on the characters that these attempts read, as a multiple of the text's length."""
+"""The maximum number of characters that these attempts read, as a multiple of the text's length."""
 
 
 def check_place(place: str) -> str:
-    """Returns the place. Raises ValueError for an unknown one."""
+    """Returns the place. Raises ValueError for an unknown place."""
     _finder(place)
     return place
 
 
 Place = Annotated[str, pydantic.AfterValidator(check_place)]
-"""Where a reply states its answer, as the module's docstring says."""
+"""Where a reply states its answer: the module's docstring lists the places."""
 
 
 def place_of(task: Task, default: str) -> str:
@@ -66,8 +66,8 @@ def place_of(task: Task, default: str) -> str:
 
 
 def find_answer(text: str, place: str) -> str | None:
-    """The stated answer; None if the place has none. Raises TimeoutError for a regular expression
-    that does not end."""
+    """The stated answer. None if there is no answer at the place. Raises TimeoutError for a regular
+    expression that does not end."""
     return _finder(place)(text)
 
 
@@ -97,7 +97,7 @@ def _finder(place: str) -> Callable[[str], str | None]:
 
 
 def _in_tag(text: str, tag: str) -> str | None:
-    """The text in the last pair of tags; of nested pairs, the innermost."""
+    """The text in the last pair of tags. Of nested pairs, the innermost counts."""
     name = re.escape(tag)
     ends = [match.start() for match in re.finditer(f"</{name}>", text, re.IGNORECASE)]
     if not ends:
@@ -110,7 +110,7 @@ def _in_tag(text: str, tag: str) -> str | None:
 
 
 def _in_box(text: str) -> str | None:
-    """The text in the last box; None for a box that is not closed. Printed braces (\\{) don't
+    """The text in the last box. None for a box that is not closed. Printed braces (\\{) don't
     count."""
     boxes = list(_BOX.finditer(text)) or list(_FRAME.finditer(text))
     if not boxes:
@@ -136,7 +136,7 @@ def _in_auto(text: str) -> str | None:
     if answer is not None:
         return answer
     if _BOX.search(text) or _FRAME.search(text):
-        return _in_box(text)  # None for a box that was cut off: an earlier one does not count
+        return _in_box(text)  # None for a box that was cut off, even if there is an earlier box
 
     answer = _after_hashes(text)
     return text.strip() if answer is None else answer
@@ -148,7 +148,7 @@ def _as_number(text: str) -> str | None:
 
 
 def _in_json(text: str, keys: list[str]) -> str | None:
-    """The value under the keys: a text unchanged, anything else as JSON."""
+    """The value under the keys: a text unchanged, any other value as JSON."""
     value = _last_json(text)
     for key in keys:
         if isinstance(value, dict) and key in value:
@@ -165,14 +165,14 @@ def _in_json(text: str, keys: list[str]) -> str | None:
 
 
 def _last_json(text: str) -> Any:
-    """The last JSON object or array in a text; None without one."""
+    """The last JSON object or array in a text. None if there is none."""
     last = deque(jsons_in(text), maxlen=1)
     return last[0] if last else None
 
 
 def jsons_in(text: str) -> Iterator[Any]:
-    """The JSON objects and arrays in a text, in order; of nested ones only the outermost. A text
-    with too many failed starts is not read to its end."""
+    """The JSON objects and arrays in a text, in order, without nested ones. If too many starts
+    fail, the rest of the text is not read."""
     place = 0
     tries = 0
     budget = MAX_JSON_READINGS * len(text)
@@ -188,7 +188,7 @@ def jsons_in(text: str) -> Iterator[Any]:
 
 
 def _end_of_try(error: Exception, length: int) -> int:
-    """An upper bound of how far a failed parse has read a text."""
+    """An upper bound of how far a failed attempt has read the text."""
     if not isinstance(error, json.JSONDecodeError) or error.msg.startswith("Unterminated"):
         return length
     return error.pos
@@ -212,11 +212,11 @@ _FIXED: dict[str, Callable[[str], str | None]] = {
 
 
 def normalise_text(text: str, ignore_case: bool) -> str:
-    """The text with white space as one blank, and without a full stop at the end."""
+    """The text with white space as single blanks, and without a full stop at the end."""
     text = " ".join(text.split()).rstrip(".").rstrip()
     return text.casefold() if ignore_case else text
 
 
 def references(answer: Any) -> list[Any]:
-    """The right answers: a list has several."""
+    """The right answers. A list contains several."""
     return list(answer) if isinstance(answer, (list, tuple)) else [answer]

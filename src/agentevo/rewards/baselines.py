@@ -1,8 +1,8 @@
-"""Log-probs that a run computes once, with its initial policy, and stores in a file of its folder
-for all its processes and for resumed runs.
+"""Log-probs that a run computes once, with its initial policy. A file in the run's folder stores
+them for all processes and for resumed runs.
 
 An existing entry is never replaced: a later process, with newer weights, reads it. If two processes
-compute an entry at the same time, the first one is kept.
+compute an entry at the same time, the first entry stays.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LOCK_S = 30.0
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """A policy's log-probs of some tokens."""
+    """The policy's log-probs of some tokens."""
 
     task: str
-    """The task's id, for readers of the file."""
+    """The task's id, for people who read the file."""
     version: int
     """The version of the policy's weights."""
     logprobs: list[float]
@@ -40,7 +40,8 @@ def baseline_key(agent: str, context_ids: Sequence[int], ids: Sequence[int]) -> 
 
 
 class BaselineScorers:
-    """See the module. Without a path the entries last as long as the process."""
+    """Reads and writes the log-probs of the initial policy. Without a path, the entries last as
+    long as the process."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path

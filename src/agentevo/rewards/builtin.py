@@ -1,4 +1,4 @@
-"""The simple built-in rewards. Each is 1 for right and 0 for wrong, by a rule."""
+"""The simple built-in rewards. Each gives 1 for right and 0 for wrong, by a rule."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class NumberConfig(AnswerConfig):
     """The largest difference that counts as equal, as a share of the right number (of 1 if it is
     0)."""
     absolute_tolerance: float = Field(default=0.0, ge=0)
-    """The largest absolute difference that counts as equal. It is enough to be within one of the
-    two tolerances."""
+    """The largest absolute difference that counts as equal. A number within either tolerance counts
+    as equal."""
 
 
 class FormatConfig(RewardConfig):
@@ -42,15 +42,15 @@ class FormatConfig(RewardConfig):
 
     @field_validator("pattern")
     @classmethod
-    def _compiles(cls, value: str) -> str:
+    def _check_pattern(cls, value: str) -> str:
         Pattern(value)
         return value
 
 
 @reward("exact_match")
 class ExactMatch:
-    """The stated answer is the task's, or one of them. White space, case and a final full stop
-    don't count."""
+    """The stated answer is the task's answer, or one of several. White space, case and a final full
+    stop don't count."""
 
     Config = TextConfig
 
@@ -70,8 +70,9 @@ class ExactMatch:
 
 @reward("contains")
 class Contains:
-    """The stated answer says the task's, or one of them, and no candidates beside it: a number is
-    the last one of the reply, words stand in it as whole words, and in no list (contained.py)."""
+    """The stated answer contains the task's answer, or one of several, and no other candidates. A
+    number must be the last number of the reply. Words must be whole words, and not part of a list
+    (contained.py)."""
 
     Config = TextConfig
 
@@ -101,9 +102,9 @@ class Contains:
 
 @reward("numeric")
 class Numeric:
-    """The last number of the stated answer is that of the task's, whatever way it is written
-    (numerals.py): 1,234.5, 1.234,5, 1 000, $3, 3/4, 1 1/2, 5e3, 50% (which is 0.5 and, where
-    percents are asked for, 50), and TeX's 9{,}500, \\\\frac{3}{4}, 5 \\\\times 10^3."""
+    """The last number of the stated answer equals that of the task's answer, in any notation
+    (numerals.py): 1,234.5, 1.234,5, 1 000, $3, 3/4, 1 1/2, 5e3, 50% (which is 0.5, or 50 if the
+    question is about percents), and TeX's 9{,}500, \\\\frac{3}{4}, 5 \\\\times 10^3."""
 
     Config = NumberConfig
 
@@ -144,7 +145,7 @@ class Format:
         self._pattern = Pattern(config.pattern)
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score. The form alone is never a success: the list's other rewards decide
+        """See Scorer.score. The form alone is never a success: the other rewards of the list decide
         that."""
         reply = completion_of(trajectory).strip()
         return Score(float(await in_thread(self._pattern.matches_whole, reply)))
@@ -152,8 +153,7 @@ class Format:
 
 @reward("returned")
 class Returned:
-    """What the agent itself returned, or the environment paid: for lists that add something to
-    it."""
+    """The reward that the agent returned or the environment gave, for lists that add to it."""
 
     def __init__(self, config: RewardConfig) -> None:
         pass

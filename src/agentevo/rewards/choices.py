@@ -1,4 +1,4 @@
-"""Multiple choice: the options of a task, and which of them a text chooses."""
+"""Multiple choice: the options of a task, and the option that a text chooses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentevo.types import Task
 
 OPTION_KEYS = ("options", "choices")
 Options = dict[str, str]
-"""Label, in upper case -> the option's text; empty if the row has no texts."""
+"""Maps a label in upper case to the option's text, which is empty if the row has no texts."""
 WITHOUT_TEXTS = dict.fromkeys(ascii_uppercase[:10], "")
 _MARKS = " \t\r\n()[]{}*_`'\"$.:,;!?\u3002\uff1a"
 _LEADING = re.compile(r"[\s(\[*_`]{0,9}([A-Za-z0-9]{1,2})[*_`]{0,3}(?:[)\]\s]{0,2}[).:\]]|\s-\s)")
@@ -20,7 +20,7 @@ _STATED = re.compile(
     r"(?:(?i:answer)|\u7b54\u6848)\s{0,3}(?:is|are|:|=|\u662f|\u4e3a|\uff1a){1,2}"
     r"[\s:(\[*_`]{0,9}(?:(?i:option|choice)[\s(\[*_`]{1,9})?([A-Z])(?![A-Za-z0-9])",
 )
-"""A letter that is stated as the answer, unlike options that a reply discusses."""
+"""A letter that is stated as the answer, as opposed to options that a reply discusses."""
 _SAID = re.compile(
     r"(?:(?i:answer|option|choice)|\u7b54\u6848)\s{0,3}(?:is|are|:|=|\u662f|\u4e3a|\uff1a){0,2}"
     r"[\s:(\[*_`]{0,9}([A-Z])(?![A-Za-z0-9])",
@@ -34,8 +34,8 @@ _TEX = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit)\s{0,3}\{([^{}]*)\}")
 
 def options_of(task: Task, key: str | None) -> Options:
     """The options in the task's row: a list of texts, a mapping from labels to texts, or ARC's
-    {"label": [...], "text": [...]}. Without any, the letters A to J. Raises ValueError for any
-    other form."""
+    {"label": [...], "text": [...]}. Without options in the row, the letters A to J. Raises
+    ValueError for any other form."""
     names = [key] if key is not None else [name for name in OPTION_KEYS if name in task.metadata]
     if not names:
         return WITHOUT_TEXTS
@@ -52,7 +52,7 @@ def options_of(task: Task, key: str | None) -> Options:
 
     if not isinstance(raw_options, Mapping) or not raw_options:
         raise ValueError(
-            f"the options of the task {task.id!r} (key {names[0]}) are not a list of texts or a "
+            f"the options of the task {task.id!r} (key {names[0]}) must be a list of texts or a "
             "mapping from letters to texts: set options_key"
         )
 
@@ -60,8 +60,8 @@ def options_of(task: Task, key: str | None) -> Options:
 
 
 def check_right(answer: Any, options: Options, name: str) -> str:
-    """The label of a task's right answer, which is a label, a text, or an index from 0. Raises
-    ValueError for an answer that is not an option."""
+    """The label of a task's right answer. The answer can be a label, a text, or an index from 0.
+    Raises ValueError for an answer that is not an option."""
     if isinstance(answer, int) and not isinstance(answer, bool) and str(answer) not in options:
         labels = list(options)
         label = labels[answer] if 0 <= answer < len(labels) else None
@@ -78,7 +78,7 @@ def check_right(answer: Any, options: Options, name: str) -> str:
 
 
 def choice_of(text: str, options: Options) -> str | None:
-    """The label of the option that a text chooses; None if it chooses none or several."""
+    """The label of the option that a text chooses. None if it chooses none or several."""
     text = _TEX.sub(r"\1", text).strip()
     bare = text.strip(_MARKS).upper()
     if bare in options:
@@ -109,8 +109,8 @@ def choice_of(text: str, options: Options) -> str | None:
 
 
 def _by_text(normalised: str, options: Options) -> str | None:
-    """The single option whose text is in the answer. An option whose text is part of another option
-    in the answer does not count."""
+    """The single option whose text is in the answer. An option does not count if its text is part
+    of another option in the answer."""
     contained = {
         label: words
         for label, option in options.items()

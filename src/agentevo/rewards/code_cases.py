@@ -8,7 +8,7 @@
                         the function returns; LiveCodeBench's {testtype: functional} with
                         `metadata.func_name`
 
-Each of them can also be a JSON string, as verl's `ground_truth` is.
+Each form can also be a JSON string, as in verl's `ground_truth`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from agentevo.parsing import ParseError, parse_json
 from agentevo.types import Task
 
 KEYS = ("tests", "test_list", "test_cases", "input_output", "public_test_cases", "test")
-"""The columns for tests, in the order of the search. If none has tests, the task's answer is
-read."""
+"""The columns for tests, in the order of the search. If none of them has tests, the task's answer
+is read."""
 TOLERANCE = 1e-6
 
 
@@ -46,7 +46,7 @@ class CodeTests:
 
 def cases_of(task: Task, key: str | None, most: int) -> CodeTests:
     """The first `most` tests of a task. Raises ValueError for a task without tests, and for tests
-    in none of the module's forms."""
+    in another form."""
     metadata = task.metadata
     names = (key,) if key is not None else KEYS
     from_metadata = next((metadata[name] for name in names if metadata.get(name)), None)
@@ -65,7 +65,7 @@ def cases_of(task: Task, key: str | None, most: int) -> CodeTests:
 
 
 def _parse(raw: Any) -> Any:
-    """The value of a JSON text; any other value unchanged."""
+    """The value of a JSON text. Any other value is returned unchanged."""
     if isinstance(raw, str) and raw.lstrip()[:1] in ("{", "["):
         try:
             return parse_json(raw)
@@ -135,12 +135,12 @@ def _pairs(columns: Mapping[str, Any], function: str, most: int) -> CodeTests:
 
 
 def _text(value: Any) -> str:
-    """The value as text; a list becomes lines."""
+    """The value as text. A list becomes lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _arguments(raw: Any) -> list[Any]:
-    """The arguments: a list unchanged, or a text with one JSON value per line."""
+    """The arguments: a list unchanged, or a text with a JSON value on each line."""
     if isinstance(raw, str):
         return [_value(line) for line in raw.split("\n") if line.strip()]
     return raw if isinstance(raw, list) else [raw]
@@ -156,14 +156,15 @@ def _value(raw: Any) -> Any:
 
 
 def is_right_value(value: Any, right: Any) -> bool:
-    """Whether a function returned the right value, which TACO writes as a list of one."""
+    """Whether a function returned the right value, which TACO writes as a list with a single
+    element."""
     if same_value(value, right):
         return True
     return isinstance(right, list) and len(right) == 1 and same_value(value, right[0])
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Whether two JSON values are equal; numbers can differ by TOLERANCE, and true is not 1."""
+    """Whether two JSON values are equal. Numbers may differ by TOLERANCE, and true is not 1."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, (int, float)) and isinstance(second, (int, float)):
@@ -178,8 +179,8 @@ def same_value(first: Any, second: Any) -> bool:
 
 
 def is_right_output(output: str, right: str) -> bool:
-    """Whether a program printed the right output: the same words line by line, except for blanks
-    and empty lines at the end. Numbers with a decimal point can differ by TOLERANCE."""
+    """Whether a program printed the right output: the same words on each line, except for blanks
+    and empty lines at the end. Numbers with a decimal point may differ by TOLERANCE."""
     lines = [[line.split() for line in text.strip().split("\n")] for text in (output, right)]
     if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
         return False

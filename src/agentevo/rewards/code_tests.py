@@ -1,8 +1,8 @@
 """The reward `code_tests`: runs the reply's code against the task's tests in a sandbox.
 
-For inputs and outputs, the program is started again for each test. For calls, the function's value
-is compared outside of the sandbox, so the code never sees the right answer. Assertions run in the
-process of the code, and code that searches for them can forge their outcome: inputs and outputs, or
+For inputs and outputs, the program starts again for each test. For calls, the function's value is
+compared outside of the sandbox, so the code never sees the right answer. Assertions run in the same
+process as the code, so code that searches for them can forge their outcome. Inputs and outputs, or
 calls, are safer tests for training.
 """
 
@@ -32,20 +32,21 @@ SANDBOX: dict[str, JsonValue] = {
     "disk_mib": 128,
     "max_sandboxes": 8,
 }
-"""The changes to a sandbox's defaults: whole outputs are compared."""
+"""The changes to a sandbox's defaults, because whole outputs are compared."""
 _PYTHON = ("python", "py", "python3")
 
 
 class OpensSandboxes(Protocol):
-    """Gives a scorer its sandboxes."""
+    """Opens sandboxes for a scorer."""
 
     def open(self) -> AbstractAsyncContextManager[Sandbox]:
         """Opens a sandbox, which is closed at the end of the block."""
         ...
 
 
-def check_ran(ran: ProgramRun) -> None:
-    """Raises SandboxError if the sandbox's server was lost, which is not the attempt's fault."""
+def check_result(ran: ProgramRun) -> None:
+    """Raises SandboxError if the sandbox's server was lost, because that is not the attempt's
+    fault."""
     if ran.server_lost:
         raise SandboxError(f"the sandbox was lost: {ran.error and ran.error.message}")
 
@@ -54,7 +55,7 @@ class CodeTestsConfig(RewardConfig):
     """A reward for code that passes tests."""
 
     timeout_s: float = Field(default=900.0, gt=0)
-    """The time limit of one score, in seconds, including the wait for a sandbox. Beyond it, the
+    """The time limit of a score, in seconds, including the wait for a sandbox. Beyond it, the
     attempt is recorded as failed."""
     tests_key: str | None = None
     """The column of the row with the tests. Default: the first of tests, test_list, test_cases,
@@ -63,23 +64,24 @@ class CodeTestsConfig(RewardConfig):
     """If true, the score is the share of tests that pass. Otherwise it is 1 if all pass, else 0,
     and testing ends with the first failure."""
     test_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """The time limit of one test, in seconds. Beyond it, the test fails."""
+    """The time limit of a test, in seconds. Beyond it, the test fails."""
     tests_timeout_s: float = Field(default=120.0, gt=0, le=86_400)
     """The time limit of all tests of an attempt, in seconds. Beyond it, the remaining tests
     fail."""
     max_tests: int = Field(default=100, ge=1)
-    """The maximum number of tests of a task to run; only the first ones are used."""
+    """The maximum number of tests of a task that run. Only the first ones are used."""
     sandbox: dict[str, JsonValue] = Field(default_factory=dict)
     """The sandbox of the code: the keys of agent.sandbox, such as {memory_mib: 512, packages:
     true}."""
 
 
 def code_of(reply: str) -> str:
-    """The last block of Python in a reply, else its last block of any kind, else all of it."""
+    """The last block of Python in a reply, else the last block of any language, else the whole
+    reply."""
     pieces = reply.split("```")
     blocks = [piece.partition("\n") for piece in pieces[1::2]]
     if len(pieces) % 2 == 0 and len(blocks) > 1:
-        blocks.pop()  # it is not closed
+        blocks.pop()  # the block is not closed
 
     python = [code for words, _, code in blocks if words.strip().lower() in _PYTHON]
     if not blocks:
@@ -89,8 +91,8 @@ def code_of(reply: str) -> str:
 
 @reward("code_tests")
 class CodeTestsReward:
-    """1 where the reply's Python code passes the task's tests, run in a sandbox; or the share that
-    passes."""
+    """1 if the reply's Python code passes the task's tests in a sandbox, or the share of tests that
+    it passes."""
 
     Config = CodeTestsConfig
 
@@ -146,7 +148,7 @@ class _Testing:
                 stdin=stdin_text.encode("utf-8", "replace"),
                 deadline_s=remaining_s,
             )
-            check_ran(ran)
+            check_result(ran)
             is_written = not ran.files_lost
             is_right = ran.exit_code == 0 and await in_thread(is_right_output, ran.stdout, right)
             num_passed += is_right
@@ -174,7 +176,7 @@ class _Testing:
             stdin=json.dumps(spec).encode(),
             deadline_s=self._left_s(self._config.tests_timeout_s),
         )
-        check_ran(ran)
+        check_result(ran)
 
         results = await in_thread(_values, ran.stdout, mark)
         if tests.asserts:
@@ -187,7 +189,7 @@ class _Testing:
 
 
 def _values(stdout: str, mark: str) -> dict[int, Any]:
-    """Index of each test -> the value that the runner wrote."""
+    """Maps the index of each test to the value that the runner wrote."""
     values: dict[int, Any] = {}
     for line in stdout.split("\n"):
         if line.startswith(f"{mark} "):

@@ -1,12 +1,12 @@
-"""Decides whether a free-form reply states a given answer, and no other candidates.
+"""Decides whether a free-form reply states the right answer, and no other candidates.
 
     number   the last number of the reply is the answer, and no list of numbers ends there; the
              question's numbers are ignored, unless the answer is one of them
-    words    the reply has the answer as whole words, not in a list, with no more than MOST_WORDS
-             different words that neither the answer nor the question has
+    words    the reply has the answer as whole words, not in a list, and at most
+             MAX_EXTRA_WORDS different words that neither the answer nor the question has
 
 A policy is trained to get this reward, so a reply that names many candidates gets nothing.
-Candidates in words without any sign between them are detected only by the number of words.
+Candidates in words without any sign between them are only limited by the number of words.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from itertools import pairwise
 from agentevo.rewards.numerals import Numeral, numerals_from_the_end, plain
 from agentevo.rewards.texts import EAST_ASIAN, words_of
 
-MOST_WORDS = 40
+MAX_EXTRA_WORDS = 40
 TOLERANCE = 1e-6
-"""The largest difference of equal numbers, as a share of the right one (of 1 if it is 0)."""
+"""The largest difference of equal numbers, as a share of the right number (of 1 if it is 0)."""
 _ALTERNATIVES = r"\bor\b|[/|\u3001\u6216]|\u8fd8\u662f"
 _TOGETHER = r"\band\b|&|[\u548c\u4e0e\u53ca]"
 _MARKS = " \t\r()[]{}*_`\"'\u201c\u201d\u300c\u300d"
@@ -38,7 +38,7 @@ _MASK = "\0"
 
 
 def states_answer(text: str, answer: str, query: str, *, ignore_case: bool) -> bool:
-    """Whether a reply to the query states the answer; see the module."""
+    """Whether a reply to the query states the answer. The module has the rules."""
     number = _number_alone(answer)
     if number is not None:
         return _states_number(text, number, query)
@@ -52,7 +52,7 @@ def states_answer(text: str, answer: str, query: str, *, ignore_case: bool) -> b
 
 
 def _number_alone(answer: str) -> Numeral | None:
-    """The number of an answer that is only a number."""
+    """The number in an answer that is only a number."""
     text = plain(answer)
     number = next(numerals_from_the_end(text), None)
     if number is None:
@@ -94,8 +94,8 @@ def _equal(stated: Numeral, right: Numeral) -> bool:
 
 
 def _ends_a_list(text: str, numerals: Sequence[Numeral | None]) -> bool:
-    """Whether the last number of a text (`numerals` start at the end) ends a list: of two with a
-    word such as `or` between them, or of three."""
+    """Whether the last number of a text ends a list of two numbers with a word such as `or` between
+    them, or of three numbers. `numerals` start at the text's end."""
     num_members = 1
     for later, earlier in pairwise(numerals):
         if later is None or earlier is None:
@@ -116,13 +116,13 @@ def _ends_a_list(text: str, numerals: Sequence[Numeral | None]) -> bool:
 def _states_words(text: str, answer: str, query: str) -> bool:
     masked, num_found = _whole_words(answer).subn(_MASK, text.replace(_MASK, " "))
     expected_words = {*words_of(answer), *words_of(query)}
-    too_many = len(set(words_of(masked)) - expected_words) > MOST_WORDS
+    too_many = len(set(words_of(masked)) - expected_words) > MAX_EXTRA_WORDS
     return num_found > 0 and not too_many and not _is_listed(masked, len(words_of(answer)))
 
 
 def _whole_words(answer: str) -> re.Pattern[str]:
-    """The pattern of the answer as whole words. Chinese and Japanese have no spaces between words;
-    in other scripts a letter next to the answer makes it part of a word."""
+    """The pattern of the answer as whole words. Chinese and Japanese have no spaces between words.
+    In other scripts, a letter next to the answer makes the answer a part of a word."""
     letter = rf"[^\W{EAST_ASIAN}]"
     words = r"\s+".join(map(re.escape, answer.split()))
     is_east_asian = [bool(re.match(f"[{EAST_ASIAN}]", end)) for end in (answer[0], answer[-1])]
@@ -132,10 +132,11 @@ def _whole_words(answer: str) -> re.Pattern[str]:
 
 
 def _is_listed(masked: str, num_words: int) -> bool:
-    """Whether the answer is an item of a list: an alternative, joined by `and` to an item as short,
-    or between commas, lines or full stops with two items as short."""
+    """Whether the answer is an item of a list. It can be an alternative, or joined by `and` to an
+    item that is as short. Or commas, lines or full stops separate it from two items that are as
+    short."""
     items: list[str] = []
-    joints: list[str] = []  # the word between an item and the next; empty for a comma
+    joints: list[str] = []  # the word between an item and the next item, empty for a comma
     parts = _ITEMS_APART.split(masked)
     joint = ""
     for item, separator in zip(parts[::2], [*parts[1::2], None], strict=True):
@@ -149,16 +150,16 @@ def _is_listed(masked: str, num_words: int) -> bool:
     def is_short(item: str, extra_words: int) -> bool:
         return _MASK not in item and len(words_of(item)) <= num_words + extra_words
 
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if _MASK not in item:
             continue
 
         sides = []
         if item.endswith(_MASK):
-            sides.append((joints[place : place + 2], items[place + 1 : place + 3]))
+            sides.append((joints[index : index + 2], items[index + 1 : index + 3]))
         if item.startswith(_MASK):
-            first = max(0, place - 2)
-            sides.append((joints[first:place][::-1], items[first:place][::-1]))
+            first = max(0, index - 2)
+            sides.append((joints[first:index][::-1], items[first:index][::-1]))
 
         num_siblings = 0
         for side_joints, neighbours in sides:

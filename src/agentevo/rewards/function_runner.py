@@ -1,8 +1,8 @@
-"""A program for a sandbox: runs a reply's code, then calls its function or runs assertions on it,
-and writes the result of each.
+"""A program for a sandbox. It runs a reply's code, then calls the code's function or runs
+assertions on it, and writes each result.
 
-It reads {"code", "setup", "function", "calls", "asserts", "limit_s", "mark"} as JSON on stdin, and
-writes a line for each call or assertion to its original stdout, `MARK {"index", "value"}`; the
+It reads {"code", "setup", "function", "calls", "asserts", "limit_s", "mark"} as JSON on stdin. For
+each call or assertion, it writes a line `MARK {"index", "value"}` to its original stdout. The
 output of the code itself is discarded. The values are compared outside, where the code has no
 access.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def main() -> None:
-    """See the module."""
+    """Reads the input, runs the code, and writes the results."""
     spec = json.load(sys.stdin)
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
 

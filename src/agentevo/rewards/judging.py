@@ -1,5 +1,5 @@
-"""The common part of all judges: models are tried in order until one gives a usable answer, and
-each gets one chance to correct an unusable one."""
+"""The common part of all judges: models are tried in order until one replies with a usable answer.
+After an unusable answer, a model gets one chance to correct it."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ MAX_ECHO = 20_000
 """The number of characters of an unusable answer that the judge sees again."""
 
 
-BARS = {
+THRESHOLDS = {
     "min_rank_correlation": ("its rank correlation with the truth", True),
     "max_position_bias": ("its position bias", False),
     "max_injected": ("the share of injections that raise a score", False),
 }
-"""Names of the keys -> the measured value, and whether the key is its lower bound."""
+"""Maps a key to the name of the measured value, and to whether the key is its lower bound."""
 
 
 class JudgeOptions(RewardConfig):
     """A reward that remote models give."""
 
     models: tuple[str, ...] = Field(default=("judge",), min_length=1)
-    """Names in `remote_models`, tried in this order until one gives a usable answer. A model with
-    `api: engine` runs on this machine."""
+    """Names in `remote_models`, tried in this order until a model gives a usable answer. A model
+    with `api: engine` runs on this machine."""
     timeout_s: float = Field(default=300.0, gt=0)
     """The time limit of one score, in seconds, for all models together. Beyond it, the attempt is
     recorded as failed."""
 
     calibration: str | None = None
-    """The file that `agentevo judge` wrote for this judge. Training is refused if it is
-    of another judge, or if a value misses its limit."""
+    """The file that `agentevo judge` wrote for this judge. Training is refused if the
+    file belongs to another judge, or if a value exceeds its limit."""
     min_rank_correlation: float = Field(default=0.5, ge=-1, le=1)
     """The lowest rank correlation (Spearman's) with the truth."""
     max_position_bias: float = Field(default=0.25, ge=0, le=1)
-    """The largest change of a score between the first place and the last."""
+    """The largest change of a score between the first and the last position."""
     max_injected: float = Field(default=0.1, ge=0, le=1)
     """The largest share of injections that raise the score of a bad attempt."""
     uncalibrated: bool = False
@@ -55,12 +55,12 @@ class JudgeOptions(RewardConfig):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether training with it is refused if it was not calibrated."""
+        """Whether training with this judge is refused if it was not calibrated."""
         return not self.uncalibrated
 
     @field_validator("models", mode="before")
     @classmethod
-    def _one_is_a_list(cls, value: object) -> object:
+    def _to_tuple(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
 
@@ -70,7 +70,7 @@ class NoScoreError(AgentEvoError):
 
 @dataclass(frozen=True, slots=True)
 class JudgeAnswer(Generic[T]):
-    """A usable answer."""
+    """A usable answer of a judge."""
 
     model: str
     value: T
@@ -90,9 +90,10 @@ async def ask_in_order(
     schema: Mapping[str, Any] | None = None,
 ) -> JudgeAnswer[T]:
     """The first usable answer. Each model gets its share of the time until the monotonic time
-    `until`. `schema` is that of the answer; servers that support schemas enforce it. `read` gets a
-    model's text after its reasoning, and raises UnusableError; then the model is asked once more,
-    with the `correction`. Raises NoScoreError with the problem of each model."""
+    `until`. `schema` is the schema of the answer. Servers that support schemas enforce it. `read`
+    receives a model's text after its reasoning, and raises UnusableError if it can't be used. The
+    model then gets one more request, with the `correction`. Raises NoScoreError with the problem of
+    each model."""
     chosen: dict[str, Any] = {"seed": seed, "schema": schema}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     problems = []
@@ -124,8 +125,8 @@ async def ask_in_order(
 
 
 async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all. A failure cancels none of the others, since their price is paid and their
-    answers are kept; the first failure is raised at the end."""
+    """The results of all works. A failure cancels none of the others, because their price is paid
+    and their answers are stored. The first failure is raised at the end."""
     outcomes = await asyncio.gather(*works, return_exceptions=True)
     values: list[T] = []
     for outcome in outcomes:

@@ -1,7 +1,7 @@
 """Rewards for the manner of an attempt, independent of its answer: its length, its repetitions, its
 language, and its tool calls.
 
-None of them decides whether a task is solved; list them together with a reward that does.
+None of them decides whether a task is solved, so list them together with a reward that does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LengthConfig(RewardConfig):
     or characters of its last reply."""
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> LengthConfig:
+    def _check_range(self) -> LengthConfig:
         if self.min_length > self.max_length:
             raise ValueError(
                 f"min_length={self.min_length} is above max_length={self.max_length}: swap them"
@@ -41,7 +41,7 @@ class LengthConfig(RewardConfig):
 
 
 class RepetitionConfig(RewardConfig):
-    """A penalty for what an attempt says again."""
+    """A penalty for repetitions in an attempt."""
 
     ngram: int = Field(default=3, ge=1, le=100)
     """The number of words of an n-gram."""
@@ -51,12 +51,12 @@ class LanguageConfig(RewardConfig):
     """A reward for one language."""
 
     language: str
-    """The language that the reply should be in: en, zh, ja, ko, ru, el, ar, he, hi or th. It is
-    detected by its script, so `en` accepts any language in Latin letters."""
+    """The language that the reply should be in: en, zh, ja, ko, ru, el, ar, he, hi or th. The
+    language is detected by its script, so `en` accepts any language in Latin letters."""
 
     @field_validator("language")
     @classmethod
-    def _is_known(cls, value: str) -> str:
+    def _check_language(cls, value: str) -> str:
         if value not in SCRIPTS:
             raise ValueError(f"{value!r} is not known: give one of {', '.join(SCRIPTS)}")
         return value
@@ -64,7 +64,8 @@ class LanguageConfig(RewardConfig):
 
 @reward("length")
 class Length:
-    """0 within min_length and max_length, and down to -1 beyond, evenly over `margin`."""
+    """0 within min_length and max_length. Beyond a limit, the reward falls evenly to -1 over
+    `margin`."""
 
     Config = LengthConfig
 
@@ -72,9 +73,9 @@ class Length:
         self.config = config
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """DAPO's soft penalty of overlong replies (https://arxiv.org/abs/2503.14476, equation 13)
+        """DAPO's soft penalty for overlong replies (https://arxiv.org/abs/2503.14476, equation 13)
         with L_max = max_length + margin and L_cache = margin, and its mirror image for short
-        ones."""
+        replies."""
         config = self.config
         reply = completion_of(trajectory)
         counts = {
@@ -89,8 +90,7 @@ class Length:
 
 @reward("repetition")
 class Repetition:
-    """Minus the share of the n-grams of words in the policy's replies that it had said before: 0
-    to -1."""
+    """Minus the share of n-grams in the policy's replies that repeat earlier n-grams: 0 to -1."""
 
     Config = RepetitionConfig
 
@@ -124,16 +124,16 @@ class Language:
 
 @reward("tool_use")
 class ToolUse:
-    """The share of the policy's tool calls that were well formed and whose results are no errors;
-    0 without a call."""
+    """The share of the policy's tool calls that were well formed and returned no error. 0 without a
+    call."""
 
     def __init__(self, config: RewardConfig) -> None:
         pass
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score. A call that was started and can't be parsed counts as one that failed,
-        and so does one whose result begins with `Error`; one that the attempt ended with has no
-        result and counts by its form."""
+        """See Scorer.score. A call that can't be parsed counts as failed, and so does a call whose
+        result begins with `Error`. A call at the end of the attempt has no result, so only its form
+        counts."""
         good: list[bool] = []
         under_way: dict[str, int] = {}  # calls of the last reply: id -> index in `good`
         for turn in trajectory.turns:
@@ -153,12 +153,13 @@ class ToolUse:
 
 
 def _num_tokens(trajectory: Trajectory) -> int:
-    """The number of sampled tokens. If a remote model replaces the policy, its server's count."""
+    """The number of sampled tokens. If a remote model replaces the policy, the count of its
+    server."""
     return trajectory.num_completion_tokens() or int(trajectory.metrics.get("policy_tokens", 0))
 
 
 def _reply(turn: Turn) -> Message | None:
-    """The policy's message of a turn; None if it was not recorded as a message."""
+    """The policy's message of a turn. None if it was not recorded as a message."""
     return next((m for m in reversed(turn.messages) if m.role == "assistant"), None)
 
 

@@ -1,6 +1,6 @@
 """The reward `math`: compares answers as mathematics, in worker processes (math_worker.py).
 
-A comparison that takes longer than `deadline_s` ends its process, and the score fails; the next
+If a comparison takes longer than `deadline_s`, its process ends and the score fails. The next
 comparison gets a new process. The processes end with the scorer, and with this process.
 """
 
@@ -22,19 +22,19 @@ from agentevo.types import Task, Trajectory
 
 MAX_PROCESSES = 2
 MAX_CHARACTERS = 2000
-"""The maximum number of characters of an answer; of a longer one only the end is read."""
+"""The maximum number of characters of an answer. Of a longer answer, only the end is read."""
 
 
 class MathConfig(AnswerConfig):
     """A reward that compares answers as mathematics."""
 
     deadline_s: float = Field(default=5.0, gt=0, le=60)
-    """The time limit of one comparison, in seconds. Beyond it, the score fails."""
+    """The time limit of a comparison, in seconds. Beyond it, the score fails."""
 
 
 @reward("math")
 class MathAnswer:
-    """The stated answer equals the task's, or one of them, as mathematics: `1/2` is
+    """The stated answer equals the task's answer, or one of several, as mathematics: `1/2` is
     `\\\\frac{2}{4}`. Needs the extra `math`."""
 
     Config = MathConfig
@@ -63,7 +63,7 @@ class MathAnswer:
 
 
 class _MathWorkers:
-    """A bounded number of threads, each with its own process, started on demand."""
+    """A limited number of threads, each with its own process. They start when they are needed."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="agentevo-math")

@@ -1,8 +1,8 @@
 """The process that compares mathematical answers with the package math-verify, for math_answer.py.
 
-A policy's text can keep sympy busy forever or fill the memory, in code that no thread can
-interrupt, so it runs in this process (json_worker.py). A request is {"right": [...], "stated":
-TEXT}, and the answer {"equal": true}, or {"problem": ...}.
+A policy's text can keep sympy busy forever or fill the memory, in code that a thread can't
+interrupt. So the comparison runs in this process (json_worker.py). A request is {"right": [...],
+"stated": TEXT}, and the answer is {"equal": true} or {"problem": ...}.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentevo.json_worker import serve_requests
 from agentevo.rewards.numerals import write_plainly
 
 MAX_MEMORY = 4 * 2**30
-"""The limit on the address space of comparisons, in bytes."""
+"""The limit of the process's address space, in bytes."""
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed|\\fbox|\\begin")
 _TEX_WORDS = re.compile(r"\\(?:text|mathrm|mathbf|operatorname)\s{0,3}\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Compares a stated answer with the right ones, each of which must be mathematics."""
+    """Compares a stated answer with the right answers, which must all be mathematics."""
     from math_verify import verify
 
     try:
@@ -49,8 +49,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    """The expressions in a text; empty if it has no mathematics. LaTeX needs no dollar signs if the
-    text has nothing else."""
+    """The expressions in a text. Empty if it has no mathematics. LaTeX needs no dollar signs if the
+    text contains nothing else."""
     from math_verify import parse
 
     text = _MIXED.sub(r"(\1+\2)", write_plainly(text))

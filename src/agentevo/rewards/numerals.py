@@ -1,12 +1,12 @@
 r"""Numbers as people and TeX write them: `1,234.5`, `1.234,5`, `1 000 000`, `9{,}500`, `1'234`,
 `$3`, `-2e3`, `5 \times 10^3`, `2^{10}`, `3/4`, `\frac{3}{4}`, `1 1/2`, `50%`.
 
-A text is first written plainly (`write_plainly`): with keyboard signs and joined groups of digits.
-A number that is part of an expression (`2\sqrt{3}`, `\frac{x}{2}`, `3\pi`) does not count, and no
-number before it counts instead. An exponent or index does not count either (`12 m^2` is 12).
+`write_plainly` first rewrites a text with keyboard signs and joined groups of digits. A number that
+is part of an expression (`2\sqrt{3}`, `\frac{x}{2}`, `3\pi`) does not count, and no earlier number
+counts in its place. An exponent or index does not count either (`12 m^2` is 12).
 
-In a text of several lines, a dash and a blank at the beginning of a line mark a list item: `- 5` is
-5 there, and -5 if it is the whole text. A comma before three digits groups them; any other comma
+In a text of several lines, a dash and a blank at the beginning of a line mark a list item. So `- 5`
+is 5 there, and -5 if it is the whole text. A comma before three digits groups them. Any other comma
 between digits is a decimal comma, except within brackets and lists. `1.000` is 1.
 """
 
@@ -89,25 +89,25 @@ _IN_AN_EXPRESSION = re.compile(
     rf"  | (?:\\pi|\u03c0)[ ]{{0,3}}(?:{_TIMES}|/)?[ ]{{0,3}} )\Z",
     re.VERBOSE,
 )
-_GOES_ON = re.compile(
+_CONTINUES = re.compile(
     rf"[ \t]{{0,3}}(?:\^|\*\*(?=[\w({{])|_(?=[\d{{])|(?:{_TIMES})?[ \t]{{0,3}}"
     r"(?:\\pi(?![a-z])|\u03c0|\\sqrt|\u221a|sqrt\(|\\[dtc]?frac|\\log|\\ln))"
 )
-NEAR = 80
-"""The number of characters before a number that are searched for an expression that it is part
-of."""
-LONGEST = 400
-"""The maximum digits of a number: longer ones exceed the range of a float."""
+LOOKBACK_CHARS = 80
+"""The number of characters before a number in which an expression is searched that contains the
+number."""
+MAX_DIGITS = 400
+"""The maximum number of digits of a number. Longer numbers exceed the range of a float."""
 
 
 def write_plainly(text: str) -> str:
     r"""The text with its numbers as a keyboard writes them: full-width digits, dashes that are
-    minus signs, one-character fractions, raised digits (`^{2}`), and digits in groups, which are
-    joined (`1\,000`, `1 000`, `9{,}500`)."""
+    minus signs, one-character fractions and raised digits (`^{2}`) are rewritten, and groups of
+    digits (`1\,000`, `1 000`, `9{,}500`) are joined."""
     text = _DASH.sub("-", text.translate(_SIGNS))
-    text = _FRACTION.sub(_spelt, text)
+    text = _FRACTION.sub(_spell_fraction, text)
     text = _RAISED.sub(lambda raised: f"^{{{unicodedata.normalize('NFKC', raised[0])}}}", text)
-    text = text.replace("\u2212", "-")  # of a raised minus
+    text = text.replace("\u2212", "-")  # the `^` of a raised minus
     return _GROUPS.sub(lambda groups: _NO_DIGIT.sub("", groups[0]), text)
 
 
@@ -118,26 +118,26 @@ class Numeral(NamedTuple):
     """The number as plainly written, with its sign."""
     value: float
     is_percent: bool
-    """Whether it is a percentage; its value is then the share: 0.5 for 50%."""
+    """Whether it is a percentage. The value of 50% is 0.5."""
     start: int
     end: int
     """Its position in the plainly written text, without the sign."""
 
     @property
     def readings(self) -> tuple[float, ...]:
-        """Its possible values: 50% is 0.5, and also 50, for a question about percents."""
+        """Its possible values. 50% is 0.5, or 50 for a question about percents."""
         return (self.value, self.value * 100) if self.is_percent else (self.value,)
 
 
 def last_numeral(text: str) -> tuple[str, float] | None:
-    """The last number in a text, plainly written, and its value; `50%` is 0.5. None if there is no
+    """The last number in a text, plainly written, and its value. `50%` is 0.5. None if there is no
     number, or if it is part of an expression."""
     last = next(numerals_from_the_end(plain(text)), None)
     return None if last is None else (last.text, last.value)
 
 
 def readings(text: str) -> tuple[float, ...]:
-    """The possible values of the last number in a text; empty if there is none."""
+    """The possible values of the last number in a text. Empty if there is no number."""
     last = next(numerals_from_the_end(plain(text)), None)
     return () if last is None else last.readings
 
@@ -152,15 +152,15 @@ def plain(text: str) -> str:
 
 
 def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
-    """The numbers of a plainly written text, the last one first; None for one that is a part of an
-    expression."""
+    """The numbers of a plainly written text, the last number first. None for a number that is part
+    of an expression."""
     has_lines = "\n" in text.strip()
     for match in reversed(list(_NUMBER.finditer(text))):
-        near = text[max(0, match.start() - NEAR) : match.start()]
+        near = text[max(0, match.start() - LOOKBACK_CHARS) : match.start()]
         if _OF_AN_EXPONENT.search(near):
             continue
 
-        if _IN_AN_EXPRESSION.search(near) or _GOES_ON.match(text, match.end()):
+        if _IN_AN_EXPRESSION.search(near) or _CONTINUES.match(text, match.end()):
             yield None
             continue
 
@@ -176,7 +176,7 @@ def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
         yield Numeral(written, value, match["percent"] is not None, match.start(), match.end())
 
 
-def _spelt(fraction: re.Match[str]) -> str:
+def _spell_fraction(fraction: re.Match[str]) -> str:
     above, _, below = unicodedata.normalize("NFKC", fraction[2]).partition("\u2044")
     return f"{fraction[1].rstrip()} {above}/{below}" if fraction[1] else f"{above}/{below}"
 
@@ -201,7 +201,7 @@ def _value(match: re.Match[str]) -> float | None:
     below = match["below"] or "1"
     if digits is None:
         digits = match["european"].replace(".", "").replace(",", ".")
-    if max(len(digits), len(below)) > LONGEST:
+    if max(len(digits), len(below)) > MAX_DIGITS:
         return None
 
     value = Fraction(digits.replace(",", "").rstrip("."))

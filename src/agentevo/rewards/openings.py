@@ -1,8 +1,8 @@
 """Finds where the stated answer begins in a reply, so that another answer can replace it.
 
-The places are those of `answers.py` with one such position: a tag, `boxed` and `hashes`. A reply
-that states no answer there, or two, has no opening: of two answers it is not clear which one
-counts. Every search takes time linear in the text.
+The places are those of `answers.py` that have a single such position: a tag, `boxed` and `hashes`.
+A reply has no opening if it states no answer there, or two, because it is not clear which of two
+answers counts. Every search takes time linear in the text.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _SPACE = re.compile(r"\s*")
 
 
 def check_opening(place: str) -> str:
-    """Returns the place. Raises ValueError for one that has no opening."""
+    """Returns the place. Raises ValueError for a place that has no opening."""
     if place in _OTHERS or not _WORD.fullmatch(place):
         raise ValueError(
-            f"{place[:200]!r} is not a place where another answer can be put: give the name of an "
+            f"{place[:200]!r} is not a place where another answer can be put: give the name of "
+            "an "
             "XML tag such as answer, boxed, or hashes"
         )
     return place
@@ -32,7 +33,7 @@ def opening_text(place: str) -> str:
 
 
 def find_opening(text: str, place: str) -> int | None:
-    """The index of the answer's first character, after white space that belongs to the opening;
+    """The index of the answer's first character, after white space that belongs to the opening.
     None for a reply that does not state exactly one answer there."""
     if place == "boxed":
         begin = _box(text)
@@ -50,7 +51,7 @@ def find_opening(text: str, place: str) -> int | None:
 
 
 def _is_empty(text: str, end: int, place: str) -> bool:
-    """Whether the stated answer is only white space; the white space is then the answer."""
+    """Whether the stated answer is only white space. That white space is then the answer."""
     if place == "boxed":
         return text.startswith("}", end)
     return end == len(text) or (place != "hashes" and text.startswith("</", end))

@@ -1,7 +1,7 @@
 """Matches a user's regular expressions within a time limit.
 
-Python's own `re` holds the interpreter's lock while it backtracks, so one pattern such as `(a+)+$`
-stops a whole process. The package `regex` takes the same patterns and has a timeout.
+Python's `re` holds the interpreter's lock while it backtracks, so a pattern such as `(a+)+$` would
+stop the whole process. The package `regex` accepts the same patterns and has a timeout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import regex
 
 LIMIT_S = 2.0
-"""The time limit of one match; patterns that don't backtrack need microseconds."""
+"""The time limit of a match, in seconds. Patterns that don't backtrack need microseconds."""
 MAX_PATTERN = 10_000
 """The maximum number of characters of a pattern."""
 
@@ -34,12 +34,12 @@ class Pattern:
         self._pattern = pattern
 
     def matches_whole(self, text: str) -> bool:
-        """Whether it matches all of the text. Raises TimeoutError."""
+        """Whether the pattern matches the whole text. Raises TimeoutError."""
         return bool(self._within_limit(self._compiled.fullmatch, text))
 
     def last(self, text: str) -> str | None:
-        """Its last match in the text: the first group if it took part, else the whole match. Raises
-        TimeoutError."""
+        """The last match in the text: its first group if that group took part, else the whole
+        match. Raises TimeoutError."""
         matches = self._within_limit(self._all, text)
         if not matches:
             return None

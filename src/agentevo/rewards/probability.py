@@ -2,14 +2,14 @@
 
     r = clip(PR - PR_base, 0, 1),   PR = (1/n) sum_j pi(y*_j | x, z, y*_<j)
 
-x is the prompt, z the policy's text up to its stated answer, y* the task's answer, which replaces
-the stated one. PR_base is PR without z, the answer directly after the prompt, under the run's
-initial policy: an answer that was known without any reasoning earns nothing. Source:
+x is the prompt, z the policy's text up to its stated answer, and y* the task's answer, which
+replaces the stated answer. PR_base is PR without z (the answer directly after the prompt) under the
+run's initial policy. So an answer that the policy knew without reasoning earns nothing. Source:
 https://arxiv.org/abs/2506.18254, sections 3.2 and 3.3.
 
-z is the sampled ids that end before the answer; only the text after them is encoded. No rule and no
-other model judges. So reasoning that names many answers, to make each of them likely, is not
-detected: check the replies, or list `length` as well.
+z consists of the sampled ids before the answer, and only the text after them is encoded. No rule
+and no other model judges the answer. So the reward does not detect reasoning that names many
+answers to make each of them likely. Check the replies, or list `length` too.
 """
 
 from __future__ import annotations
@@ -33,32 +33,34 @@ from agentevo.types import Task, Trajectory, context_of
 
 Measure = Literal["mean", "geometric_mean", "product", "mean_logprob"]
 MAX_REFERENCES = 64
-"""The maximum number of right answers of one task that are scored."""
-LEADS = ("", " ")
-"""The text between an opening and an answer. Word tokens include the blank before them, so the
-policy would write one of the two, and the other is unlikely even if it knows the answer."""
-SOLVED = 0.5
+"""The maximum number of right answers of a task that are scored."""
+ANSWER_PREFIXES = ("", " ")
+"""The text between an opening and an answer. Word tokens include the blank before them. The policy
+would write only one of the two forms, and the other is unlikely even if the policy knows the
+answer."""
+SOLVED_PROBABILITY = 0.5
 """The lowest probability at which an answer counts as known."""
-AT_ONCE = 64
+CONCURRENCY = 64
 """The number of baselines that are computed concurrently and stored together."""
 MAX_STEPS_BACK = 32
-"""An upper bound of the number of tokens that one character can span."""
+"""The maximum number of tokens that a character can span."""
 
 
 class ProbabilityConfig(RewardConfig):
-    """A reward by the policy's own probability of the right answer."""
+    """A reward for the policy's own probability of the right answer."""
 
     place: Annotated[str, pydantic.AfterValidator(check_opening)] = "answer"
     """The place of a reply's stated answer, which the right answer replaces: the name of an XML
     tag, `boxed` or `hashes`. A task's own `answer_schema` overrides it."""
     measure: Measure = "mean"
-    """How the probabilities of the right answer's tokens are combined: their `mean` (the paper's),
-    their `geometric_mean`, their `product`, or `mean_logprob`, the mean of their logarithms."""
+    """How the probabilities of the right answer's tokens are combined: their `mean` (as in the
+    paper), their `geometric_mean`, their `product`, or `mean_logprob`, the mean of their
+    logarithms."""
     debias: bool = True
     """Subtract the initial policy's value for the answer directly after the prompt, and clip the
     difference to 0 to 1."""
     format_weight: float = Field(default=0.1, ge=0, le=1)
-    """The share of the score for stating exactly one answer; the rest is for the probability."""
+    """The share of the score for stating exactly one answer. The rest is for the probability."""
     timeout_s: float = Field(default=600.0, gt=0)
     """The time limit of one score, in seconds, including waits for the engine's other work. Beyond
     it, the attempt is recorded as failed."""
@@ -74,7 +76,7 @@ def measure_logprobs(logprobs: Sequence[float], measure: Measure) -> float:
     return math.exp(mean_logprob * (len(logprobs) if measure == "product" else 1))
 
 
-class Placed(NamedTuple):
+class PlacedAnswer(NamedTuple):
     """A right answer as tokens after a context."""
 
     context_ids: list[int]
@@ -83,24 +85,26 @@ class Placed(NamedTuple):
     """The number of leading `ids` that belong to the text before the answer."""
 
 
-def place_answer(policy: ScoredPolicy, context_ids: list[int], before: str, answer: str) -> Placed:
-    """The answer after a context and after the text `before`, which has no ids yet. Ids of `before`
-    alone are not part of the answer."""
+def place_answer(
+    policy: ScoredPolicy, context_ids: list[int], before: str, answer: str
+) -> PlacedAnswer:
+    """The answer after a context and after the text `before`, which is not yet encoded. Ids of
+    `before` alone are not part of the answer."""
     ids = policy.encode(before + answer)
     skipped = 0
     while before and skipped < len(ids) - 1:
         if not before.startswith(policy.text(ids[: skipped + 1])):
             break
         skipped += 1
-    return Placed(context_ids, ids, skipped)
+    return PlacedAnswer(context_ids, ids, skipped)
 
 
 def split(policy: ScoredPolicy, ids: list[int], text: str, end: int) -> tuple[list[int], str]:
-    """The ids that end at or before character `end` of their text, and the characters between
-    them and it. Raises ValueError for a tokenizer whose texts do not add up."""
+    """The ids that end at or before character `end` of their text, and the characters between them
+    and `end`. Raises ValueError for a tokenizer whose texts do not add up."""
     low = 0
     high = len(ids)
-    while low < high:  # texts grow with the ids
+    while low < high:  # more ids give a longer text, so bisection works
         middle = (low + high + 1) // 2
         if len(policy.text(ids[:middle])) <= end:
             low = middle
@@ -109,7 +113,8 @@ def split(policy: ScoredPolicy, ids: list[int], text: str, end: int) -> tuple[li
 
     for count in range(low, max(low - MAX_STEPS_BACK, -1), -1):
         prefix = policy.text(ids[:count])
-        if text.startswith(prefix) and len(prefix) <= end:  # not in the middle of a character
+        # the ids must not end inside a character
+        if text.startswith(prefix) and len(prefix) <= end:
             return ids[:count], text[len(prefix) : end]
 
     raise ValueError("the texts of the reply's first tokens don't match the start of its text")
@@ -117,8 +122,9 @@ def split(policy: ScoredPolicy, ids: list[int], text: str, end: int) -> tuple[li
 
 @reward("rlpr")
 class Rlpr:
-    """The policy's probability of the right answer in the place of the stated one, less that
-    without any reasoning (RLPR, arXiv 2506.18254). No rule and no other model judges."""
+    """The policy's probability of the right answer in place of the stated answer, minus its
+    probability without any reasoning (RLPR, arXiv 2506.18254). No rule and no other model judges
+    the answer."""
 
     Config = ProbabilityConfig
 
@@ -127,7 +133,8 @@ class Rlpr:
 
     async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
         """Computes and stores the missing baselines of these tasks, with the current policy. A
-        baseline that can't be computed is left out, and the score of that task gives the reason."""
+        baseline that can't be computed is left out, and the score of its task then gives the
+        reason."""
         if not self.config.debias:
             return
 
@@ -141,13 +148,13 @@ class Rlpr:
             (key, *entry) for key, entry in placed_answers.items() if key not in known_baselines
         ]
 
-        async def compute_baseline(task: Task, placed: Placed) -> Baseline | None:
+        async def compute_baseline(task: Task, placed: PlacedAnswer) -> Baseline | None:
             with suppress(RequestTooLongError):
                 return await self._baseline(policy, task, placed)
             return None
 
-        for first in range(0, len(waiting), AT_ONCE):
-            chunk = waiting[first : first + AT_ONCE]
+        for first in range(0, len(waiting), CONCURRENCY):
+            chunk = waiting[first : first + CONCURRENCY]
             baselines = await gather_all(
                 [compute_baseline(task, placed) for _, task, placed in chunk]
             )
@@ -160,7 +167,7 @@ class Rlpr:
             )
 
     async def score(self, trajectory: Trajectory, task: Task, policy: ScoredPolicy) -> Score:
-        """See Scorer.score. The best of several right answers counts."""
+        """See Scorer.score. Of several right answers, the best one counts."""
         answers = self._answers(task)
         reply = self._reply(trajectory, task, policy)
         if reply is None:
@@ -171,7 +178,11 @@ class Rlpr:
             [self._value(trajectory, task, policy, context, before, answer) for answer in answers]
         )
         value, measured = max(values)
-        solved = measured >= (math.log(SOLVED) if self.config.measure == "mean_logprob" else SOLVED)
+        solved = measured >= (
+            math.log(SOLVED_PROBABILITY)
+            if self.config.measure == "mean_logprob"
+            else SOLVED_PROBABILITY
+        )
         return self._score(value, is_valid=True, solved=solved)
 
     def _score(self, value: float, *, is_valid: bool, solved: bool) -> Score:
@@ -196,7 +207,7 @@ class Rlpr:
     def _reply(
         self, trajectory: Trajectory, task: Task, policy: ScoredPolicy
     ) -> tuple[list[int], str] | None:
-        """The ids up to the stated answer, and the rest of its opening as text; None for a reply
+        """The ids up to the stated answer, and the rest of its opening as text. None for a reply
         that does not state exactly one answer."""
         place = self._place(task)
         if not trajectory.turns:
@@ -235,19 +246,21 @@ class Rlpr:
         ]
         return min(max(measured - max(without), 0.0), 1.0), measured
 
-    async def _kept_baseline(self, policy: ScoredPolicy, task: Task, placed: Placed) -> Baseline:
-        """The stored baseline, or a new one if the prompt was not known before."""
+    async def _kept_baseline(
+        self, policy: ScoredPolicy, task: Task, placed: PlacedAnswer
+    ) -> Baseline:
+        """The stored baseline. A new one if the prompt was not known before the attempt."""
         key = baseline_key(policy.agent, placed.context_ids, placed.ids)
         baseline = (await policy.baselines.known()).get(key)
         if baseline is None:
             await policy.baselines.add({key: await self._baseline(policy, task, placed)})
-            # The first entry counts, which can be that of another process.
+            # The first stored entry counts, and it may be from another process.
             return (await policy.baselines.known())[key]
         return baseline
 
-    def _all_directly(self, policy: ScoredPolicy, task: Task) -> list[Placed]:
-        """Each right answer directly after the prompt; empty if the prompt is not known before, or
-        if a text can't be encoded."""
+    def _all_directly(self, policy: ScoredPolicy, task: Task) -> list[PlacedAnswer]:
+        """Each right answer directly after the prompt. Empty if the prompt is not known before the
+        attempt, or if a text can't be encoded."""
         with suppress(ValueError, ConfigError, ModelError):
             prompt = policy.first_prompt(task)
             if prompt is not None:
@@ -261,18 +274,20 @@ class Rlpr:
 
     def _directly(
         self, policy: ScoredPolicy, task: Task, prompt_ids: list[int], answer: str
-    ) -> list[Placed]:
-        """The answer directly after the prompt, with each of LEADS before it."""
+    ) -> list[PlacedAnswer]:
+        """The answer directly after the prompt, with each of ANSWER_PREFIXES before it."""
         opening = opening_text(self._place(task))
-        return [place_answer(policy, prompt_ids, opening + lead, answer) for lead in LEADS]
+        return [
+            place_answer(policy, prompt_ids, opening + lead, answer) for lead in ANSWER_PREFIXES
+        ]
 
-    async def _baseline(self, policy: ScoredPolicy, task: Task, placed: Placed) -> Baseline:
+    async def _baseline(self, policy: ScoredPolicy, task: Task, placed: PlacedAnswer) -> Baseline:
         logprobs, version = await policy.score(placed.context_ids, placed.ids)
         return Baseline(task.id, version, logprobs[placed.skipped :])
 
 
 def _prompt_of(trajectory: Trajectory) -> list[int]:
-    """The prompt that the conversation of the last turn began with."""
+    """The prompt at the start of the last turn's conversation."""
     turn = trajectory.turns[-1]
     while turn.parent is not None:
         turn = trajectory.turns[turn.parent]

@@ -10,7 +10,7 @@ from agentevo.types import Task, Trajectory
 
 
 class ChoiceConfig(AnswerConfig):
-    """A reward for the choice of one of several options."""
+    """A reward for the choice of an option."""
 
     options_key: str | None = None
     """The column of the row with the options. Default: options or choices."""
@@ -18,8 +18,8 @@ class ChoiceConfig(AnswerConfig):
 
 @reward("em")
 class SquadExactMatch:
-    """The stated answer is the task's, or one of them, without regard to case, punctuation and
-    English articles."""
+    """The stated answer is the task's answer, or one of several, without regard to case,
+    punctuation and English articles."""
 
     Config = AnswerConfig
 
@@ -35,8 +35,8 @@ class SquadExactMatch:
 
 @reward("f1")
 class F1:
-    """Words that the stated answer and the task's share, from 0 to 1, as SQuAD counts them; of
-    several right answers the nearest counts."""
+    """The F1 of the words in the stated answer and the task's answer, from 0 to 1, as SQuAD counts
+    them. Of several right answers, the nearest counts."""
 
     Config = AnswerConfig
 
@@ -61,7 +61,7 @@ class MultipleChoice:
         self.config = config
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score. Raises ValueError for a task whose answer is none of its options."""
+        """See Scorer.score. Raises ValueError for a task whose answer is not an option."""
         options = options_of(task, self.config.options_key)
         right = {check_right(answer, options, task.id) for answer in right_answers(task)}
         stated = await stated_answer(trajectory, task, self.config.place)

@@ -1,4 +1,4 @@
-"""The reward `reasoning_gym`: the score by the task's dataset of reasoning-gym."""
+"""The reward `reasoning_gym`: the score that the task's dataset of reasoning-gym gives."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from agentevo.rewards.reward import reward
 from agentevo.types import Task
 
 ENTRY = "entry"
-"""Key of a task's metadata for that of the dataset's entry, `source_dataset` in it."""
+"""The key in a task's metadata with the metadata of the dataset's entry, which includes
+`source_dataset`."""
 
 
 @reward("reasoning_gym")
 def reasoning_gym(model_answer: str, task: Task) -> float:
-    """The dataset's score of the stated answer, from 0 to 1, for tasks of `agentevo data prepare`.
-    Raises ValueError for any other task."""
+    """The dataset's score of the stated answer, from 0 to 1, for tasks from `agentevo data
+    prepare`. Raises ValueError for any other task."""
     metadata = task.metadata.get(ENTRY)
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
         raise ValueError(

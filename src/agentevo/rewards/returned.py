@@ -1,5 +1,5 @@
 """Checks values that a user's code returned (numbers, booleans, names) and converts them to plain
-Python values. numpy and torch scalars are accepted, and a text is never read as a number.
+Python values. It accepts numpy and torch scalars, and never reads a text as a number.
 
 Each function raises TypeError or ValueError with a message that names the value.
 """
@@ -12,19 +12,19 @@ from typing import Any
 
 from agentevo.errors import shown
 
-LARGEST = 1e12
-"""Larger rewards are mistakes: in float32 the squares of such gradients, summed over a model,
-overflow."""
-LARGEST_METRIC = 1e30
+MAX_REWARD = 1e12
+"""Larger rewards are mistakes: the squares of such gradients, summed over a model, overflow in
+float32."""
+MAX_METRIC = 1e30
 """The limit of numbers that are only averaged, such as times in nanoseconds."""
 MAX_NAMES = 200
-"""The maximum number of names of one attempt's metrics or reward parts: each is a column of the
+"""The maximum number of names in an attempt's metrics or reward parts. Each is a column of the
 metrics."""
 MAX_NAME = 200
 """The maximum number of characters of such a name."""
 
 
-def plain_number(value: Any, what: str, largest: float = LARGEST) -> float:
+def plain_number(value: Any, what: str, largest: float = MAX_REWARD) -> float:
     """A finite number of at most `largest`."""
     try:
         if isinstance(value, str | bytes | bytearray):
@@ -51,7 +51,7 @@ def plain_bool(value: Any, what: str) -> bool:
     raise TypeError(f"{what} is {shown(value)}: give True or False")
 
 
-def plain_numbers(values: Any, what: str, largest: float = LARGEST) -> dict[str, float]:
+def plain_numbers(values: Any, what: str, largest: float = MAX_REWARD) -> dict[str, float]:
     """A mapping from names to numbers."""
     if not isinstance(values, Mapping):
         raise TypeError(f"{what} is {shown(values)}: give a mapping from names to numbers")
@@ -64,7 +64,7 @@ def plain_numbers(values: Any, what: str, largest: float = LARGEST) -> dict[str,
 
 
 def named_parts(values: Mapping[Any, Any], what: str) -> dict[str, float]:
-    """The parts of a reward that was returned as a mapping; their names may be anything."""
+    """The parts of a reward that was returned as a mapping. Any names are allowed."""
     return plain_numbers({str(name): value for name, value in values.items()}, what)
 
 

@@ -1,4 +1,4 @@
-"""The reward contract: the input of a scorer, its result, and how it is registered by name.
+"""The reward contract: the input of a scorer, its result, and its registration by name.
 
 A reward is one of:
 
@@ -9,7 +9,7 @@ A reward is one of:
 A function takes any of PARAMETERS, by name. `register_scorer` registers a function of another
 package whose parameters have other names. Functions and methods return a number, a mapping of named
 parts (their sum is the value), or a `Score`. A class can have options: its `Config` subclasses
-`RewardConfig`, and one object, `Class(config)`, serves the whole run.
+`RewardConfig`, and a single object, `Class(config)`, serves the whole run.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ PARAMETERS = (
     "data_source",
     "extra_info",
 )
-"""The parameters that a reward function can have: the policy's last reply, the task, the whole
-attempt, the task's own answer, query and metadata, and the run's remote models by name. The last
-five are names of AgentRL and verl: `model_answer` is the answer that the reply states (found by the
-task's `answer_schema`, else `auto`), `solution_str` the last reply, `ground_truth` the task's
-answer, and `data_source` and `extra_info` are columns of its row."""
+"""The parameters that a reward function can have. The first seven are the policy's last reply, the
+task, the whole attempt, the task's answer, query and metadata, and the run's remote models by name.
+The last five are names from AgentRL and verl. `model_answer` is the answer that the reply states
+(at the task's `answer_schema`, else `auto`), `solution_str` the last reply, `ground_truth` the
+task's answer. `data_source` and `extra_info` are columns of its row."""
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Unscored(msgspec.Struct, frozen=True):
-    """A group scorer returns this for an attempt that it cannot score. The attempt is recorded as
+    """The result of a group scorer for an attempt that it cannot score. The attempt is recorded as
     failed, with the reason `why`."""
 
     why: str
@@ -99,13 +99,13 @@ class RewardConfig(pydantic.BaseModel):
     weight: float = 1.0
     """The factor of this reward in the sum of the list's rewards."""
     timeout_s: float = pydantic.Field(default=60.0, gt=0)
-    """The time limit of one score, in seconds. Beyond it, the attempt is recorded as failed."""
+    """The time limit of a score, in seconds. Beyond it, the attempt is recorded as failed."""
     requires: tuple[str, ...] = ()
     """Rewards of the list that must succeed for this one to count. If one of them does not succeed,
     or does not count itself, this reward's score is 0."""
     label: str | None = pydantic.Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,99}$")
-    """Its name in metrics, in `requires` and in the `scorer` of a row. Needed if the list has the
-    same reward more than once, with different options. Default: name."""
+    """The reward's name in metrics, in `requires` and in the `scorer` of a row. Needed if the list
+    has the same reward more than once, with different options. Default: name."""
 
     from_step: int = pydantic.Field(default=1, ge=1)
     """The first training step at which it counts, for rewards that change during training."""
@@ -114,24 +114,25 @@ class RewardConfig(pydantic.BaseModel):
     the rewards that count at the end, so that they are comparable."""
 
     def counts_at(self, step: int | None) -> bool:
-        """Whether it counts at a training step, or, with None, in an evaluation."""
+        """Whether the reward counts at a training step. With None, whether it counts in an
+        evaluation."""
         if step is None:
             return self.until_step is None
         return self.from_step <= step and (self.until_step is None or step <= self.until_step)
 
     @property
     def title(self) -> str:
-        """Its label, else its name. It is unique in the list."""
+        """The label, else the name. The title is unique in the list."""
         return self.label or self.name
 
 
 class Scorer(Protocol):
-    """Scores attempts one by one. It may raise: the attempt is then recorded as failed."""
+    """Scores attempts separately. It may raise an error: the attempt is then recorded as failed."""
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """It can also have the parameters `models`, the run's remote models by name, and `policy`,
         a ScoredPolicy. A scorer with `policy` can have a method `async prepare(tasks, policy)`,
-        which is awaited with the given tasks before the first score."""
+        which is awaited before the first score."""
         ...
 
 
@@ -148,8 +149,9 @@ class ScorerModel(Protocol):
         schema: Mapping[str, Any] | None = None,
     ) -> Any:
         """The reply: `text` is the model's text, and `finish_reason` is `length` if it was cut off.
-        `role` and `attempt` describe the call in the price log; `seed` is passed to servers that
-        take one; `schema` is the JSON schema of the answer, which the server enforces if it can."""
+        `role` and `attempt` describe the call in the price log. `seed` is passed to servers that
+        support seeds. `schema` is the JSON schema of the answer, which the server enforces if it
+        can."""
         ...
 
 
@@ -157,16 +159,16 @@ class ScoredPolicy(Protocol):
     """The policy that made an attempt, for a scorer that needs its log-probs of other answers."""
 
     agent: str
-    """The agent's name in an attempt of several agents; else empty."""
+    """The agent's name in an attempt of several agents, else empty."""
     baselines: BaselineScorers
     """Log-probs that the run computes once and stores."""
 
     async def score(
         self, context_ids: Sequence[int], ids: Sequence[int]
     ) -> tuple[list[float], int]:
-        """The log-prob of each of `ids` after the context and the ids before it, under the current
-        weights, and the version of the weights. Raises the engine's errors, which don't count as
-        failures of the scorer."""
+        """The log-prob of each of `ids`, after the context and the ids before it, under the current
+        weights. Also returns the version of the weights. Raises the engine's errors, which don't
+        count as failures of the scorer."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -188,12 +190,12 @@ class GroupScorer(Protocol):
     async def score_group(
         self, trajectories: Sequence[Trajectory], task: Task
     ) -> Sequence[Score | Unscored]:
-        """It may have the parameter `models`, the run's remote models by name."""
+        """The method may have the parameter `models`, the run's remote models by name."""
         ...
 
 
 rewards: Registry[Any] = Registry("rewards")
-"""Name -> function or class."""
+"""Maps a name to a function or class."""
 
 
 def reward(name: str) -> Callable[[R], R]:
@@ -212,9 +214,9 @@ def reward(name: str) -> Callable[[R], R]:
 
 
 def register_scorer(name: str, function: Callable[..., Any]) -> None:
-    """Registers a function of two or three positional parameters with any names, plain or async:
-    the stated answer (a text, empty if there is none), the task's own answer, and the task.
-    AgentRL's scorers are such functions.
+    """Registers a function of two or three positional parameters with any names, plain or async.
+    Its arguments are the stated answer (a text, empty if there is none), the task's answer, and the
+    task. AgentRL's scorers are such functions.
 
     Raises ConfigError for any other function.
     """
@@ -254,11 +256,11 @@ def register_scorer(name: str, function: Callable[..., Any]) -> None:
 def check_reward(name: str, item: Any) -> None:
     """Raises ConfigError for an item that can't be a reward."""
     if not inspect.isclass(item):
-        unknown = [name for name in _asked_for(item) if name not in PARAMETERS]
+        unknown = [name for name in _parameter_names(item) if name not in PARAMETERS]
         if unknown:
             raise ConfigError(
-                f"the reward {name!r} asks for {', '.join(unknown)}: it may ask for "
-                f"{', '.join(PARAMETERS)}, as in `def reward(completion, task) -> float`"
+                f"the parameters {', '.join(unknown)} of the reward {name!r} are unknown: a reward "
+                f"may have {', '.join(PARAMETERS)}, as in `def reward(completion, task) -> float`"
             )
         return
 
@@ -289,7 +291,7 @@ def reward_config(name: str) -> type[RewardConfig]:
 
 def make_reward(config: RewardConfig) -> Any:
     """The function that a config names, or an object of its class. Raises ConfigError, also if the
-    user's class raises."""
+    user's class raises an error."""
     item = rewards.get(config.name)
     check_reward(config.name, item)
     if not inspect.isclass(item):
@@ -321,7 +323,7 @@ def call_function(
         "extra_info": lambda: task.metadata.get("extra_info"),
         "models": lambda: models,
     }
-    names = _asked_for(function)
+    names = _parameter_names(function)
     return lambda: function(**{name: available[name]() for name in names})
 
 
@@ -333,10 +335,10 @@ def call_scorer(
     policy: ScoredPolicy | None = None,
     sandboxes: Any = None,
 ) -> Any:
-    """The coroutine of a scorer's `score`, with the remote models, the policy and sandboxes if it
-    asks for them."""
+    """The coroutine of a scorer's `score`. The scorer gets the remote models, the policy and
+    sandboxes if it has parameters for them."""
     available = {"models": models, "policy": policy, "sandboxes": sandboxes}
-    return scorer.score(trajectory, task, **_asked_of(scorer.score, available))
+    return scorer.score(trajectory, task, **_arguments_for(scorer.score, available))
 
 
 def call_group_scorer(
@@ -345,18 +347,19 @@ def call_group_scorer(
     task: Task,
     models: Mapping[str, ScorerModel],
 ) -> Any:
-    """The coroutine of a scorer's `score_group`, with the remote models if it asks for them."""
-    arguments = _asked_of(scorer.score_group, {"models": models})
+    """The coroutine of a scorer's `score_group`. The scorer gets the remote models if it has a
+    parameter for them."""
+    arguments = _arguments_for(scorer.score_group, {"models": models})
     return scorer.score_group(trajectories, task, **arguments)
 
 
-def _asked_of(method: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_for(method: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(method).parameters
     return {name: value for name, value in available.items() if name in parameters}
 
 
 def completion_of(trajectory: Trajectory) -> str:
-    """The policy's last reply as text; empty if there is none."""
+    """The policy's last reply as text. Empty if there is none."""
     for turn in reversed(trajectory.turns):
         for message in reversed(turn.messages):
             if message.role == "assistant":
@@ -365,7 +368,7 @@ def completion_of(trajectory: Trajectory) -> str:
 
 
 def text_of(content: Any) -> str:
-    """A message's text; of a list of parts, all text parts."""
+    """A message's text. If the content is a list of parts, all text parts."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(getattr(part, "text", None) or "" for part in content)
@@ -396,7 +399,7 @@ def score_of(returned: Any) -> Score:
     return Score(plain_number(returned, "its value"))
 
 
-def _asked_for(function: Any) -> list[str]:
+def _parameter_names(function: Any) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:

@@ -1,9 +1,9 @@
 """The reward `reward_model`: a sequence classifier scores the whole conversation.
 
-It is the reward model of RLHF (arXiv 2203.02155): `agentevo sft --reward-model` trains one, and any
-folder or hub name that AutoModelForSequenceClassification of transformers loads works too. It reads
-text, so its tokenizer can differ from the policy's. torch is imported when the first attempt is
-scored.
+It is the reward model of RLHF (arXiv 2203.02155). `agentevo sft --reward-model` trains a reward
+model, and any folder or hub name that AutoModelForSequenceClassification of transformers loads
+works too. The model reads text, so its tokenizer can differ from the policy's. torch is imported
+when the first attempt is scored.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MEAN = "reward_mean"
-"""Key of a model's config.json: the mean reward of the answers that it was evaluated on."""
+"""The key in a model's config.json with the mean reward of the answers that the model was evaluated
+on."""
 STD = "reward_std"
-"""Key of a model's config.json: the standard deviation of those rewards."""
+"""The key in a model's config.json with the standard deviation of those rewards."""
 
 
 class ModelRewardConfig(RewardConfig):
     """A reward that a sequence classifier gives."""
 
     model: str = Field(min_length=1)
-    """Folder or Hugging Face name of a sequence classifier, such as RUN/model of `agentevo sft
-    --reward-model`."""
+    """The folder or Hugging Face name of a sequence classifier, such as RUN/model from
+    `agentevo sft --reward-model`."""
     output: int | None = Field(default=None, ge=0)
-    """The output that counts, for a model with several: its probability. A single output is used
-    directly."""
+    """The output to use, for a model with several: its probability is the reward. A single output
+    is used directly."""
     normalise: Literal["model", "none", "sigmoid"] = "model"
     """How a single output x is scaled: (x - mean) / std, with the mean and standard deviation in
     the model's config (`agentevo sft --reward-model` writes them), else x; x; or the sigmoid of
@@ -50,24 +51,24 @@ class ModelRewardConfig(RewardConfig):
     solved_from: float = 0.0
     """The lowest value that counts as a success."""
     batch: int = Field(default=16, ge=1)
-    """The maximum number of conversations in one forward pass. On a CPU each has its own pass, so
-    that an attempt's score is bitwise independent of the other conversations."""
+    """The maximum number of conversations in a forward pass. On a CPU each conversation has its own
+    pass, so an attempt's score is bitwise independent of the other conversations."""
     max_tokens: int | None = Field(default=None, ge=8)
-    """The maximum length of a conversation, in tokens. Of a longer one the end is used. Default:
-    the model's context."""
+    """The maximum length of a conversation, in tokens. Of a longer conversation, the end is used.
+    Default: the model's context."""
     device: DeviceName = "auto"
-    """The device; `auto` takes a CUDA GPU if there is one."""
+    """The device. `auto` is a CUDA GPU if there is one."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """The time limit of one score, in seconds, including the loading of the model. Beyond it, the
+    """The time limit of a score, in seconds, including the loading of the model. Beyond it, the
     attempt is recorded as failed."""
 
 
 def conversation_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], max_tokens: int
 ) -> list[int]:
-    """The ids of a whole conversation for a classifier: by the chat template, or, if the tokenizer
-    has none, with the last reply as the second text of a pair. Of a longer conversation the end is
-    kept. Raises ModelError if the template does not accept it."""
+    """The ids of a whole conversation for a classifier. They follow the chat template. If the
+    tokenizer has none, the last reply is the second text of a pair. Of a longer conversation, the
+    end is kept. Raises ModelError if the template does not accept the conversation."""
     if tokenizer.chat_template:
         markers = MessageMarkers(tokenizer, partial(_prompt_text, tokenizer))
         plain = [
@@ -136,8 +137,8 @@ def conversation_of(trajectory: Trajectory) -> list[Message]:
 
 
 class Classifier:
-    """The model and its tokenizer, loaded at the first use. Any thread can use it; one computes at
-    a time."""
+    """The model and its tokenizer, loaded at the first use. Several threads may use it, and one of
+    them computes at a time."""
 
     def __init__(self, config: ModelRewardConfig) -> None:
         self.config = config
@@ -234,7 +235,7 @@ class Classifier:
 
 @reward("reward_model")
 class ModelReward:
-    """What a sequence classifier says of the whole conversation (`agentevo sft --reward-model`
+    """The score of the whole conversation by a sequence classifier (`agentevo sft --reward-model`
     trains one)."""
 
     Config = ModelRewardConfig
@@ -274,8 +275,8 @@ class ModelReward:
         return self._turns[1]
 
     async def _judge(self, own_request: tuple[list[Message], asyncio.Future[float]]) -> None:
-        """Scores this request and those that wait with it. An error of one request does not affect
-        the others."""
+        """Scores this request together with the waiting ones. An error of one request does not
+        affect the others."""
         self._waiting.remove(own_request)
         peers = [
             request

@@ -1,5 +1,5 @@
 """The reward `ruler`: a remote model ranks the attempts at a task by comparing them (ART's RULER).
-It needs no reference answer: an advantage compares the attempts of a group, so only their order and
+It needs no reference answer. An advantage compares the attempts of a group, so only their order and
 distances count.
 
     question   the common beginning of all attempts and the tools, once; then each attempt in its
@@ -8,10 +8,11 @@ distances count.
                that a position bias that is linear in the position cancels out
     score      the mean of the votes; each vote is a number from 0 to 1
 
-An answer that lacks an attempt, names one twice or leaves 0 to 1 is never repaired here: the judge
-is asked once more, with the problem, then the next model is asked. An attempt whose votes are
-further apart than `max_spread` has no score, and a reason. Equal attempts are shown once and have
-one score; no judge is asked about a group of equal attempts.
+If an answer lacks an attempt, names one twice or has a score outside 0 to 1, it is never repaired
+here. The judge gets one more request with the problem, and then the next model gets the request. If
+the votes on an attempt are further apart than `max_spread`, the attempt has a reason instead of a
+score. Equal attempts are shown once and have the same score. No judge is called for a group of
+equal attempts.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ _NO_SCORES = 'there is no JSON object with a list "scores" in it, or another one
 
 
 class RulerConfig(JudgeOptions):
-    """A reward by which remote models rank the attempts of a group."""
+    """A reward for which remote models rank the attempts of a group."""
 
     rubric: str = Field(default=RUBRIC, min_length=1)
     """The rubric for the judge: what makes an attempt good."""
@@ -115,12 +116,12 @@ class RulerConfig(JudgeOptions):
     """The largest distance between two votes on one attempt. An attempt whose votes are further
     apart has no score and is recorded as failed."""
     skip_equal: bool = True
-    """Do not ask the judge about a group of two or more attempts that are all the same."""
+    """Don't call the judge for a group of two or more attempts that are all the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One vote's score of one attempt."""
+    """The score of an attempt in a vote."""
 
     score: float
     explanation: str
@@ -128,17 +129,18 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One answer of a judge."""
+    """An answer of a judge."""
 
     model: str
     order: tuple[int, ...]
     """The attempts in the order of the question, by their index in `ShownGroup.attempts`."""
     marks: tuple[Mark, ...]
-    """For each attempt, in the order of `ShownGroup.attempts`."""
+    """A mark for each attempt, in the order of `ShownGroup.attempts`."""
 
 
 def order_of_vote(num: int, vote: int, *seeds: int | str) -> tuple[int, ...]:
-    """The order in which a vote shows `num` attempts: two votes share one, the second reversed."""
+    """The order in which a vote shows `num` attempts. Two consecutive votes share an order, the
+    second in reverse."""
     order = list(range(num))
     random.Random(derive_seed("order", vote // 2, *seeds)).shuffle(order)
     return tuple(order if vote % 2 == 0 else order[::-1])
@@ -196,7 +198,7 @@ class Ruler:
         attempt: str,
         seed: int,
     ) -> Vote:
-        """One answer, with the attempts in this order. Raises ValueError with the problem of each
+        """A vote with the attempts in this order. Raises ValueError with the problem of each
         model."""
         num = len(order)
         answered: JudgeAnswer[list[Mark]] = await ask_in_order(
@@ -211,7 +213,7 @@ class Ruler:
             schema=_SCHEMA,
         )
         by_place = dict(zip(order, answered.value, strict=True))
-        return Vote(answered.model, order, tuple(by_place[place] for place in range(num)))
+        return Vote(answered.model, order, tuple(by_place[index] for index in range(num)))
 
     def _score(self, votes: Sequence[Vote], place: int) -> Score | Unscored:
         scores = [vote.marks[place].score for vote in votes]
@@ -310,7 +312,7 @@ def _marks(verdict: object, num: int) -> list[Mark]:
         score = number_of(entry.get("score"))
         if score is None or not 0 <= score <= 1:
             reported = json.dumps(entry.get("score"), ensure_ascii=False, default=str)[:40]
-            wrong.append(f"the score of {number} is {reported}, which is no number from 0 to 1")
+            wrong.append(f"the score of {number} is {reported}, which is not a number from 0 to 1")
             score = 0.0
 
         words = entry.get("explanation") or ""

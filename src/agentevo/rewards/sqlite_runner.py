@@ -1,7 +1,7 @@
-"""A program for a sandbox: runs queries on an untrusted SQLite database.
+"""A program for a sandbox that runs queries on an untrusted SQLite database.
 
-It reads {"file", "queries", "most_rows"} as JSON on stdin, and writes a JSON list on stdout: for
-each query its rows, or a text with the reason why it has none.
+It reads {"file", "queries", "most_rows"} as JSON on stdin, and writes a JSON list on stdout. The
+list has the rows of each query, or a text with the reason why the query has none.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def main() -> None:
-    """See the module."""
+    """Reads the input, runs the queries, and writes the results."""
     spec = json.load(sys.stdin)
     results = [_ask(spec["file"], query, spec["most_rows"]) for query in spec["queries"]]
     print(json.dumps(results))

@@ -1,9 +1,10 @@
 """The reward `sqlite_state`: compares the final SQLite database of an attempt with the expectations
 in the task's row.
 
-The database is one of the files that the trajectory keeps (agent.keep_files_kib of the code agent,
-`Policy.keep_files`). If it may be one of the files that were left out, the score fails. It comes
-from the policy's code, so a sandbox opens it; the rows of the queries are compared outside.
+The database is one of the trajectory's stored files (agent.keep_files_kib of the code agent,
+`Policy.keep_files`). If the database may be among the files that were left out, the score fails.
+The policy's code wrote the database, so a sandbox opens it. The rows of the queries are compared
+outside.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ import msgspec
 from pydantic import Field, JsonValue
 
 from agentevo.rewards.code_cases import same_value
-from agentevo.rewards.code_tests import OpensSandboxes, check_ran
+from agentevo.rewards.code_tests import OpensSandboxes, check_result
 from agentevo.rewards.reward import RewardConfig, Score, reward
 from agentevo.types import Task, Trajectory
 
 RUNNER = Path(__file__).with_name("sqlite_runner.py")
 SANDBOX: dict[str, JsonValue] = {"output_kib": 4096, "max_sandboxes": 8}
 ENDINGS = (".db", ".sqlite", ".sqlite3")
-MOST_ROWS = 10_000
-"""The maximum number of rows of one query."""
-LEFT_OUT = "num_files_left_out"
-"""The metric for the number of an attempt's files that were not kept."""
+MAX_ROWS = 10_000
+"""The maximum number of rows of a query."""
+LEFT_OUT_METRIC = "num_files_left_out"
+"""The metric for the number of an attempt's files that were left out."""
 WAL_MODE = 18, 2
-"""The position and value in a database's header that mean that its newest rows can be in a -wal."""
-BESIDE = ("-wal", "-journal")
-"""Files that SQLite keeps next to a database that was not closed."""
+"""The position and value in a database's header for the write-ahead mode. The newest rows can then
+be in a -wal file."""
+SIDE_FILES = ("-wal", "-journal")
+"""Files that SQLite writes next to a database that was not closed."""
 _FORM = (
     'give {"file": "shop.db", "tables": {"orders": [[1, "tea"]]}, "queries": [{"sql": "SELECT '
     'count(*) FROM orders", "rows": [[1]]}]}'
@@ -42,7 +44,7 @@ class SqliteStateConfig(RewardConfig):
     """A reward for the state of a database."""
 
     timeout_s: float = Field(default=600.0, gt=0)
-    """The time limit of one score, in seconds, including the wait for a sandbox. Beyond it, the
+    """The time limit of a score, in seconds, including the wait for a sandbox. Beyond it, the
     attempt is recorded as failed."""
     state_key: str = "expected_state"
     """The column of the row with the expectations."""
@@ -50,14 +52,14 @@ class SqliteStateConfig(RewardConfig):
     """If true, the score is the share of expectations that hold. Otherwise it is 1 if all hold,
     else 0."""
     queries_timeout_s: float = Field(default=30.0, gt=0, le=3600)
-    """The time limit of all queries of an attempt, in seconds. A database that takes longer fails
-    the expectations."""
+    """The time limit of all queries of an attempt, in seconds. If a database takes longer, the
+    expectations fail."""
     sandbox: dict[str, JsonValue] = Field(default_factory=dict)
     """The sandbox that opens the database: the keys of agent.sandbox."""
 
 
 class Expected(NamedTuple):
-    """The expected rows of one query."""
+    """The expected rows of a query."""
 
     sql: str
     rows: list[Any]
@@ -96,8 +98,8 @@ def expected_of(task: Task, key: str) -> tuple[str | None, list[Expected]]:
 
 @reward("sqlite_state")
 class SqliteState:
-    """1 where the SQLite database that the attempt leaves has the tables, and gives the queries'
-    rows, that the task expects; or the share of them."""
+    """1 if the final SQLite database of the attempt has the tables and query results that the task
+    expects, or the share of them."""
 
     Config = SqliteStateConfig
 
@@ -120,10 +122,10 @@ class SqliteState:
         spec = {
             "file": "world.db",
             "queries": [item.sql for item in expected],
-            "most_rows": MOST_ROWS,
+            "most_rows": MAX_ROWS,
         }
         async with sandboxes.open() as sandbox:
-            for ending in ("", *BESIDE):
+            for ending in ("", *SIDE_FILES):
                 if (content := files.get(file + ending)) is not None:
                     await sandbox.write_file(f"world.db{ending}", content)
 
@@ -134,28 +136,29 @@ class SqliteState:
                 deadline_s=self.config.queries_timeout_s,
             )
 
-        check_ran(ran)
+        check_result(ran)
         results = _read_results(ran.stdout, len(expected))
-        right = sum(_is_so(rows, item) for rows, item in zip(results, expected, strict=True))
+        right = sum(_rows_match(rows, item) for rows, item in zip(results, expected, strict=True))
         share = right / len(expected)
         return Score(share if self.config.partial else float(share == 1.0), success=share == 1.0)
 
 
 def _check_kept(trajectory: Trajectory, file: str | None) -> None:
-    """Raises ValueError if files were left out that may include the database or its newest rows."""
-    num_left_out = int(trajectory.metrics.get(LEFT_OUT, 0))
+    """Raises ValueError if the database or its newest rows may be among the files that were left
+    out."""
+    num_left_out = int(trajectory.metrics.get(LEFT_OUT_METRIC, 0))
     content = trajectory.files.get(file or "")
     place, mode = WAL_MODE
     has_wal = content is not None and content[place : place + 1] == bytes([mode])
     if num_left_out and (content is None or (has_wal and f"{file}-wal" not in trajectory.files)):
         raise ValueError(
-            f"the database can't be judged: {num_left_out} of the attempt's files were not kept, "
-            "and it may be among them: raise agent.keep_files_kib"
+            f"the database can't be judged: {num_left_out} of the attempt's files were left out, "
+            "and the database may be among them: raise agent.keep_files_kib"
         )
 
 
 def _read_results(stdout: str, number: int) -> list[Any]:
-    """The rows of each query; None for each if the database was too slow, too large or too
+    """The rows of each query. None for each query if the database was too slow, too large or too
     damaged."""
     try:
         results = msgspec.json.decode(stdout)
@@ -164,7 +167,7 @@ def _read_results(stdout: str, number: int) -> list[Any]:
     return results if isinstance(results, list) and len(results) == number else [None] * number
 
 
-def _is_so(rows: Any, expected: Expected) -> bool:
+def _rows_match(rows: Any, expected: Expected) -> bool:
     if not isinstance(rows, list):
         return False
     if expected.ordered:

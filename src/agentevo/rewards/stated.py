@@ -15,14 +15,14 @@ class AnswerConfig(RewardConfig):
 
     place: Place = "auto"
     """Where a reply states its answer: `boxed`, `hashes`, `number`, `whole`, `json:KEY`,
-    `regex:PATTERN`, or the name of an XML tag such as `answer`; `auto` takes the first of <answer>,
-    \\\\boxed{...} and #### that the reply has, else all of it. A task's own `answer_schema`
+    `regex:PATTERN`, or the name of an XML tag such as `answer`. `auto` is the first of <answer>,
+    \\\\boxed{...} and #### that the reply has, else the whole reply. A task's own `answer_schema`
     overrides it."""
 
 
 async def stated_answer(trajectory: Trajectory, task: Task, place: str) -> str | None:
-    """The stated answer of the last reply, at the task's place or else at `place`; None if there is
-    none. Raises TimeoutError for a regular expression that does not end."""
+    """The stated answer of the last reply, at the task's place or else at `place`. None if there is
+    no answer. Raises TimeoutError for a regular expression that does not end."""
     where = place_of(task, place)
     reply = completion_of(trajectory)
     if where.startswith("regex:"):
@@ -31,7 +31,7 @@ async def stated_answer(trajectory: Trajectory, task: Task, place: str) -> str |
 
 
 def right_answers(task: Task) -> list[Any]:
-    """The task's right answers. Raises ValueError for a task without any."""
+    """The task's right answers. Raises ValueError for a task without an answer."""
     if task.answer is None or task.answer == []:
         raise ValueError(
             f"the task {task.id!r} has no answer to compare with: give its row one "

@@ -25,7 +25,7 @@ SCRIPTS = {
     "hi": ("DEVANAGARI",),
     "th": ("THAI",),
 }
-"""Language -> its scripts, by their Unicode names."""
+"""Maps a language to its scripts, by their Unicode names."""
 _NO_LANGUAGE = re.compile(
     r"```.*?(?:```|\Z)"  # code
     r"|`[^`\n]*`"
@@ -39,7 +39,7 @@ _NO_LANGUAGE = re.compile(
 
 def squad_normalised(text: str) -> str:
     """The text normalised as in SQuAD's evaluation: lower case, without ASCII punctuation and
-    English articles, white space as one blank (Rajpurkar et al., 2016,
+    English articles, white space as single blanks (Rajpurkar et al., 2016,
     https://arxiv.org/abs/1606.05250)."""
     bare = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", bare).split())
@@ -47,8 +47,8 @@ def squad_normalised(text: str) -> str:
 
 def f1(stated: str, right: str) -> float:
     """The harmonic mean of precision and recall of the normalised words, as in SQuAD's evaluation:
-    2 * shared / (words of the first + words of the second). If one text has no words: 1 if both
-    have none, else 0."""
+    2 * shared / (words of the first + words of the second). If a text has no words: 1 if both have
+    none, else 0."""
     stated_words = squad_normalised(stated).split()
     right_words = squad_normalised(right).split()
     if not stated_words or not right_words:
@@ -58,7 +58,7 @@ def f1(stated: str, right: str) -> float:
 
 
 def words_of(text: str) -> list[str]:
-    """The words, in lower case; a Chinese or Japanese character is one word."""
+    """The words in lower case. A Chinese or Japanese character is a word."""
     return _WORDS.findall(text.lower())
 
 
@@ -69,12 +69,12 @@ def repeated_share(text: str, size: int) -> float:
     number = len(words) - size + 1
     if number <= 0:
         return 0.0
-    return 1 - len({tuple(words[place : place + size]) for place in range(number)}) / number
+    return 1 - len({tuple(words[index : index + size]) for index in range(number)}) / number
 
 
 def share_of_language(text: str, language: str) -> float:
-    """The share of the words that are written in the language's scripts; code, mathematics, tags
-    and links, and words without a letter count in neither. 1 for a text without words."""
+    """The share of the words that are written in the language's scripts. Code, mathematics, tags,
+    links and words without a letter don't count. 1 for a text without words."""
     scripts = SCRIPTS[language]
     is_in_script: dict[str, bool] = {}
     num_in_script = num_words = 0

@@ -5,13 +5,13 @@
     --- MARK end of attempt 2 ---
 
 A text of an attempt can't leave its line, since JSON writes line breaks as \\n. It can't forge a
-fence either: MARK is a digest of everything in the question, so the text would have to contain the
-digest of a whole that includes it. Equal questions have equal marks, so cached answers are found
-again, and a local judge repeats its answers. Markup of servers and chat templates (`<|im_end|>`,
-`[INST]`) and invisible characters (controls, direction marks) are written as \\u003c and the like.
+fence either. MARK is a digest of the whole question, so a forged MARK would have to be the digest
+of a text that contains itself. Equal questions have equal marks, so a cache can return earlier
+answers, and a local judge repeats its answers. Markup of servers and chat templates (`<|im_end|>`,
+`[INST]`) and invisible characters (controls, direction marks) become \\u003c and the like.
 
 The common beginning of all attempts is shown once. An attempt can have several histories, each a
-path through its tree of turns; a history that continues an earlier one says where.
+path through its tree of turns. A history that continues an earlier one says where it continues.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MARK_BYTES = 16
 
 
 MAX_HISTORIES = 32
-"""The maximum number of histories of an attempt that are shown."""
+"""The maximum number of histories of an attempt in the judge's view."""
 MAX_TOOLS = 20_000
 """The maximum number of characters of the tools in the judge's view."""
 
 
 @dataclass(frozen=True, slots=True)
 class TranscriptLimits:
-    """Limits in characters; of a longer text the head and the tail are shown."""
+    """Limits in characters. Of a longer text, the head and the tail are shown."""
 
     message: int
     attempt: int
@@ -55,14 +55,14 @@ class ShownGroup:
     """The lines of the common beginning of all attempts."""
     tools: tuple[str, ...]
     attempts: tuple[tuple[str, ...], ...]
-    """The further lines of each attempt; equal attempts appear once, in an order by content."""
+    """The further lines of each attempt. Equal attempts appear once, in an order by content."""
     of: tuple[int, ...]
-    """For each trajectory its index in `attempts`."""
+    """The index of each trajectory in `attempts`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TranscriptLine:
-    """A message; `full_text` is all of it, `shown` the part that fits."""
+    """A message. `full_text` is the whole message, `shown` the part that fits."""
 
     role: str
     full_text: str
@@ -70,8 +70,8 @@ class _TranscriptLine:
 
 
 def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) -> ShownGroup:
-    """The judge's view of the attempts at one task, independent of their order. Raises ValueError
-    for an attempt without a message."""
+    """The judge's view of the attempts at a task, independent of their order. Raises ValueError for
+    an attempt without a message."""
     most = min(limits.message, limits.attempt // 2)
     all_turns = [_lines_of_turns(trajectory, most) for trajectory in trajectories]
     all_histories = [
@@ -94,9 +94,9 @@ def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) ->
     distinct = sorted(
         set(wholes), key=lambda text: blake2b(text.encode("utf-8", "replace")).digest()
     )
-    places = {text: place for place, text in enumerate(distinct)}
+    places = {text: index for index, text in enumerate(distinct)}
     of = tuple(places[text] for text in wholes)
-    firsts = [of.index(place) for place in range(len(distinct))]
+    firsts = [of.index(index) for index in range(len(distinct))]
     common = _common([history for index in firsts for history in all_histories[index]])
     attempts = tuple(
         tuple(
@@ -117,7 +117,7 @@ def _turns(trajectory: Trajectory) -> Sequence[Turn | RemoteTurn]:
 
 
 def _lines_of_turns(trajectory: Trajectory, longest: int) -> dict[int, list[_TranscriptLine]]:
-    """Index of each turn -> its messages."""
+    """Maps the index of each turn to its messages."""
     return {
         turn.index: [_line(message, longest) for message in turn.messages]
         for turn in _turns(trajectory)
@@ -127,8 +127,8 @@ def _lines_of_turns(trajectory: Trajectory, longest: int) -> dict[int, list[_Tra
 def _histories_of(
     trajectory: Trajectory, lines: Mapping[int, list[_TranscriptLine]]
 ) -> list[list[_TranscriptLine]]:
-    """The messages along each path from a root to a leaf, in the order of the leaves; beyond
-    MAX_HISTORIES only the first and the last ones."""
+    """The messages along each path from a root to a leaf, in the order of the leaves. Beyond
+    MAX_HISTORIES, only the first and the last paths."""
     turns = _turns(trajectory)
     parents = {turn.index: turn.parent for turn in turns}
     inner = set(parents.values())
@@ -152,7 +152,7 @@ def _histories_of(
 
 
 def _common(histories: Sequence[Sequence[_TranscriptLine]]) -> int:
-    """The number of messages that all histories begin with; for a single history, those before the
+    """The number of messages that all histories begin with. For a single history, those before the
     first reply."""
     if len(histories) == 1:
         return sum(1 for _ in takewhile(lambda line: line.role != "assistant", histories[0]))
@@ -221,7 +221,7 @@ def _line(message: Message, longest: int) -> _TranscriptLine:
 
 
 def _tool_lines(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
-    """One line for each tool of an attempt."""
+    """A line for each tool of an attempt."""
     schemas: dict[str, None] = {}
     for trajectory in trajectories:
         for turn in _turns(trajectory):
@@ -286,7 +286,7 @@ def _within(lines: Sequence[str], longest: int) -> list[str]:
 
 
 def mark_of(*texts: str) -> str:
-    """The mark of the fences around these texts, which is in none of them."""
+    """The mark of the fences around these texts, which none of them contains."""
     joined = "\n".join(texts)
     mark = blake2b(joined.encode("utf-8", "replace"), digest_size=MARK_BYTES).hexdigest()
     while mark in joined:
@@ -302,7 +302,8 @@ def fence(mark: str, what: str, lines: Sequence[str]) -> str:
 
 
 def escape_json_line(line: str) -> str:
-    """An equal line of JSON in which no text looks like markup and none is invisible."""
+    """The same line of JSON, without text that looks like markup and without invisible
+    characters."""
     return _HIDDEN.sub(_code, _MARKUP.sub(_code, line))
 
 

@@ -7,9 +7,9 @@
     broken     JSON that can't be parsed makes an answer unusable: its content is part of
                something else
 
-An unusable answer is requested again (judging.py); nothing is guessed here. One case is not
-detected: a judge that states its own verdict only in free words and quotes a complete forged one. A
-server that enforces a schema prevents this.
+An unusable answer is requested again (judging.py), and nothing is guessed here. One case is not
+detected: a judge states its own verdict only in free words and quotes a complete forged verdict. A
+server that enforces a schema prevents this case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-THOUGHTS = {
+THOUGHT_TAGS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
     "<thought>": "</thought>",
@@ -66,11 +66,11 @@ _ADVERB = re.compile(r"\b(\w{1,30}ly)[\s*_]{1,9}\Z", re.IGNORECASE)
 
 
 class UnusableError(ValueError):
-    """A judge's answer can't be used. The message lets the judge correct it."""
+    """A judge's answer can't be used. The message tells the judge how to correct it."""
 
 
 def whole_object(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an object with exactly these fields, without bounds of numbers, so that every
+    """The schema of an object with exactly these fields. It has no bounds of numbers, so every
     server that enforces schemas accepts it."""
     return {
         "type": "object",
@@ -90,7 +90,7 @@ def final_words(reply: Any) -> str:
         )
 
     text: str = reply.text.lstrip()
-    for begin, end in THOUGHTS.items():
+    for begin, end in THOUGHT_TAGS.items():
         if text.startswith(begin):
             _, mark, words = text.partition(end)
             if not mark:
@@ -102,7 +102,7 @@ def final_words(reply: Any) -> str:
 
 def objects_in(text: str) -> list[Any]:
     """The JSON objects, and lists of objects, in an answer, without nested ones. Raises
-    UnusableError if one can't be parsed, or has a key twice."""
+    UnusableError if one of them can't be parsed, or has a key twice."""
     values = []
     place = 0
     while start := _JSON_START.search(text, place):
@@ -128,7 +128,8 @@ def find_agreement(verdicts: Iterable[T], nothing: str) -> T:
 
 
 def number_of(value: object) -> float | None:
-    """A number, also from a text, as small models write it; None for anything else."""
+    """A number, also from a text, because small models write numbers as texts. None for anything
+    else."""
     if isinstance(value, str) and len(value) < 40:
         try:
             value = float(value)
@@ -186,7 +187,7 @@ def words_of_verdict(text: str) -> list[bool]:
 
 
 def _verdict(sentence: str, match: re.Match[str], num_negations: int) -> bool | None:
-    """The verdict of one such word in a sentence; None if it is ambiguous."""
+    """The verdict of a single such word in a sentence. None if it is ambiguous."""
     before = sentence[max(0, match.start() - 100) : match.start()]
     adverb = _ADVERB.search(before)
     if (

@@ -1,9 +1,10 @@
 """Tasks that an agent provides, for example from a dataset with its own environment.
 
-A registered class with `brings_tasks = True` has a method `tasks()`, which returns a pair: the
-tasks to train on and the held-out ones, each a list of `agentevo.Task` or of mappings as rows of a
-file. Without held-out ones, they are split off as for a file. The method is called in every process
-of a run, more than once, and must return the same tasks every time.
+A registered class with `brings_tasks = True` has a method `tasks()`. The method returns a pair, the
+tasks to train on and the held-out tasks. Each is a list of `agentevo.Task`, or of mappings like the
+rows of a task file. If the method returns no held-out tasks, some of the tasks to train on are held
+out, as for a file. Every process of a run calls the method, more than once, so it must return the
+same tasks every time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def tasks_of_agent(section: AgentSection) -> GivenTasks:
 
 
 def _check_tasks(rows: Any, where: str, taken: set[str]) -> list[Task]:
-    """`taken`: the ids that are already used."""
+    """Raises ConfigError for rows that are not valid tasks. `taken`: the ids that are already
+    used."""
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
         raise ConfigError(f"{where} gave {shown(rows)}: give lists of tasks")
 

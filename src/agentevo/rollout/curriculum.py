@@ -1,16 +1,17 @@
-"""Selects the tasks of a step under `tasks.curriculum`: sampled without repetition, with the
-highest weights for tasks of medium success (config/curriculum.py has the weights).
+"""Selects the tasks of a step under `tasks.curriculum`. Tasks of medium success have the highest
+weights (config/curriculum.py), and no task is selected twice.
 
-    key of a task = log(u) / weight, u uniform in (0, 1): the largest keys are taken
+    key of a task = log(u) / weight, u uniform in (0, 1): the tasks with the largest keys are
+    selected
 
-(Efraimidis and Spirakis, 2006). u is drawn from the run's seed and the step. A task's results are
-read from the committed steps' records (`solved` of their batch source), and only from the steps
-that are known before the step's tasks are chosen: with `lag` steps of staleness those up to step -
-1 - lag. There is no other state. So a resumed run, a replay, and samplers in other processes choose
-the same tasks.
+(Efraimidis and Spirakis, 2006). u comes from the run's seed and the step. A task's results come
+from the records of the committed steps (`solved` of their batch source). With `lag` steps of
+staleness, the tasks of a step depend on the records up to step - 1 - lag, the ones that exist when
+the tasks are chosen. There is no other state. So a resumed run, a replay, and samplers in other
+processes choose the same tasks.
 
-A task that is a harder variant of another (`variant_of` in its metadata, the other's id) is not
-played before that one is retired.
+A task can be a harder variant of another task, whose id is `variant_of` in its metadata. The
+variant is not played before that other task is retired.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from agentevo.store.store import Store
 from agentevo.types import Task
 
 SOLVED = "solved"
-"""Key, in the state of a step's batch source, of task id -> [attempts that succeeded, attempts that
-were completed]."""
+"""A key in the state of a step's batch source. Its value maps a task id to [attempts that
+succeeded, attempts that were completed]."""
 VARIANT_OF = "variant_of"
 
 
-class TriedTask(NamedTuple):
-    """The result of a step at a task."""
+class TaskStepResult(NamedTuple):
+    """A task's results in one step."""
 
     step: int
     solved: int
@@ -44,68 +45,79 @@ class TriedTask(NamedTuple):
 
 
 class TaskCurriculum:
-    """The tasks of one run, and the known results of each."""
+    """The tasks of a run, with the known results of each task."""
 
     def __init__(
         self, section: Curriculum, tasks: Sequence[Task], seed: int, groups: int, *, lag: int
     ) -> None:
-        """Raises ConfigError if no task may be played at first, or a variant has no base task."""
+        """Raises ConfigError if no task can be played at the start, or if a variant has no base
+        task."""
         self._section = section
         self.tasks = list(tasks)
         self._seed = seed
         self._lag = lag
         self._groups = min(groups, len(self.tasks))
-        self._place = {task.id: place for place, task in enumerate(self.tasks)}
+        self._index_by_id = {task.id: index for index, task in enumerate(self.tasks)}
         self._parents = [task.metadata.get(VARIANT_OF) for task in self.tasks]
-        self._history: dict[int, list[TriedTask]] = defaultdict(list)
-        self._known = 0
+        self._history: dict[int, list[TaskStepResult]] = defaultdict(list)
+        self._last_step = 0
         """The newest committed step that was read."""
-        self._orders: dict[int, list[int]] = {}
+        self._order_cache: dict[int, list[int]] = {}
 
         orphan = next(
-            (variant.id for variant, parent in self._pairs() if parent not in self._place), None
+            (
+                variant.id
+                for variant, parent in self._variant_pairs()
+                if parent not in self._index_by_id
+            ),
+            None,
         )
         if orphan is not None or all(parent is not None for parent in self._parents):
             what = (
-                f"{orphan!r}: {VARIANT_OF} is no task to train on" if orphan else "all are variants"
+                f"{orphan!r}: {VARIANT_OF} does not name a task to train on"
+                if orphan
+                else "all are variants"
             )
             raise ConfigError(
                 f"tasks.curriculum: {what}: also give the tasks that they are harder variants of"
             )
 
-    def _pairs(self) -> list[tuple[Task, str]]:
+    def _variant_pairs(self) -> list[tuple[Task, str]]:
         """The variants, each with its base task."""
         pairs = zip(self.tasks, self._parents, strict=True)
         return [(task, str(parent)) for task, parent in pairs if parent is not None]
 
     async def learn(self, store: Store) -> None:
-        """Reads the steps that were committed since."""
+        """Reads the steps that were committed since the last call."""
         records = await with_retries(
-            lambda: store.steps(after=self._known),
+            lambda: store.steps(after=self._last_step),
             within_s=STORE_RETRY_S,
-            what="reading what the steps solved",
+            what="reading the results of the steps",
         )
         for record in records:
-            if record.step == self._known + 1:  # a sampler in the trainer's process asks as well
+            # a sampler in the trainer's process calls learn() too
+            if record.step == self._last_step + 1:
                 self.note_step(record.step, record.record["source"].get(SOLVED) or {})
 
     def note_step(self, step: int, solved: Mapping[str, Sequence[int]]) -> None:
-        """Records the results of a committed step, in order of the steps. Raises ValueError for a
-        step out of order."""
-        if step != self._known + 1:
-            raise ValueError(f"step {step} is reported after step {self._known}")
-        self._known = step
+        """Records the results of a committed step. Steps must come in order. Raises ValueError for
+        a step out of order."""
+        if step != self._last_step + 1:
+            raise ValueError(f"step {step} is reported after step {self._last_step}")
+        self._last_step = step
         for name, (good, attempts) in solved.items():
-            task_id = name if name in self._place else name.rpartition("~")[0]
-            if task_id in self._place and attempts:
-                self._history[self._place[task_id]].append(TriedTask(step, good, attempts))
+            task_id = name if name in self._index_by_id else name.rpartition("~")[0]
+            if task_id in self._index_by_id and attempts:
+                self._history[self._index_by_id[task_id]].append(
+                    TaskStepResult(step, good, attempts)
+                )
 
     def is_known(self, step: int) -> bool:
-        """Whether the records determine the tasks of the step."""
-        return step - 1 - self._lag <= self._known
+        """Whether the records that determine the tasks of the step are read."""
+        return step - 1 - self._lag <= self._last_step
 
     def of_step(self, step: int) -> list[Task]:
-        """The tasks of a step. Raises ValueError before they are known."""
+        """The tasks of a step. Raises ValueError if the records do not determine them yet."""
         return [self.tasks[place] for place in self.order(step)[: self._groups]]
 
     def order(self, step: int) -> list[int]:
@@ -113,52 +125,53 @@ class TaskCurriculum:
         if not self.is_known(step):
             raise ValueError(f"the tasks of step {step} are not decided: learn() comes first")
 
-        if step not in self._orders:
-            state = [self._state(place, step) for place in range(len(self.tasks))]
+        if step not in self._order_cache:
+            state = [self._weigh(index, step) for index in range(len(self.tasks))]
             draws = np.random.RandomState(
                 derive_seed(self._seed, "curriculum", step) % 2**32
             ).random_sample(len(self.tasks))
             keys = []
-            for place, (weight, is_retired) in enumerate(state):
-                parent = self._parents[place]
-                is_locked = parent is not None and not state[self._place[str(parent)]][1]
+            for index, (weight, is_retired) in enumerate(state):
+                parent = self._parents[index]
+                is_locked = parent is not None and not state[self._index_by_id[str(parent)]][1]
                 rank = 2 if is_locked else 1 if is_retired else 0
-                key = -math.log(max(float(draws[place]), 1e-300)) / weight
-                keys.append((rank, key, place))
+                key = -math.log(max(float(draws[index]), 1e-300)) / weight
+                keys.append((rank, key, index))
 
-            self._orders = {step: [place for _, _, place in sorted(keys)]}  # steps go forward
+            # no caller asks for an earlier step again
+            self._order_cache = {step: [place for _, _, place in sorted(keys)]}
 
-        return self._orders[step]
+        return self._order_cache[step]
 
     def standing(self) -> list[bool]:
-        """Whether each task is retired, according to all committed steps."""
-        step = self._known + self._lag + 1
-        return [self._state(place, step)[1] for place in range(len(self.tasks))]
+        """Whether each task is retired after all committed steps."""
+        step = self._last_step + self._lag + 1
+        return [self._weigh(index, step)[1] for index in range(len(self.tasks))]
 
     def metrics(self, step: int) -> dict[str, float]:
         """The state of the tasks when the step's tasks were chosen."""
-        state = [self._state(place, step) for place in range(len(self.tasks))]
+        state = [self._weigh(index, step) for index in range(len(self.tasks))]
         retired = [is_retired for _, is_retired in state]
-        locked = sum(not retired[self._place[parent]] for _, parent in self._pairs())
+        locked = sum(not retired[self._index_by_id[parent]] for _, parent in self._variant_pairs())
         chosen = self.order(step)[: self._groups]
 
         return {
             "curriculum/retired": float(sum(retired)),
             "curriculum/locked": float(locked),
             "curriculum/untried": float(
-                sum(not self._before(place, step) for place in range(len(self.tasks)))
+                sum(not self._results_before(index, step) for index in range(len(self.tasks)))
             ),
             "curriculum/weight": sum(state[place][0] for place in chosen) / len(chosen),
         }
 
-    def _before(self, place: int, step: int) -> list[TriedTask]:
+    def _results_before(self, place: int, step: int) -> list[TaskStepResult]:
         """The known results of a task when the step's tasks were chosen."""
         return [tried for tried in self._history[place] if tried.step <= step - 1 - self._lag]
 
-    def _state(self, place: int, step: int) -> tuple[float, bool]:
+    def _weigh(self, place: int, step: int) -> tuple[float, bool]:
         """A task's weight, and whether it is retired."""
         section = self._section
-        before = self._before(place, step)
+        before = self._results_before(place, step)
         newest = before[-section.window :]
         solved = sum(tried.solved for tried in newest)
         attempts = sum(tried.attempts for tried in newest)

@@ -1,7 +1,8 @@
-"""Tasks from rows (`tasks` in a recipe), which every process of a run reads alike. An unusable row
-is left out and reported with its place and reason, or the whole file is refused. A held-out task
-that is also trained on is such a row. RUN/tasks.json records the tasks that a run began with: other
-rows under the same paths would be another run.
+"""Tasks from rows (`tasks` in a recipe). Every process of a run reads the same tasks. The reader
+leaves out an unusable row and reports its place and the reason, or it refuses the whole file. A
+held-out task that is also a task to train on is such an unusable row. RUN/tasks.json records the
+tasks that a run began with. A run can't continue with other tasks, even if they have the same
+paths.
 """
 
 from __future__ import annotations
@@ -41,41 +42,41 @@ RESERVED_KEYS = {
     QUEUED_FOR_STEP: "the step that a task is queued for",
     PROPOSES: "the step that a proposer is asked for",
 }
-RECORD = "tasks.json"
+TASKS_FILE = "tasks.json"
 BAD_ROWS = "bad_rows.jsonl"
 
 
 @dataclass(frozen=True)
 class GivenTasks:
-    """The result of reading."""
+    """The tasks that were read, with the reports on their rows."""
 
     train: list[Task]
     held_out: list[Task]
-    """Empty if the recipe names no held-out ones."""
+    """Empty if the recipe names no held-out tasks."""
     reports: list[RowReport]
     sizes: tuple[int, ...] = ()
-    """How many of the tasks to train on are of each source, in order."""
+    """The number of tasks to train on from each source, in the order of the sources."""
     held_out_sizes: tuple[int, ...] = ()
-    """The same for the held-out tasks."""
+    """The number of held-out tasks from each source, in the order of the sources."""
 
     @property
     def digest(self) -> str:
-        """The digest of every task, in order."""
+        """The digest of all tasks, in order."""
         return hashlib.sha256(msgspec.json.encode([self.train, self.held_out])).hexdigest()
 
 
 def read_tasks(
     section: TasksSection, agent: AgentSection | None = None, *, train_key: str = "tasks.train"
 ) -> GivenTasks:
-    """Reads tasks that the `agent` can work with. `train_key`: the name of the training tasks in
-    messages. Raises ConfigError for sources that can't be read, without a usable row, or with a bad
-    one where that is not allowed."""
+    """Reads tasks that the agent in the section `agent` can use. `train_key`: the name of the
+    training tasks in messages. Raises ConfigError for sources that can't be read, for sources
+    without a usable row, and for a bad row if the recipe does not allow bad rows."""
     for key, sources in ((train_key, section.train), ("tasks.eval", section.eval)):
         for source in sources:
             check_source(source, key)
 
     reports = [RowReport(train_key), RowReport("tasks.eval")]
-    read = partial(_read, section.fields, {}, isinstance(agent, CodeAgentSection))
+    read = partial(_read_source, section.fields, {}, isinstance(agent, CodeAgentSection))
     by_source = [read(reports[0], source) for source in section.train]
     train = [task for tasks in by_source for task in tasks]
     held_by_source = [read(reports[1], source) for source in section.eval]
@@ -98,11 +99,11 @@ def read_tasks(
     return GivenTasks(train, held_out, reports, sizes, held_sizes)
 
 
-def _read(
+def _read_source(
     fields: TaskFields, taken: dict[str, str], has_files: bool, report: RowReport, source: str
 ) -> list[Task]:
-    """`taken`: id -> where the task of that id was read. `has_files`: the agent gets a task's
-    files."""
+    """`taken`: maps an id to the place where the task with that id was read. `has_files`: whether
+    the agent receives a task's files."""
     tasks = []
     for row in read_rows(source):
         report.rows += 1
@@ -137,8 +138,9 @@ def _check_files(task: Task) -> None:
 def task_of(
     row: Any, fields: TaskFields, form: str = "auto", remedy: str = "set tasks.fields.{}"
 ) -> Task:
-    """One row as a task. `form`: whose columns these are (data/task_forms.py), where `fields` does
-    not name them. `remedy`: for a row without a field. Raises RowError."""
+    """Converts a row to a task. `form`: which form's column names apply (data/task_forms.py) if
+    `fields` does not name the columns. `remedy`: what a message proposes if the row lacks a field.
+    Raises RowError."""
     if isinstance(row, RowError):
         raise row
     if not isinstance(row, dict):
@@ -154,10 +156,10 @@ def task_of(
 
     is_named = fields.query is not None or fields.answer is not None
     columns, query_keys, answer_keys = PlainRow(dict(row)) if is_named else plain_row(row, form)
-    query = _take(columns, fields.query, query_keys, "query", remedy, needed=True)
-    answer = _take(columns, fields.answer, answer_keys, "answer", remedy)
-    name = _take(columns, fields.id, ID_KEYS, "id", remedy)
-    scorer = _take(columns, fields.scorer, SCORER_KEYS, "scorer", remedy)
+    query = _pop_value(columns, fields.query, query_keys, "query", remedy, needed=True)
+    answer = _pop_value(columns, fields.answer, answer_keys, "answer", remedy)
+    name = _pop_value(columns, fields.id, ID_KEYS, "id", remedy)
+    scorer = _pop_value(columns, fields.scorer, SCORER_KEYS, "scorer", remedy)
 
     metadata = columns
     if isinstance(query, list):
@@ -174,14 +176,14 @@ def task_of(
     return Task(
         id=content_id(row) if name is None else str(name),
         query=query,
-        answer=_plain({"answer": answer})["answer"],
+        answer=_to_json_data({"answer": answer})["answer"],
         scorer=_scorer(scorer),
-        metadata=_plain(metadata),
+        metadata=_to_json_data(metadata),
     )
 
 
 def _scorer(value: Any) -> str | None:
-    """The name of a scorer, or several in one text."""
+    """The name of a scorer, or the names of several scorers in one text."""
     if value is None:
         return None
 
@@ -198,8 +200,8 @@ def _scorer(value: Any) -> str | None:
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
-    """Raises RowError for a malformed place of the answer, a malformed name of the agent, and
-    malformed checks of the state."""
+    """Raises RowError if the place of the answer, the name of the agent, or the checks of the state
+    are malformed."""
     place = metadata.get(ANSWER_SCHEMA)
     agent = metadata.get(AGENT_NAME)
     try:
@@ -218,12 +220,12 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
 
 
 def content_id(row: Any) -> str:
-    """The name of a row without one: the same wherever and whenever it is read."""
+    """The id of a row without an id of its own. It depends only on the row's content."""
     text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _take(
+def _pop_value(
     row: dict[str, Any],
     key: str | None,
     names: tuple[str, ...],
@@ -232,8 +234,9 @@ def _take(
     *,
     needed: bool = False,
 ) -> Any:
-    """Takes a value out of the row: that of the named key, or of the first of `names` that the row
-    has, a null being none if there is another. `what` is the field that it becomes."""
+    """Removes a value from the row and returns it. The value is that of the named key, or of the
+    first of `names` that the row has. A null is skipped if another of the keys has a value. `what`:
+    the task's field that the value becomes."""
     present = [name for name in ([key] if key is not None else names) if name in row]
     if present:
         return row.pop(next((name for name in present if row[name] is not None), present[0]))
@@ -250,7 +253,8 @@ def _take(
 
 
 def _last_text(messages: list[Any]) -> str:
-    """The user's last message in a list of chat messages. Raises RowError for another list."""
+    """The text of the user's last message in a list of chat messages. Raises RowError if the list
+    is not a chat that ends with such a message."""
     try:
         chat = messages_of(messages)
     except BadRequestError as error:
@@ -265,16 +269,16 @@ def _last_text(messages: list[Any]) -> str:
     return texts[-1]
 
 
-def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The value in a form that JSON can represent, since the store keeps tasks as JSON (Parquet has
-    dates, bytes, ...)."""
+def _to_json_data(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The metadata as JSON can represent it, because the store keeps tasks as JSON (Parquet has
+    dates, bytes and more)."""
     plain: dict[str, Any] = json.loads(json.dumps(metadata, default=str))
     return plain
 
 
-def begin_with(config: RunConfig, tasks: GivenTasks, note: Callable[[str], None]) -> None:
-    """Called at a trainer's start: checks that the tasks are the run's, and reports the rows that
-    are left out, all of them in RUN/bad_rows.jsonl."""
+def check_and_report(config: RunConfig, tasks: GivenTasks, note: Callable[[str], None]) -> None:
+    """Checks at a trainer's start that the tasks are those that the run began with. Reports the
+    rows that are left out, and lists all of them in RUN/bad_rows.jsonl."""
     check_same_tasks(config, tasks)
     (config.run_dir / BAD_ROWS).unlink(missing_ok=True)
     for report in tasks.reports:
@@ -285,9 +289,9 @@ def begin_with(config: RunConfig, tasks: GivenTasks, note: Callable[[str], None]
 
 
 def check_same_tasks(config: RunConfig, tasks: GivenTasks) -> None:
-    """Records the tasks in the run's folder, or compares them with the record there. Raises
-    ConfigError if they differ."""
-    record = config.run_dir / RECORD
+    """Records the tasks in the run's folder, or compares them with an existing record. Raises
+    ConfigError if the tasks and the record differ."""
+    record = config.run_dir / TASKS_FILE
     now = {"digest": tasks.digest, "train": len(tasks.train), "eval": len(tasks.held_out)}
     if not record.is_file():
         create_atomic(record, json.dumps(now))

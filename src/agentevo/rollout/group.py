@@ -1,9 +1,9 @@
-"""A running group: several attempts at one task, each an asyncio task that can be cancelled without
-losing its recorded turns.
+"""A running group: several attempts at one task. Each attempt is an asyncio task that can be
+cancelled without losing its recorded turns.
 
 A failure inside an agent is data: the attempt becomes a `failed` trajectory with the reason. A
-failure of the engine is not: the group raises `InfrastructureFailure`, the other attempts are
-cancelled, and no part of the group may be written.
+failure of the engine is not data: the group raises `InfrastructureFailure` and cancels the other
+attempts, and no part of the group may be written.
 """
 
 from __future__ import annotations
@@ -19,43 +19,45 @@ from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
 from agentevo.errors import AgentEvoError, OverreachError, describe_error
 from agentevo.event_loop import TaskScope
-from agentevo.rollout.failures import TOO_LONG, ShowFailure
+from agentevo.rollout.failures import TIMEOUT_PREFIX, ShowFailure
 from agentevo.signals import Interrupt
 from agentevo.store.call_log import AttemptCalls, RunningCall
 from agentevo.store.trace_context import TracedMessage
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
-LONGEST_ENDING = 4_000
-"""The number of characters of the last observation that are kept."""
-LETTING_GO_S = 5.0
-"""How long a cancelled agent may take to end. One that continues is abandoned, and its policy
-answers no more."""
-LOOK_S = 0.05
-"""The shortest interval between two checks of an attempt's time limit. Its clock stops while the
-engine sleeps."""
+MAX_OBSERVATION_CHARS = 4_000
+"""The maximum number of characters that are stored of the last observation."""
+CANCEL_TIMEOUT_S = 5.0
+"""The time that a cancelled agent has to end, in seconds. After that the attempt ends without the
+agent, and the policy refuses the agent's further requests."""
+POLL_INTERVAL_S = 0.05
+"""The shortest interval between two checks of an attempt's time limit, in seconds. The clock of the
+limit stops while the engine sleeps, so one wait is not enough."""
 
 
 Score = Callable[
     [Sequence[Trajectory], Sequence[bool], Mapping[str, AttemptCalls]], Awaitable[list[Trajectory]]
 ]
-"""Returns the trajectories of one group with their rewards. Its arguments say which agents returned
+"""Returns the trajectories of one group with their rewards. The arguments say which agents returned
 no reward, and where each trajectory's calls are recorded (see Scoring.score)."""
 
 
 class InfrastructureFailure(AgentEvoError):
-    """The engine failed an attempt: the group can't be used, and its task can be tried again."""
+    """The engine failed during an attempt. The group can't be used, and its task may be tried
+    again."""
 
 
-def _heard(task: asyncio.Task[Outcome]) -> None:
-    """Its failure counts as reported, even if something else ends the attempt first."""
+def _retrieve_exception(task: asyncio.Task[Outcome]) -> None:
+    """Retrieves the task's exception, so that asyncio does not log it as never retrieved. Another
+    cause may have ended the attempt first."""
     if not task.cancelled():
         task.exception()
 
 
 class GroupAttempt:
-    """One attempt at `task` as a member of a group. `limit_s` is the agent's time limit, counted
-    while the engine is awake."""
+    """One attempt at `task` as a member of a group. `limit_s` is the agent's time limit in seconds,
+    counted while the engine is awake."""
 
     def __init__(
         self,
@@ -72,34 +74,35 @@ class GroupAttempt:
         self.policy = policy
         self._show = show
         self.unrewarded: set[str] = set()
-        """Ids of the trajectories that a scorer has to reward."""
-        self._endings: dict[str, str] = {}
+        """Ids of the trajectories that need a reward from a scorer."""
+        self._last_observations: dict[str, str] = {}
         self._agent = agent
         self._task = task
         self._limit_s = limit_s
         self._scope = TaskScope()
-        self._playing: asyncio.Task[Outcome] | None = None
-        self._cut: str | None = None
+        self._agent_task: asyncio.Task[Outcome] | None = None
+        self._cut_reason: str | None = None
 
     def cut(self, reason: str) -> None:
-        """Cancels the attempt, which keeps its turns until now. Has no effect on an attempt that
-        has ended."""
-        if self._cut is None and (self._playing is None or not self._playing.done()):
-            self._cut = reason
-            if self._playing is not None:
-                self._playing.cancel()
+        """Cancels the attempt, which keeps the turns that it already has. Has no effect on an
+        attempt that has ended."""
+        if self._cut_reason is None and (self._agent_task is None or not self._agent_task.done()):
+            self._cut_reason = reason
+            if self._agent_task is not None:
+                self._agent_task.cancel()
 
     @property
     def calls(self) -> dict[str, AttemptCalls]:
-        """Id of a trajectory -> the record of its calls."""
+        """Maps the id of a trajectory to the record of its calls."""
         return {
             conversation.name: conversation.calls
             for conversation in self.policy.conversations.values()
         }
 
     async def run(self, *, task_id: str, group_id: str, number: int) -> list[Trajectory]:
-        """Plays until the agent, the time limit or `cut` ends it, as one recorded call of each
-        trajectory: one for every agent of the rollout."""
+        """Plays until the agent ends, the time limit passes, or `cut` is called. The attempt is
+        recorded as one call of each of its trajectories. There is a trajectory for every agent of
+        the rollout."""
         with ExitStack() as stack:
             name = type(self._agent).__name__
             calls = [
@@ -109,14 +112,14 @@ class GroupAttempt:
             trajectories = await self._run(task_id, group_id, number)
             for call, trajectory in zip(calls, trajectories, strict=True):
                 call.outcome(trajectory.status, trajectory.error)
-                call.keep(ending=self._endings.get(trajectory.id, ""))
-                self._tell(call, trajectory)
+                call.keep(ending=self._last_observations.get(trajectory.id, ""))
+                self._note_result(call, trajectory)
 
             return trajectories
 
-    def _tell(self, call: RunningCall, trajectory: Trajectory) -> None:
-        """Notes for the attempt's span, if there is one: its reward where no scorer decides, its
-        first prompt and its last answer."""
+    def _note_result(self, call: RunningCall, trajectory: Trajectory) -> None:
+        """Notes in the attempt's span, if it has one: the reward if no scorer sets it, the first
+        prompt and the last reply."""
         if call.tracing is None:
             return
         if trajectory.id not in self.unrewarded:
@@ -127,25 +130,28 @@ class GroupAttempt:
         if call.tracing.contents and trajectory.turns:
             first = trajectory.turns[0]
             last = trajectory.turns[-1]
-            call.said = TracedMessage(messages=first.messages[:-1], answers=last.messages[-1:])
+            call.traced_message = TracedMessage(
+                messages=first.messages[:-1], answers=last.messages[-1:]
+            )
 
     async def _run(self, task_id: str, group_id: str, number: int) -> list[Trajectory]:
-        """The only place where an agent's failure is caught."""
+        """Plays the attempt and returns its trajectories. Only here are an agent's failures
+        caught."""
         started = time.time()
         clock = time.perf_counter()
-        self._playing = self._scope.start(self._play())
-        self._playing.add_done_callback(_heard)
+        self._agent_task = self._scope.start(self._play())
+        self._agent_task.add_done_callback(_retrieve_exception)
 
-        if self._cut is not None:
-            self._playing.cancel()
+        if self._cut_reason is not None:
+            self._agent_task.cancel()
 
         try:
-            await self._until_over(self._playing)
-            late = not self._playing.done() and self._cut is None
+            await self._wait_until_over(self._agent_task)
+            late = not self._agent_task.done() and self._cut_reason is None
         finally:
-            await self._let_go(self._playing)
+            await self._end_agent(self._agent_task)
 
-        result, status, error, raised = self._outcome_of(self._playing, late)
+        result, status, error, raised = self._outcome_of(self._agent_task, late)
         conversations = self.policy.conversations
         broken = next(
             (conversation.broken for conversation in conversations.values() if conversation.broken),
@@ -166,7 +172,7 @@ class GroupAttempt:
             if outcome.reward is None:
                 self.unrewarded.add(conversation.name)
 
-            self._endings[conversation.name] = outcome.ending[:LONGEST_ENDING]
+            self._last_observations[conversation.name] = outcome.ending[:MAX_OBSERVATION_CHARS]
             is_main = conversation is self.policy.conversation
             own_remote = remote if is_main else None
             trajectories.append(
@@ -197,9 +203,9 @@ class GroupAttempt:
         return trajectories
 
     async def _play(self) -> Outcome:
-        """An event loop ends with a task that raises SystemExit or KeyboardInterrupt, and with it
-        the sampler or trainer. A process that the agent forked must not continue as a second run,
-        so it ends here."""
+        """Runs the agent. Raises OverreachError if the agent raises SystemExit or
+        KeyboardInterrupt, which would end the event loop, and with it the sampler or trainer. A
+        process that the agent forked must not continue as a second run, so the fork ends here."""
         process = os.getpid()
         try:
             return await self._agent.run(self._task, self.policy)
@@ -211,38 +217,41 @@ class GroupAttempt:
             if os.getpid() != process:
                 os._exit(os.EX_SOFTWARE)
 
-    async def _until_over(self, playing: asyncio.Task[Outcome]) -> None:
-        """Waits until the agent has ended, or has taken `limit_s`. The time in which the engine
-        slept, and the agent's own wait for its turn, do not count."""
-        ends = time.monotonic() + self._limit_s - self._idle_s()
-        while not playing.done() and (remaining_s := ends + self._idle_s() - time.monotonic()) > 0:
-            await asyncio.wait([playing], timeout=max(remaining_s, LOOK_S))
+    async def _wait_until_over(self, playing: asyncio.Task[Outcome]) -> None:
+        """Waits until the agent has ended, or has run for `limit_s` seconds. Time in which the
+        engine sleeps and time in which the agent waits for its turn do not count."""
+        ends = time.monotonic() + self._limit_s - self._paused_s()
+        while (
+            not playing.done() and (remaining_s := ends + self._paused_s() - time.monotonic()) > 0
+        ):
+            await asyncio.wait([playing], timeout=max(remaining_s, POLL_INTERVAL_S))
 
-    def _idle_s(self) -> float:
+    def _paused_s(self) -> float:
         return self.policy.conversation.slept_s + self.policy.waited_s
 
-    async def _let_go(self, playing: asyncio.Task[Outcome]) -> None:
-        """Ends the agent, if it has not, and frees the engine's memory of it."""
+    async def _end_agent(self, playing: asyncio.Task[Outcome]) -> None:
+        """Ends the agent if it still runs, and frees the engine's memory of the attempt."""
         try:
             self._scope.cancel()
             if not playing.done():
-                playing.cancel()  # on a program's own event loop, scopes hold nothing
-                await asyncio.wait([playing], timeout=LETTING_GO_S)
+                # a scope on a user program's event loop does not know its tasks
+                playing.cancel()
+                await asyncio.wait([playing], timeout=CANCEL_TIMEOUT_S)
         finally:
             await self.policy.close()
 
     def _outcome_of(
         self, playing: asyncio.Task[Outcome], late: bool
     ) -> tuple[Outcome, Status, str | None, BaseException | None]:
-        """Returns how it ended, the reason, and the exception."""
+        """The outcome of the attempt, its status, the reason, and the exception."""
         nothing = Outcome(reward=0.0, success=False)
-        if self._cut is not None and (
+        if self._cut_reason is not None and (
             not playing.done() or playing.cancelled() or playing.exception() is not None
         ):
-            return nothing, "cancelled", self._cut, None
+            return nothing, "cancelled", self._cut_reason, None
 
         if late:
-            reason = f"{TOO_LONG} agent.timeout_s={self._limit_s:g} s"
+            reason = f"{TIMEOUT_PREFIX} agent.timeout_s={self._limit_s:g} s"
             return nothing, "failed", reason, None
 
         if playing.cancelled():
@@ -262,7 +271,7 @@ class GroupAttempt:
 
     def _check_outcome(self, returned: Any) -> Outcome:
         """The outcome in a form that can be stored, averaged and trained on. Raises TypeError or
-        ValueError if that is impossible."""
+        ValueError if there is no such form."""
         outcome = outcome_of(returned, self.policy.rewarded)
         for agent, conversation in self.policy.conversations.items():
             turns = conversation.turns
@@ -279,8 +288,8 @@ class GroupAttempt:
 
 
 class RolloutGroup:
-    """The attempts at one task that are compared with each other, and the greedy baseline attempt,
-    which belongs to a group of its own."""
+    """The attempts at one task that are compared with each other. The greedy baseline attempt runs
+    with them, and belongs to a separate group."""
 
     def __init__(
         self,
@@ -293,24 +302,25 @@ class RolloutGroup:
         score: Score,
         on_ended: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """`num_wanted` completed members are enough. `baseline`: (group id, attempt). `on_ended` is
-        called with the number of ended attempts, whenever one ends."""
+        """The group is complete with `num_wanted` completed members. `baseline`: (group id,
+        attempt). `on_ended` is called whenever an attempt ends, with the number of attempts that
+        have ended."""
         self.task_id = task_id
         self.group_id = group_id
         self.members = list(members)
         self.baseline = baseline
-        self._wanted = num_wanted
+        self._num_wanted = num_wanted
         self._score = score
-        self._ended = on_ended
+        self._on_ended = on_ended
 
     @property
     def attempts(self) -> list[GroupAttempt]:
         return [*self.members, *([self.baseline[1]] if self.baseline is not None else [])]
 
     async def run(self) -> list[Trajectory]:
-        """The trajectories of all members in their order, then of the baseline; with several
-        agents, those of each agent in turn. Raises InfrastructureFailure. Cancelled or failing, it
-        leaves nothing running."""
+        """The trajectories of all members in their order, then those of the baseline. With several
+        agents, each attempt has the trajectories of each agent in turn. Raises
+        InfrastructureFailure. If it is cancelled or fails, no attempt continues to run."""
         runs = [
             asyncio.create_task(
                 attempt.run(task_id=self.task_id, group_id=self.group_id, number=number)
@@ -332,12 +342,12 @@ class RolloutGroup:
                 for failed in done:
                     failed.result()
 
-                self._ended(len(runs) - len(pending))
-                if len(self.members) > self._wanted and pending & members:
+                self._on_ended(len(runs) - len(pending))
+                if len(self.members) > self._num_wanted and pending & members:
                     completed = sum(
                         run.done() and run.result()[0].status == "completed" for run in members
                     )
-                    if completed >= self._wanted:
+                    if completed >= self._num_wanted:
                         self.cut(f"cut: {completed} attempts of its group had completed")
 
             return await self._score_attempts([run.result() for run in runs])

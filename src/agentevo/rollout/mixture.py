@@ -1,8 +1,8 @@
-"""Orders of given tasks, round after round, all derived from the run's seed. A round of a mixture
-has tasks of each source in proportion to its weight, in whole numbers; the source that is the
-scarcest for its weight limits the round, so no round has a task twice. Within a source the rounds
-take one part of its shuffled tasks after the other, and shuffle the tasks again after the last
-part; a remainder that does not fill a part waits.
+"""Orders of given tasks, round after round. All of them follow from the run's seed. A round of a
+mixture has tasks of each source in proportion to the source's weight, in whole numbers. The source
+with the fewest tasks for its weight limits the size of the round, so no round has a task twice.
+Each round takes the next part of a source's shuffled tasks. After the last part the tasks are
+shuffled again, and a remainder smaller than a part is not played before that.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from agentevo.types import Task
 
 
 class Mixture:
-    """See the module. Tasks are identified by their number, source after source."""
+    """The rounds of tasks from several sources, mixed by weight. A task's number counts the tasks
+    of all sources, source after source."""
 
     def __init__(
         self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, at_least: int
     ) -> None:
-        """`sizes`: tasks of each source. Raises ConfigError for a round of less than `at_least`
-        tasks, which fill a step."""
+        """`sizes`: the number of tasks of each source. Raises ConfigError if a round has fewer than
+        `at_least` tasks, the number that a step needs."""
         scarcest = min(size / weight for size, weight in zip(sizes, weights, strict=True))
         self.shares = [max(1, int(weight * scarcest + 1e-9)) for weight in weights]
-        """Tasks of each source in a round."""
+        """The number of tasks of each source in a round."""
         self.round_size = sum(self.shares)
         self._sizes = list(sizes)
         self._seed = seed
@@ -39,7 +40,7 @@ class Mixture:
             )
 
     def order(self, round_: int) -> list[int]:
-        """The tasks of a round, in order."""
+        """The numbers of a round's tasks, in order."""
         tasks: list[int] = []
         first = 0
         for source, (size, share) in enumerate(zip(self._sizes, self.shares, strict=True)):
@@ -53,8 +54,9 @@ class Mixture:
 
 
 class TaskPool:
-    """Given tasks, step after step: rounds of all of them, or of a mixture. Tasks that do not fill
-    a step at a round's end wait: no step has a task twice."""
+    """Given tasks, step after step, in rounds of all tasks or of a mixture. The tasks that are left
+    at a round's end and do not fill a step are not played in that round, so no step has a task
+    twice."""
 
     def __init__(
         self, tasks: Sequence[Task], seed: int, groups_per_step: int, mixture: Mixture | None = None
@@ -67,7 +69,7 @@ class TaskPool:
         self._steps_per_round = self._round_size // self._count
 
     def of_step(self, place: int) -> list[Task]:
-        """Tasks of the pool's step number `place`, from 0."""
+        """The tasks of the pool's step with the number `place`, counted from 0."""
         round_ = self.round_of(place)
         part = place % self._steps_per_round
         order = (
@@ -76,20 +78,20 @@ class TaskPool:
         return [self.tasks[index] for index in order[part * self._count : (part + 1) * self._count]]
 
     def round_of(self, place: int) -> int:
-        """The round that a step is in."""
+        """The number of the round that contains the step."""
         return place // self._steps_per_round
 
     def shuffle(self, purpose: str, number: int) -> list[int]:
-        """All tasks, in an order for that purpose and number."""
+        """All tasks in a random order that follows from the purpose and the number."""
         return permutation(len(self.tasks), derive_seed(self._seed, purpose, number))
 
 
 def permutation(size: int, seed: int) -> list[int]:
-    """The numbers below `size` in a random order: `torch.randperm` of a generator with this seed
-    (Fisher-Yates with 32-bit draws of MT19937), for processes without torch."""
+    """The numbers below `size` in a random order, the same as `torch.randperm` of a generator with
+    this seed (Fisher-Yates with 32-bit draws of MT19937). For processes without torch."""
     draws = np.random.RandomState(seed % 2**32).randint(2**32, size=size, dtype=np.uint32)
     order = list(range(size))
-    for place, draw in enumerate(draws[: max(size - 1, 0)].tolist()):
-        target = place + draw % (size - place)
-        order[place], order[target] = order[target], order[place]
+    for index, draw in enumerate(draws[: max(size - 1, 0)].tolist()):
+        target = index + draw % (size - index)
+        order[index], order[target] = order[target], order[index]
     return order

@@ -1,10 +1,10 @@
-"""Serves the run's own tasks to outside agents: a client gets the next attempt of the group that is
+"""Serves the run's own tasks to outside agents. A client gets the next attempt of the group that is
 being filled, or of the next task in the run's order.
 
-A group's task is leased as a sampler leases it: no other process makes a group of it at the same
-time. If the gateway is gone, its lease runs out, and the next client gets the task again. The
-number of running groups is limited to those that a trainer can use before they are too old: a
-client that asks for more has to try again later.
+The gateway leases a group's task as a sampler does, so no other process makes a group of that task
+at the same time. If the gateway ends, the lease expires, and the task becomes available to the next
+client. Only as many groups run as a trainer can use before they are too old. A client that asks for
+more must try again later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentevo.types import Task
 
 
 class NextTasks:
-    """See the module."""
+    """The queue of the run's tasks for outside agents."""
 
     def __init__(
         self, config: RunConfig, tasks: TaskSource | None, sessions: OutsideSessions, store: Store
@@ -38,13 +38,14 @@ class NextTasks:
         self._task: Task | None = None
         self._group = ""
         """The group that is being filled."""
-        self._left = 0
-        """How many of its attempts are free."""
-        self._ahead: list[Task] = []
+        self._num_unopened = 0
+        """The number of the group's attempts that no client has opened."""
+        self._upcoming_tasks: list[Task] = []
         self._step = 0
 
     async def open(self) -> OutsideSession:
-        """The next attempt. Raises Refusal if there is none now, or none at all."""
+        """Opens the next attempt. Raises Refusal if there is none now, or if the run has no
+        tasks."""
         if self._tasks is None:
             raise Refusal(
                 "this run has no tasks of its own to hand out: name files in its recipe (tasks), "
@@ -54,30 +55,30 @@ class NextTasks:
 
         async with self._lock:
             lease = None
-            if not self._left or not self._sessions.is_under_way(self._group):
+            if not self._num_unopened or not self._sessions.is_under_way(self._group):
                 lease = await self._lease(self._tasks)
                 self._task = lease.task
-                self._left = self._config.trainer.group_size
+                self._num_unopened = self._config.trainer.group_size
                 self._group = f"next-{secrets.token_hex(4)}"
 
             assert self._task is not None
-            shown = self._tasks.as_given(self._task)
+            shown = self._tasks.as_agent_task(self._task)
             try:
                 session = await self._sessions.open(
                     self._task, self._group, None, shown, lease=lease
                 )
             except BaseException:
-                self._left = 0
+                self._num_unopened = 0
                 if lease is not None and not self._sessions.is_under_way(self._group):
                     await self._store.return_task(lease)
                 raise
 
-            self._left -= 1
+            self._num_unopened -= 1
             return session
 
     async def _lease(self, tasks: TaskSource) -> Lease:
-        """A task of the run that is not leased: one of a gateway or sampler that is gone, or else
-        the next in order."""
+        """Leases a task of the run. A task of a gateway or sampler that is gone comes first, then
+        the next task in order."""
         while True:
             lease = await with_retries(
                 lambda: self._store.lease_task(self._worker, lease_s=self._config.rollout.lease_s),
@@ -96,7 +97,7 @@ class NextTasks:
             )
 
     async def _check_room(self) -> None:
-        """Raises Refusal while no further group may begin."""
+        """Raises Refusal while no further group may start."""
         config = self._config
         store = self._store
         last = await with_retries(store.last_step, within_s=STORE_RETRY_S, what="last_step")
@@ -118,8 +119,8 @@ class NextTasks:
             )
 
     async def _next(self, tasks: TaskSource) -> Task:
-        """The next task in the run's order. Raises Refusal while it is not known."""
-        if not self._ahead:
+        """The next task in the run's order. Raises Refusal while that task is not known."""
+        if not self._upcoming_tasks:
             await tasks.learn(self._store)
             if not tasks.is_known(self._step + 1):
                 raise Refusal(
@@ -130,6 +131,6 @@ class NextTasks:
                 )
 
             self._step += 1
-            self._ahead = tasks.tasks_to_queue(self._step)
+            self._upcoming_tasks = tasks.tasks_to_queue(self._step)
 
-        return self._ahead.pop(0)
+        return self._upcoming_tasks.pop(0)

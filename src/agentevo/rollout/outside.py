@@ -5,13 +5,13 @@ rewards and end it.
     end(session)      ── ends   ──► its agent has ended with the posted rewards
     all of the group ended      ──► the group is scored, and written like a sampler's
 
-To the sampler it is an agent like any other (`OutsideAgent`), so the rules of attempts apply:
-`agent.timeout_s` ends an attempt that no request ends, failures are data, a group is written whole,
-and an engine's failure costs the whole group. A session without a group is a group of its own,
-which is stored and never trained on (split `eval`). Sessions belong to the event loop of the
-sampler.
+For the sampler, such an agent is like any other (`OutsideAgent`), and the rules of attempts apply.
+`agent.timeout_s` ends an attempt that no request ends. Failures are data, a group is written whole,
+and a failure of the engine ends the whole group. A session without a group name is alone in its
+group, which is stored and never trained on (split `eval`). The sessions belong to the event loop of
+the sampler.
 
-Not guaranteed: that a group in progress survives the end of its process.
+Not guaranteed: a group in progress is lost if its process ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from agentevo.inference.engine import Engine
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import RolloutGroup
 from agentevo.rollout.sampler import BASELINE, Sampler
-from agentevo.rollout.unstorable import written
+from agentevo.rollout.unstorable import write_storable
 from agentevo.store.records import Lease, Split
 from agentevo.store.store import Store
 from agentevo.trace_header import trace_headers
@@ -55,43 +55,52 @@ from agentevo.types import Outcome, Status, Task, Trajectory
 MAX_OPEN = 4096
 """The maximum number of attempts that are in progress or wait for an agent."""
 MAX_ENDED = 1000
-"""Sessions that are remembered after their group was written; the oldest are forgotten."""
-CLAIM_S = 30.0
-"""The time limit for an attempt to be ready for its agent."""
-STOPPING_S = 10.0
+"""The number of sessions that are remembered after their group was written. The oldest are
+forgotten first."""
+CLAIM_TIMEOUT_S = 30.0
+"""The time limit for an attempt to be ready for its agent, in seconds."""
+STOP_TIMEOUT_S = 10.0
 _GROUP = re.compile(r"\w[\w.:-]{0,99}")
 _LABEL = re.compile(r"/([^/@]+)@[^/@]*$")
 """Finds the label in a group's id (see sampler.group_name)."""
-_TAKEN = {BASELINE, "train", "greedy", "sampled", "untaught-greedy", "untaught-sampled", "doctor"}
-"""Labels of the groups that a run makes itself."""
+_RESERVED_LABELS = {
+    BASELINE,
+    "train",
+    "greedy",
+    "sampled",
+    "untaught-greedy",
+    "untaught-sampled",
+    "doctor",
+}
+"""The labels of groups that a run makes itself."""
 
 
 class OutsideFailure(AgentEvoError):
-    """An outside agent reported a failure, or none claimed the attempt."""
+    """An outside agent reported a failure, or no client claimed the attempt."""
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of an attempt."""
+    """The progress of an attempt, as a client sees it."""
 
     id: str
     object: Literal["session"] = "session"
     state: Literal["open", "ended"] | Status
-    """`ended`: its agent has ended, and other agents of its group have not."""
+    """`ended`: this attempt's agent has ended, and other agents of its group have not."""
     task_id: str
     group: str
-    """The id of its group in the run's store."""
+    """The group's id in the run's store."""
     trajectory_id: str
     turns: int
     completion_tokens: int
     posted: list[PostedReward]
     reward: float | None
-    """The reward, once the group is written."""
+    """The reward, after the group was written."""
     error: str | None
     is_written: bool
 
 
 class OutsideSession:
-    """One attempt, from the moment at which it waits for an agent."""
+    """An attempt from the moment at which it waits for an agent."""
 
     def __init__(self, task: Task, policy: Policy) -> None:
         self.id = secrets.token_hex(8)
@@ -99,16 +108,16 @@ class OutsideSession:
         self.policy = policy
         self.group_id, _, self.attempt = policy.name.rpartition("#")
         self.trace: Mapping[str, str] = {}
-        """Headers that name its place in a trace."""
+        """Headers that identify the attempt's place in a trace."""
         self.gateway_session: GatewaySession | None = None
-        """The gateway's session for its agent, once the attempt is claimed."""
+        """The gateway session of the attempt's agent, after a client has claimed the attempt."""
         self.opened_at = 0.0
         self.claimed = asyncio.Event()
         self.opened = asyncio.Event()
         self.ended = asyncio.Event()
         self.over = asyncio.Event()
         self.failure: str | None = None
-        """The failure that its agent reported."""
+        """The failure that the agent reported."""
         self.trajectory: Trajectory | None = None
         """The trajectory as it was written."""
 
@@ -118,8 +127,8 @@ class OutsideSession:
         return () if self.gateway_session is None else self.gateway_session.posted
 
     def export(self) -> Trajectory:
-        """The recorded turns with the posted rewards; other rewards are missing until the group is
-        scored."""
+        """The recorded turns with the posted rewards. Rewards from scorers are missing until the
+        group is scored."""
         if self.trajectory is not None:
             return self.trajectory
 
@@ -161,20 +170,21 @@ class OutsideSession:
 
 
 class OutsideAgent:
-    """The agent of the module: it waits while an outside agent plays."""
+    """The agent that the sampler runs: it waits while an outside agent plays."""
 
     def __init__(self, within_s: float) -> None:
-        """`within_s`: how long an attempt waits to be claimed after the last event of its group."""
-        self._within_s = within_s
+        """`within_s`: how long an attempt waits for a client after the last event of its group, in
+        seconds."""
+        self._claim_timeout_s = within_s
         self._waiting: dict[str, asyncio.Queue[OutsideSession]] = {}
-        self._touched: dict[str, float] = {}
+        self._last_event_at: dict[str, float] = {}
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run. Raises OutsideFailure."""
         session = OutsideSession(task, policy)
         try:
             with policy.waiting():
-                await self._until_claimed(session)
+                await self._wait_until_claimed(session)
 
             gateway_session = policy.session
             assert isinstance(gateway_session, GatewaySession)
@@ -194,46 +204,47 @@ class OutsideAgent:
 
     async def claim(self, group_id: str) -> OutsideSession:
         """The next attempt of a running group, with a gateway session for its agent."""
-        async with asyncio.timeout(CLAIM_S):
+        async with asyncio.timeout(CLAIM_TIMEOUT_S):
             while True:
                 session = await self._queue(group_id).get()
                 if session.over.is_set():
                     continue
-                self._touched[group_id] = time.monotonic()
+                self._last_event_at[group_id] = time.monotonic()
                 session.claimed.set()
                 await session.opened.wait()
                 return session
 
     def forget(self, group_id: str) -> None:
-        """Forgets a group that has ended."""
+        """Removes the queue of a group that has ended."""
         self._waiting.pop(group_id, None)
-        self._touched.pop(group_id, None)
+        self._last_event_at.pop(group_id, None)
 
     def _queue(self, group_id: str) -> asyncio.Queue[OutsideSession]:
         return self._waiting.setdefault(group_id, asyncio.Queue())
 
-    async def _until_claimed(self, session: OutsideSession) -> None:
+    async def _wait_until_claimed(self, session: OutsideSession) -> None:
         group = session.group_id
         self._queue(group).put_nowait(session)
 
-        touched = self._touched.setdefault(group, time.monotonic())
-        while (remaining_s := touched + self._within_s - time.monotonic()) > 0:
+        touched = self._last_event_at.setdefault(group, time.monotonic())
+        while (remaining_s := touched + self._claim_timeout_s - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(remaining_s):
                     await session.claimed.wait()
                 return
             except TimeoutError:
-                touched = self._touched.get(group, touched)
+                touched = self._last_event_at.get(group, touched)
 
         raise OutsideFailure(
-            f"no client opened this attempt within agent.timeout_s={self._within_s:g} s of the "
+            f"no client opened this attempt within agent.timeout_s={self._claim_timeout_s:g} s of "
+            "the "
             "last one of its group"
         )
 
 
 @dataclass(eq=False)
 class _OpenedGroup:
-    """A group whose attempts are opened from outside."""
+    """A group whose attempts are opened by clients."""
 
     name: str
     task: Task
@@ -242,7 +253,7 @@ class _OpenedGroup:
     split: Split
     step: int
     lease: Lease | None
-    """The lease of its task, if that is one of the run's."""
+    """The lease of its task, if the task is one of the run's."""
     playing: asyncio.Task[None] | None = None
     sessions: list[OutsideSession] = field(default_factory=list)
     num_claimed: int = 0
@@ -253,7 +264,8 @@ class _OpenedGroup:
 
 
 class OutsideSessions:
-    """See the module. `note` is called with messages for the user."""
+    """Opens, finds and ends the attempts of outside agents. `note` is called with messages for the
+    user."""
 
     def __init__(
         self,
@@ -272,13 +284,13 @@ class OutsideSessions:
         self._store = store
         self._note = note
         self._groups: dict[str, _OpenedGroup] = {}
-        """The groups in progress, by their given names."""
+        """The groups in progress, by the names that clients gave them."""
         self._sessions: dict[str, tuple[OutsideSession, _OpenedGroup]] = {}
         self._ended: dict[str, None] = {}
-        """Ids of sessions whose group has been written; the oldest first."""
+        """Ids of sessions whose group was written, the oldest first."""
         self._opening = asyncio.Lock()
         self._names: set[str] | None = None
-        """The names of the written groups; None until they have been looked up."""
+        """The names of the written groups. None until they are read from the store."""
         self._counts = Counter[str]()
 
     def stats(self) -> dict[str, float]:
@@ -307,18 +319,18 @@ class OutsideSessions:
         *,
         lease: Lease | None = None,
     ) -> OutsideSession:
-        """The next attempt of the group. The first call begins the group, which has `size` attempts
-        (default: `trainer.group_size`). Without a group, the attempt is a group of its own. `shown`
-        is the task as the agent gets it. `lease` is the lease on the task of a new group, which the
-        group takes over. Raises Refusal if the attempt can't be opened, EngineUnavailableError
-        while no engine serves."""
+        """Opens the next attempt of the group. The first call starts the group with `size` attempts
+        (default: `trainer.group_size`). Without a group name, the attempt is alone in its group.
+        `shown` is the task as the agent receives it. `lease` is the lease on the task of a new
+        group. The group then owns the lease. Raises Refusal if the attempt can't be opened, and
+        EngineUnavailableError while no engine serves."""
         if self._engine.version < 0:
             raise EngineUnavailableError("no engine serves weights of this run yet: try again")
 
         async with self._opening:
             opened = self._groups.get(group) if group is not None else None
             if opened is None:
-                opened = await self._begin(task, group, size, shown, lease)
+                opened = await self._start_group(task, group, size, shown, lease)
             self._check_same(opened, task, size)
             session = await self._agent.claim(opened.id)
             opened.num_claimed += 1
@@ -353,13 +365,13 @@ class OutsideSessions:
         """Posts rewards. Raises Refusal if the session accepts no more."""
         own = session.gateway_session
         if session.over.is_set() or session.ended.is_set() or own is None:
-            raise Refusal("this session has ended: it takes no more rewards", status=409)
+            raise Refusal("this session has ended and accepts no more rewards", status=409)
         own.post(*rewards)
 
     async def end(self, session: OutsideSession, failure: str | None = None) -> None:
-        """Ends a session, with its agent's failure if there was one. Returns when the attempt is
-        over and, if it was the last one of its group, the group is written. A repeated call changes
-        nothing."""
+        """Ends a session, with its agent's failure if there was one. Returns after the attempt has
+        ended. After the last attempt of a group, returns when the group is written. A repeated call
+        changes nothing."""
         if not session.ended.is_set() and not session.over.is_set():
             session.failure = failure
             session.ended.set()
@@ -373,7 +385,7 @@ class OutsideSessions:
             await asyncio.shield(opened.playing)
 
     async def close(self) -> None:
-        """Cancels open attempts, and writes the existing ones."""
+        """Cancels the open attempts, and writes the complete ones."""
         opened = list(self._groups.values())
         for opened_group in opened:
             opened_group.group.cut("the gateway was stopped")
@@ -382,14 +394,14 @@ class OutsideSessions:
             opened_group.playing for opened_group in opened if opened_group.playing is not None
         ]
         if playing:
-            await asyncio.wait(playing, timeout=STOPPING_S)
+            await asyncio.wait(playing, timeout=STOP_TIMEOUT_S)
 
         for task in playing:
             task.cancel()
 
         await asyncio.gather(*playing, return_exceptions=True)
 
-    async def _begin(
+    async def _start_group(
         self,
         task: Task | None,
         name: str | None,
@@ -440,14 +452,14 @@ class OutsideSessions:
         return opened
 
     def _check_scorer(self, task: Task) -> None:
-        """Raises Refusal for a task that can't be judged."""
+        """Raises Refusal if no reward can score the task."""
         try:
             self._sampler.check_scorer(task)
         except AgentEvoError as error:
             raise Refusal(f"the task's scorer: {error}", param="task") from error
 
     async def _add(self, task: Task) -> None:
-        """Registers the task. Raises Refusal if another task has its id."""
+        """Registers the task. Raises Refusal if the run has another task with the same id."""
         try:
             await self._retry(lambda: self._store.add_tasks([task], queue=False))
         except StoreUnavailableError:
@@ -461,10 +473,10 @@ class OutsideSessions:
             ) from error
 
     async def _check_group(self, name: str) -> None:
-        if not _GROUP.fullmatch(name) or name in _TAKEN:
+        if not _GROUP.fullmatch(name) or name in _RESERVED_LABELS:
             raise Refusal(
                 f"group {name[:60]!r}: use 1 to 100 letters, digits and `_ . : -`, and none of "
-                f"{', '.join(sorted(_TAKEN))}",
+                f"{', '.join(sorted(_RESERVED_LABELS))}",
                 param="group",
             )
 
@@ -485,7 +497,7 @@ class OutsideSessions:
             )
 
     def _check_same(self, opened: _OpenedGroup, task: Task | None, size: int | None) -> None:
-        """Raises Refusal for a session that does not belong to the group."""
+        """Raises Refusal if the request does not fit the group."""
         if task is not None and task != opened.task:
             raise Refusal(
                 f"the group {opened.name} has another task: only attempts at the same task are "
@@ -503,12 +515,12 @@ class OutsideSessions:
             raise Refusal(f"the group {opened.name} has all its attempts", status=409)
 
     async def _play(self, opened: _OpenedGroup) -> None:
-        """Plays the group from its first attempt until it is written, or until it fails."""
+        """Plays the group from its first attempt until it is written or fails."""
         lease = opened.lease
-        beats = asyncio.create_task(self._keep(lease, opened)) if lease is not None else None
+        beats = asyncio.create_task(self._keep_lease(lease, opened)) if lease is not None else None
         try:
             trajectories = await opened.group.run()
-            trajectories = await written(
+            trajectories = await write_storable(
                 trajectories,
                 lambda storable: self._retry(
                     lambda: self._store.write_trajectories(
@@ -523,9 +535,9 @@ class OutsideSessions:
         except Exception as error:  # noqa: BLE001 (its sessions get any error)
             self._counts["groups_failed"] += 1
             self._note(f"the group {opened.id} is lost: {describe_error(error)}")
-            trajectories = [_lost(session, error) for session in opened.sessions]
+            trajectories = [_lost_trajectory(session, error) for session in opened.sessions]
             if lease is not None:
-                with suppress(StoreError):  # if the lease is lost, another process plays it
+                with suppress(StoreError):  # if the lease is lost, another process plays the task
                     await self._store.retry_task(lease, describe_error(error))
         finally:
             if beats is not None:
@@ -533,21 +545,21 @@ class OutsideSessions:
             del self._groups[opened.name]
             self._agent.forget(opened.id)
 
-        self._remember(opened, trajectories)
+        self._record_end(opened, trajectories)
 
-    async def _keep(self, lease: Lease, opened: _OpenedGroup) -> None:
-        """Renews the lease; cancels the group once another process has it."""
+    async def _keep_lease(self, lease: Lease, opened: _OpenedGroup) -> None:
+        """Renews the lease. Cancels the group after another process got the lease."""
         while True:
             await asyncio.sleep(self._config.rollout.lease_s / 3)
             try:
                 await self._store.renew(lease)
             except (StoreUnavailableError, DeadlineExceededError):
-                continue  # no other process gets the task while the database is away
+                continue  # no other process gets the lease while the database is unavailable
             except StoreError:
                 opened.group.cut("the lease on its task is lost")
                 return
 
-    def _remember(self, opened: _OpenedGroup, trajectories: Sequence[Trajectory]) -> None:
+    def _record_end(self, opened: _OpenedGroup, trajectories: Sequence[Trajectory]) -> None:
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         for session in opened.sessions:
             session.trajectory = by_id.get(session.policy.name)
@@ -560,8 +572,8 @@ class OutsideSessions:
         return await with_retries(call, within_s=STORE_RETRY_S, what="writing a session's group")
 
 
-def _lost(session: OutsideSession, error: Exception) -> Trajectory:
-    """The record of an attempt that a failure of the infrastructure ended. It is in no store."""
+def _lost_trajectory(session: OutsideSession, error: Exception) -> Trajectory:
+    """The record of an attempt that an infrastructure failure ended. It is in no store."""
     return msgspec.structs.replace(
         session.export(), status="cancelled", error=f"nothing was written: {error}"
     )

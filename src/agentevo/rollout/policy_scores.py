@@ -1,4 +1,4 @@
-"""The policy as rewards see it: its log-probs of given tokens, and its tokenizer."""
+"""The policy as rewards use it: its log-probs of given tokens, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from agentevo.rollout.group import InfrastructureFailure
 from agentevo.types import Task
 
 BASELINES = "reward_baselines.json"
-"""The file in the run's folder."""
+"""The name of the file in the run's folder."""
 
 
 class PolicyScores:
-    """A ScoredPolicy over an engine; `agent` is its name where there are several."""
+    """A ScoredPolicy over an engine. `agent` is the agent's name if the run has several agents."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class PolicyScores:
     async def score(
         self, context_ids: Sequence[int], ids: Sequence[int]
     ) -> tuple[list[float], int]:
-        """See ScoredPolicy.score, at the temperature that the recipe samples with. A failure of the
-        engine is not an attempt's failure: it raises InfrastructureFailure."""
+        """See ScoredPolicy.score. The temperature is the one that the recipe samples with. Raises
+        InfrastructureFailure if the engine fails, because that is not the attempt's failure."""
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
 
         try:
-            with outside_scopes():  # the engine's own tasks outlive the reward
+            with outside_scopes():  # the engine's tasks outlive the reward's
                 scores = await self._engine.score(
                     list(context_ids),
                     list(ids),
@@ -71,7 +71,8 @@ class PolicyScores:
         return self._chat.text(ids)
 
     def first_prompt(self, task: Task) -> list[int] | None:
-        """See ScoredPolicy.first_prompt: that of `single_turn`; others make theirs as they play."""
+        """See ScoredPolicy.first_prompt. Only the agent `single_turn` has a prompt before the
+        attempt."""
         section = self._config.agent
         if not isinstance(section, SingleTurnSection) or self.agent or task.query is None:
             return None

@@ -1,5 +1,5 @@
-"""Open questions over passages: Natural Questions and HotpotQA in the forms that they are published
-in, as tasks and, where the rows have passages, a corpus for the tool `search`.
+"""Open questions over passages: Natural Questions and HotpotQA in their published forms, as tasks.
+If the rows have passages, these become a corpus for the tool `search`.
 
 | rows | of |
 |---|---|
@@ -23,16 +23,16 @@ from agentevo.types import Task
 
 CORPUS = "corpus.jsonl"
 SCORER = "em"
-"""The reward of the rows: SQuAD's exact match, as Search-R1 trains by."""
+"""The reward of the rows: SQuAD's exact match, with which Search-R1 trains."""
 QUESTION_SETS = {"nq": "Natural Questions", "hotpotqa": "HotpotQA"}
-"""Name for `agentevo data prepare` -> what people call it."""
-KEPT = ("type", "level")
+"""Maps a name for `agentevo data prepare` to the full name."""
+METADATA_COLUMNS = ("type", "level")
 """Columns that become metadata."""
 _CONTEXTS = ("positive_ctxs", "negative_ctxs", "hard_negative_ctxs")
 
 
 class Passages:
-    """The passages of all rows, each once."""
+    """The passages of all rows, without duplicates."""
 
     def __init__(self) -> None:
         self._texts: dict[tuple[str, str], None] = {}
@@ -44,8 +44,8 @@ class Passages:
                 self._texts[title.strip(), text.strip()] = None
 
     def write(self, folder: Path) -> int:
-        """Writes FOLDER/corpus.jsonl unless there are none. Returns how many there are."""
-        (folder / CORPUS).unlink(missing_ok=True)  # of other questions
+        """Writes FOLDER/corpus.jsonl if there are passages. Returns the number of passages."""
+        (folder / CORPUS).unlink(missing_ok=True)  # the file belongs to other questions
         rows = [
             {"id": str(number), "title": title, "text": text}
             for number, (title, text) in enumerate(self._texts)
@@ -58,7 +58,7 @@ class Passages:
 def question_tasks(
     name: str, source: str, agent: str | None, report: RowReport, passages: Passages
 ) -> list[Task]:
-    """The rows of a source as tasks; their passages are added to `passages`."""
+    """Converts the rows of a source to tasks. Adds their passages to `passages`."""
     tasks = []
     for number, row in enumerate(read_rows(source)):
         report.rows += 1
@@ -83,7 +83,7 @@ def _task_of(name: str, number: int, row: Mapping[str, Any], agent: str | None) 
         raise RowError("unknown_form", f"a row of {QUESTION_SETS[name]} has question, a text")
 
     metadata: dict[str, Any] = {"data_source": name}
-    metadata |= {key: row[key] for key in KEPT if isinstance(row.get(key), str)}
+    metadata |= {key: row[key] for key in METADATA_COLUMNS if isinstance(row.get(key), str)}
     if titles := _supporting_titles(row.get("supporting_facts")):
         metadata["supporting_titles"] = titles
     if agent is not None:
@@ -100,7 +100,7 @@ def _task_of(name: str, number: int, row: Mapping[str, Any], agent: str | None) 
 
 
 def _answers_of(row: Mapping[str, Any]) -> list[str]:
-    """Raises RowError if there is none."""
+    """The accepted answers of a row. Raises RowError if it has none."""
     if "annotations" in row:
         answers = list(_short_answers(row))
     else:
@@ -117,7 +117,8 @@ def _answers_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def _short_answers(row: Mapping[str, Any]) -> Iterator[str]:
-    """Spans of words of the document, or yes and no. Raises RowError."""
+    """The accepted short answers: spans of words of the document, or yes and no. Raises
+    RowError."""
     document = row.get("document_text")
     words = document.split(" ") if isinstance(document, str) else []
     try:
@@ -145,7 +146,7 @@ def _supporting_titles(facts: Any) -> list[str]:
 
 
 def _passages_of(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(title, text) of each. Raises RowError."""
+    """The (title, text) pairs of a row's passages. Raises RowError."""
     try:
         context = row.get("context")
         if isinstance(context, Mapping):

@@ -1,8 +1,9 @@
 """Questions of self-play, their families, and the agent that asks the proposer for a question.
 
-A family is a user's class (config/self_play.py). It parses a question from a reply during the
-attempt, on a thread of its own and within the attempt's time. The question is kept with the
-proposer's trajectory as the file QUESTION. The solver reads that file, never the reply.
+A family is a user's class (config/self_play.py). During the attempt, the family parses a question
+from the reply. The parser has its own thread, and its time counts towards the attempt's limit. The
+question is stored with the proposer's trajectory as the file QUESTION. The solver's task comes from
+that file, never from the reply.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from agentevo.tracebacks import describe_failure
 from agentevo.types import QUERY_MESSAGES, Outcome, Task
 
 QUESTION = "question.json"
-"""The parsed question, among the files of the proposer's trajectory."""
-LONGEST_REASON = 500
-"""The number of kept characters of the reason why a reply has no question."""
-LARGEST = 1 << 20
-"""Bytes of one question."""
+"""The file with the parsed question, among the files of the proposer's trajectory."""
+MAX_REASON_CHARS = 500
+"""The maximum number of stored characters of the reason why a reply has no question."""
+MAX_QUESTION_BYTES = 1 << 20
+"""The maximum size of a question, in bytes."""
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -49,7 +50,7 @@ class Question(msgspec.Struct, frozen=True):
     """The name of the reward that scores this question instead of the recipe's `rewards`."""
     cluster: str | None = None
     """Questions with the same cluster count as repetitions of one question. By default, questions
-    that differ only in white space and case do."""
+    are repetitions if they differ only in white space and case."""
     difficulty: float | None = None
     """A number for the metric `selfplay/difficulty`, such as the number of steps of a solution."""
     metadata: dict[str, Any] = {}
@@ -90,8 +91,8 @@ def make_family(section: SelfPlay, timeout_s: float) -> QuestionFamily:
 
 
 class SelfPlayAgent(FunctionAgent):
-    """The agent of the recipe for the solver's tasks and held-out ones; one question to the policy
-    for the proposer's."""
+    """The agent of self-play. For the solver's and the held-out tasks it is the recipe's agent, and
+    for a proposer's task it sends one prompt to the policy."""
 
     def __init__(self, solver: FunctionAgent, family: QuestionFamily) -> None:
         self._solver = solver
@@ -100,8 +101,8 @@ class SelfPlayAgent(FunctionAgent):
         self.needs_session = solver.needs_session
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
-        """See Agent.run. An exception of the family other than ValueError fails the attempt. The
-        reward of a proposal is known once the solver has tried it (self_play.py)."""
+        """See Agent.run. An exception of the family other than ValueError fails the attempt. A
+        proposal gets its reward after the solver has attempted it (self_play.py)."""
         if PROPOSES not in task.metadata:
             return await self._solver.run(task, policy)
         reply = await policy.generate(conversation_of(task, system=None, instruction=None))
@@ -114,7 +115,7 @@ class SelfPlayAgent(FunctionAgent):
         try:
             question = self._family.read(text, prompt)
         except ValueError as error:
-            reason = storable(str(error), LONGEST_REASON)
+            reason = storable(str(error), MAX_REASON_CHARS)
             return msgspec.json.encode({"invalid": reason or "no question"})
         return encode_question(question)
 
@@ -124,9 +125,10 @@ class SelfPlayAgent(FunctionAgent):
 
 
 def encode_question(question: Question) -> bytes:
-    """A question as it is kept. Raises TypeError for an invalid return value of a family: another
-    object, values that JSON can't hold, more than LARGEST bytes; RowError for half of a surrogate
-    pair, and see `task_of_question`; UnknownNameError for an unknown scorer."""
+    """A question as it is stored. Raises TypeError if a family returns something else than a
+    Question, values that JSON can't represent, or more than MAX_QUESTION_BYTES bytes. Raises
+    RowError for half of a surrogate pair and for the cases of `task_of_question`, and
+    UnknownNameError for an unknown scorer."""
     if not isinstance(question, Question):
         raise TypeError(
             f"the family's read returned {shown(question)}: return an agentevo.Question, or "
@@ -146,8 +148,8 @@ def encode_question(question: Question) -> bytes:
     except ValueError as error:
         raise TypeError(f"a question has a value that JSON can't represent: {error}") from error
 
-    if len(text) > LARGEST:
-        raise TypeError(f"a question of {len(text)} bytes: the limit is {LARGEST}")
+    if len(text) > MAX_QUESTION_BYTES:
+        raise TypeError(f"a question of {len(text)} bytes: the limit is {MAX_QUESTION_BYTES}")
 
     row = json.loads(text)
     check_text(row)
@@ -160,8 +162,8 @@ def encode_question(question: Question) -> bytes:
 
 
 def task_of_question(row: Mapping[str, Any], name: str) -> Task:
-    """The solver's task from a kept question. Raises RowError if it can't be a task: without words,
-    with a reserved key in its metadata."""
+    """The solver's task from a stored question. Raises RowError if the question has no words, or if
+    its metadata has a reserved key."""
     taken = sorted({"id", "query", "answer", "scorer"} & row["metadata"].keys())
     if taken:
         raise RowError("unknown_form", f"the metadata has the key {taken[0]}: rename it")

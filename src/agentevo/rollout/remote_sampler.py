@@ -20,7 +20,7 @@ from agentevo.types import SamplingOverrides, Task, Trajectory
 
 
 class RemoteSampler(Sampler):
-    """See the module. It plays (`play`, `group`) and writes nothing."""
+    """Samples from a remote model. It plays (`play`, `group`) and writes nothing to a store."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class RemoteSampler(Sampler):
         note: Callable[[str], None] = lambda text: None,
         calls: CallLog | None = None,
     ) -> None:
-        """`model`: a name of the recipe's remote_models, which has no named agents."""
+        """`model`: a name in the recipe's `remote_models`. The recipe has no named agents."""
         nothing = cast("Any", None)  # no engine samples tokens here, and no store keeps them
         super().__init__(config, nothing, nothing, agent, nothing, 0, calls=calls, note=note)
         self._model = model
@@ -44,7 +44,7 @@ class RemoteSampler(Sampler):
         task: Task,
         engines: Mapping[str, Engine],
     ) -> list[Trajectory]:
-        """See Sampler: no reward can ask an engine here."""
+        """See Sampler. No reward can use an engine here."""
         return await self._scoring.score(trajectories, unrewarded, calls, task=task)
 
     def policy(

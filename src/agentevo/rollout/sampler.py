@@ -1,12 +1,12 @@
 """The sampler: lets an agent attempt tasks several times each, and writes the trajectories to the
 store.
 
-`sample` is one pass over given tasks, for evaluations and for training in turn with sampling;
-nothing is leased. Both it and the service (service.py) use `group` for a task. Attempts of all
-groups run at once and share the engine's steps. A failure inside an attempt becomes a `failed`
-trajectory with the reason: its group loses one member, and the run continues. A failure of the
-engine is not an attempt's failure: the group is started again, a limited number of times, and then
-the pass ends with that error.
+`sample` is one pass over given tasks, for evaluations and for training that alternates with
+sampling. It leases nothing. Both `sample` and the service (service.py) use `group` for a task.
+Attempts of all groups run at the same time and share the engine's steps. A failure inside an
+attempt becomes a `failed` trajectory with the reason. Its group has one member less, and the run
+continues. A failure of the engine is not an attempt's failure. The group starts again, a limited
+number of times, and then the pass ends with the engine's error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutG
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.self_play import role_of
-from agentevo.rollout.unstorable import written
+from agentevo.rollout.unstorable import write_storable
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, CallLog
 from agentevo.store.records import RETRIES, Split
@@ -51,24 +51,25 @@ from agentevo.types import SamplingParams, Task, Trajectory, group_of_agent
 T = TypeVar("T")
 
 REMOTE_MODELS = "remote_models"
-"""The folder of price logs in the run's folder."""
+"""The folder in the run's folder with the logs of what remote models cost."""
 BASELINE = "baseline"
-"""Label of the greedy attempt that accompanies a group."""
+"""The label of the greedy attempt that accompanies a group."""
 
 
 def group_name(task_id: str, label: str, step: int) -> str:
-    """Id of a task's group in a pass."""
+    """The id of a task's group in a pass."""
     return f"{task_id}/{label}@{step}"
 
 
 def group_of_all(group_id: str) -> str:
-    """The group that one of several agents' groups belongs to: the inverse of `group_of_agent`."""
+    """The id of the group over all agents, from the id of one agent's group. The inverse of
+    `group_of_agent`."""
     beginning, _, step = group_id.rpartition("@")
     return f"{beginning}@{step.partition(':')[0]}"
 
 
 def agent_of_group(group_id: str) -> str:
-    """The agent that the group belongs to, of several; empty if there is only one."""
+    """The agent that the group belongs to. Empty if the run has a single agent."""
     return group_id.rpartition("@")[2].partition(":")[2]
 
 
@@ -96,7 +97,8 @@ class Player(NamedTuple):
 
 
 class Sampler:
-    """See the module. One sampler serves training and evaluation."""
+    """Plays tasks with the run's agent and scores the attempts. The same sampler serves training
+    and evaluation."""
 
     def __init__(  # noqa: PLR0913 (what several agents and a program's own loop need is optional)
         self,
@@ -113,12 +115,12 @@ class Sampler:
         gateway: PolicyGateway | None = None,
         get_tasks: Callable[[], Sequence[Task]] = tuple,
     ) -> None:
-        """Calls of attempts are recorded in `calls`, if it is there. `note` is called at once with
-        the first failure of each kind and its traceback. `players`: those of several agents, by
-        name, in place of `engine`, `chat` and `context_length`. `get_tasks`: returns the run's
-        tasks that do not come from an environment, for rewards that need them before the policy
-        learns. `gateway`: serves the API clients of attempts; by default one of its own, which
-        listens once an agent needs it and ends with `close`."""
+        """`calls` records the calls of attempts, unless it is None. `note` receives the first
+        failure of each kind and its traceback at once. `players`: maps the names of several agents
+        to their players, in place of `engine`, `chat` and `context_length`. `get_tasks`: returns
+        the run's tasks that do not come from an environment, for rewards that need the tasks before
+        training starts. `gateway`: serves the API clients of attempts; by default the sampler
+        creates its own, which listens when an agent first needs it and ends with `close`."""
         self._config = config
         self._player = Player(engine, chat, context_length)
         self._players = players
@@ -136,11 +138,11 @@ class Sampler:
         self.remote_models = RemoteModels(config.remote_models, config.run_dir / REMOTE_MODELS)
         self._scoring = Scoring(config.rewards, show=self.failures.show, models=self.remote_models)
         self._baselines = BaselineScorers(config.run_dir / BASELINES)
-        self._given = get_tasks
+        self._get_tasks = get_tasks
         self._preparing: asyncio.Task[None] | None = None
         self._keep_text = TextKeeper(config.run_dir)
         self.declared: dict[str, Declared] = {}
-        """The named texts that attempts have asked for."""
+        """The named texts that attempts have used."""
 
     def close(self) -> None:
         """Ends its own gateway and the remote models, if an agent used them, and reports their
@@ -166,23 +168,25 @@ class Sampler:
         baseline: bool = False,
         write: bool = True,
     ) -> list[Trajectory]:
-        """`attempts` trajectories of each task, in the order of tasks and attempts, written to the
-        store as `split` of `step`.
+        """Makes `attempts` trajectories of each task, in the order of tasks and attempts. Writes
+        them to the store as `split` of `step`.
 
-        `label` tells apart several passes over the same tasks ("train", "greedy", "sampled"); it is
-        part of ids and seeds. With `baseline` each group is followed by a greedy attempt at its
-        task, at the same time but in a group of its own (label BASELINE). For training,
-        `rollout.extra_attempts` more are begun. A group that is already in the store is read and
-        not sampled again. `write=False` leaves the writing to a later `write`.
+        `label` distinguishes passes over the same tasks ("train", "greedy", "sampled"). It is part
+        of ids and seeds. With `baseline`, a greedy attempt at the same task runs with each group,
+        as a separate group (label BASELINE). For training, `rollout.extra_attempts` more attempts
+        start. A group that is already in the store is read and not sampled again. `write=False`
+        leaves the writing to a later `write`.
 
-        If the engine fails, is late or can't be reached, the group is started again, as often as
-        the store's RetryPolicy allows. Then EngineError is raised, and no part of the group is
+        If the engine fails, is late or can't be reached, the group starts again, as often as the
+        store's RetryPolicy allows. After that, raises EngineError, and no part of the group is
         written.
         """
         await _with_retries(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
         names = [name for task in tasks for name in self._group_names(task, labels, step)]
-        stored_groups = await _with_retries(lambda: self._known(names, split, step), "known groups")
+        stored_groups = await _with_retries(
+            lambda: self._find_stored(names, split, step), "known groups"
+        )
         extra = self._config.rollout.extra_attempts if split == "train" else 0
         size = attempts + extra + baseline
         num_ended = dict[str, int]()
@@ -217,9 +221,9 @@ class Sampler:
     async def write(
         self, trajectories: Sequence[Trajectory], *, split: Split, step: int
     ) -> list[Trajectory]:
-        """Writes all of these into the store, or none. Attempts that it can't store are written as
-        failed ones."""
-        return await written(
+        """Writes all trajectories to the store, or none. An attempt that the store can't hold is
+        written as a failed one."""
+        return await write_storable(
             trajectories,
             lambda storable: _with_retries(
                 lambda: self._store.write_trajectories(storable, split=split, step=step),
@@ -229,13 +233,13 @@ class Sampler:
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """What each agent samples with, by its name; a single agent has an empty name."""
+        """The player of each agent by its name. A single agent has an empty name."""
         players = self._players or {"": self._player}
         return {name: player.engine for name, player in players.items()}
 
     def _group_names(self, task: Task, labels: Sequence[str], step: int) -> list[str]:
-        """Ids of the groups that a pass makes of a task: of each agent, those of all labels. Under
-        self-play a task is one agent's."""
+        """Ids of the groups that a pass makes of a task: all labels of each agent. Under self-play,
+        a task belongs to one agent."""
         names = [group_name(task.id, label, step) for label in labels]
         agents = (role_of(task),) if self._has_roles else self._players or ("",)
         return [group_of_agent(name, agent) for agent in agents for name in names]
@@ -255,11 +259,11 @@ class Sampler:
         on_ended: Callable[[int], None] = lambda number: None,
         texts: Mapping[str, str] | None = None,
     ) -> RolloutGroup:
-        """The attempts at a task, not yet started: `attempts` wanted ones and `extra` ones. The
-        last ones to complete are cancelled.
+        """The group of attempts at the task, before it starts, with `attempts` wanted and `extra`
+        further attempts. When the wanted number is complete, the group cancels the others.
 
-        `shown` is the task as the agent gets it. `engines`: see `policy`. `on_ended`: see
-        RolloutGroup. `texts`: named texts in the place of the recipe's.
+        `shown` is the task as the agent receives it. `engines`: see `policy`. `on_ended`: see
+        RolloutGroup. `texts`: named texts that replace the recipe's.
         """
         name = group_name(task.id, label, step)
         limit = self._config.agent.timeout_s
@@ -302,8 +306,8 @@ class Sampler:
         task: Task,
         engines: Mapping[str, Engine],
     ) -> list[Trajectory]:
-        """See Scoring.score. An agent that is not trained is not judged: it keeps its own reward,
-        or 0. The reward of a proposer is known later (self_play.py)."""
+        """See Scoring.score. An agent that is not trained gets no score: it keeps its own reward,
+        or 0. A proposer gets its reward later (self_play.py)."""
         agent = trajectories[0].agent
         is_proposer = self._has_roles and agent == PROPOSER
         if is_proposer or (self._players and agent not in self._trained):
@@ -318,10 +322,11 @@ class Sampler:
         return await self._scoring.score(trajectories, unrewarded, calls, task=task, policy=policy)
 
     async def _wait_for_rewards(self, policy: PolicyScores) -> None:
-        """Waits until the rewards have their inputs from the run's initial policy: no step is made
-        before the first group is scored. After a failure it starts again."""
+        """Waits until the rewards have their inputs from the run's initial policy. The first group
+        can't be scored before, so no step changes that policy. After a failure, the next call
+        starts the preparation again."""
         if self._preparing is None:
-            self._preparing = asyncio.create_task(self._scoring.prepare(self._given(), policy))
+            self._preparing = asyncio.create_task(self._scoring.prepare(self._get_tasks(), policy))
 
         preparing = self._preparing
         try:
@@ -339,8 +344,8 @@ class Sampler:
         *,
         texts: Mapping[str, str] | None = None,
     ) -> Policy:
-        """The policy of the attempt of that name. `engines`: replace the run's own, by the names of
-        the agents (empty for a single one); `texts`: see `group`."""
+        """The policy of the attempt with that name. `engines`: replace the run's engines, by the
+        names of the agents (empty for a single agent). `texts`: see `group`."""
         group_id, _, number = name.rpartition("#")
         run_seed = self._config.run.seed
         models = self.remote_models
@@ -374,13 +379,13 @@ class Sampler:
         return Policy(main, self._gateway, remote, agents, remote_names, attempt_texts)
 
     def texts(self, overrides: Mapping[str, str] | None = None) -> Texts:
-        """The named texts of an attempt: these, or else the recipe's."""
+        """The named texts of an attempt: `overrides`, or else the recipe's."""
         texts = self._config.agent.texts if overrides is None else overrides
         return Texts(texts, self._keep_text, self.declared.setdefault)
 
     async def play(self, task: Task, **arguments: Any) -> list[Trajectory]:
-        """Runs the group that `group(task, **arguments)` gives, again when the engine fails it, a
-        bounded number of times. Nothing is written."""
+        """Runs the group that `group(task, **arguments)` returns. Runs it again if the engine
+        fails, a limited number of times. Writes nothing."""
         failures = 0
         while True:
             try:
@@ -388,14 +393,14 @@ class Sampler:
             except InfrastructureFailure as error:
                 failures += 1
                 if failures == RETRIES.max_failures:
-                    raise _given_up(failures, error) from error
+                    raise _final_error(failures, error) from error
             await asyncio.sleep(RETRIES.delay_s(failures))
 
-    async def _known(
+    async def _find_stored(
         self, groups: Sequence[str], split: Split, step: int
     ) -> dict[str, list[Trajectory]]:
-        """The groups of these that are in the store with their tokens: id -> members in order. A
-        group is written whole."""
+        """Those of the groups that are in the store with their tokens, as a map from id to members
+        in order. A group is written whole, so all its members are there."""
         summaries = await self._store.summaries(split=split, step=step)
         stored_groups: dict[str, list[Trajectory]] = {}
         for name in {summary.group_id for summary in summaries} & set(groups):
@@ -408,7 +413,7 @@ class Sampler:
         return stored_groups
 
 
-def _given_up(tries: int, error: InfrastructureFailure) -> EngineError:
+def _final_error(tries: int, error: InfrastructureFailure) -> EngineError:
     kind = (
         EngineUnavailableError
         if isinstance(error.__cause__, EngineUnavailableError)

@@ -1,12 +1,12 @@
-"""Scores a group's attempts when it has ended, by the task's own scorer, else by `rewards` of the
-recipe; without either, the agent's own reward counts.
+"""Scores a group's attempts after the group has ended. The scorers are the task's own, or else
+`rewards` of the recipe. Without either, the agent's own reward counts.
 
     reward = sum of weight * score over the list; the list's first reward determines success
 
-A task's own scorer has the weight 1; of several (`math,format`) each has the one that the recipe's
-list gives it. A reward whose `requires` is not met has the score 0. If a scorer raises, is late or
-returns no number, its attempt becomes a failed one with the reason: an attempt that could not be
-judged never counts as 0.
+A single scorer of the task has the weight 1. Each of several (`math,format`) has the weight from
+the recipe's list. A reward whose `requires` is not met has the score 0. If a scorer raises an
+error, is late or returns no number, the attempt becomes a failed one with the reason. An attempt
+without a score never counts as 0.
 """
 
 from __future__ import annotations
@@ -50,31 +50,33 @@ from agentevo.tracebacks import describe_function, traceback_of
 from agentevo.types import Task, Trajectory
 
 Calls = Mapping[str, AttemptCalls]
-"""Trajectory id -> where its calls are recorded. Calls of absent ones are not recorded."""
+"""Maps a trajectory's id to the record of its calls. Calls of trajectories that are not in the map
+are not recorded."""
 
 NO_POLICY = (
     "the reward {!r} failed: it needs the policy's engine, which this process does not have: use "
     "it in runs whose attempts `agentevo train` or `agentevo sample` makes"
 )
 OWN_REWARD = "own_reward"
-"""Metric of an attempt that a ranking reward scores: the reward from the agent or the
-environment."""
+"""The metric for the reward from the agent or the environment, on an attempt that a ranking reward
+scores."""
 EVALUATIONS = ("greedy", "sampled", "eval")
-"""How the labels of groups end that belong to evaluations."""
+"""The endings of group labels that belong to evaluations."""
 _GROUP = re.compile(r"/(?P<label>[^/@]+)@(?P<step>\d{1,9})(?::[^/@]*)?\Z")
 REWARD = "a reward"
-"""The origin of an exception, for an error's text."""
-LETTING_GO_S = 5.0
-"""How long a late scorer may take to end."""
+"""The name of an exception's origin in error messages."""
+CANCEL_TIMEOUT_S = 5.0
+"""The time that a late scorer has to end after it is cancelled, in seconds."""
 
 
 def scorers_of(task: Task) -> list[str]:
-    """The names of the rewards that a task gives itself; empty if it leaves that to the recipe."""
+    """The names of the task's own rewards. Empty if the recipe's rewards apply."""
     return [name.strip() for name in (task.scorer or "").split(",") if name.strip()]
 
 
 def step_of(group_id: str) -> int | None:
-    """The training step of a group, by its id (sampler.group_name); None for an evaluation's."""
+    """The training step of a group, from its id (sampler.group_name). None for an evaluation's
+    group."""
     named = _GROUP.search(group_id)
     if named is None or named["label"].endswith(EVALUATIONS):
         return None
@@ -82,16 +84,17 @@ def step_of(group_id: str) -> int | None:
 
 
 class ScorerFailure(AgentEvoError):
-    """A reward could not judge an attempt. `raised` is its exception, if there was one."""
+    """A reward could not score an attempt. The reward's exception, if it raised one."""
 
     raised: BaseException | None = None
 
 
 class NamedReward:
-    """One reward of a list: calls the registered function or class, within its deadline."""
+    """One reward of a list. It calls the registered function or class, within the reward's
+    deadline."""
 
     def __init__(self, config: RewardConfig, models: Mapping[str, ScorerModel]) -> None:
-        """Raises ConfigError for a reward that can't be made."""
+        """Raises ConfigError if the reward can't be created."""
         self.config = config
         self._models = models
         self._item = make_reward(config)
@@ -104,7 +107,8 @@ class NamedReward:
         )
 
     def _make_sandboxes(self) -> Sandboxes | None:
-        """The sandboxes for a scorer whose `score` asks for them; its `sandbox` says which."""
+        """The sandboxes for a scorer whose `score` has a parameter for them. The scorer's `sandbox`
+        configures them."""
         score = getattr(self._item, "score", None)
         if score is None or "sandboxes" not in inspect.signature(score).parameters:
             return None
@@ -123,25 +127,24 @@ class NamedReward:
 
     @property
     def keeps_own_reward(self) -> bool:
-        """Whether the reward that the agent returned is kept with its scores, as the metric
-        OWN_REWARD."""
+        """Whether the agent's own reward is stored with the scores, as the metric OWN_REWARD."""
         return bool(getattr(self._item, "keeps_own_reward", False))
 
     @property
     def asks_models(self) -> bool:
-        """Whether its scores depend on answers of remote models."""
+        """Whether the scores depend on replies of remote models."""
         method = "score_group" if self.judges_groups else "score"
         function = getattr(self._item, method, self._item)
         return "models" in inspect.signature(function).parameters
 
     @property
     def asks_policy(self) -> bool:
-        """Whether its scores depend on the policy's weights."""
+        """Whether the scores depend on the policy's weights."""
         function = getattr(self._item, "score", None)
         return function is not None and "policy" in inspect.signature(function).parameters
 
     async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
-        """Lets the reward ask the policy before it scores, within `timeout_s` for each task. Raises
+        """Lets the reward use the policy before it scores, within `timeout_s` for each task. Raises
         ScorerFailure, and InfrastructureFailure if the policy can't be reached."""
         if not (self.asks_policy and hasattr(self._item, "prepare")):
             return
@@ -152,7 +155,7 @@ class NamedReward:
             raise prepared
 
     def check(self) -> None:
-        """Raises ConfigError if it needs a remote model that the recipe does not have."""
+        """Raises ConfigError if the reward needs a remote model that the recipe does not have."""
         for name in getattr(self._item, "models_asked", ()):
             if name not in self._models:
                 raise ConfigError(
@@ -169,21 +172,23 @@ class NamedReward:
         calls: Calls,
         policy: ScoredPolicy | None,
     ) -> list[Score | ScorerFailure]:
-        """One for each trajectory, in order. Raises InfrastructureFailure if the policy can't be
-        asked."""
+        """A score or a failure for each trajectory, in order. Raises InfrastructureFailure if the
+        policy can't be reached."""
         if self.judges_groups:
-            return await self._together(trajectories, task, calls)
+            return await self._score_group(trajectories, task, calls)
         if policy is None and self.asks_policy:
             return [ScorerFailure(NO_POLICY.format(self.config.title))] * len(trajectories)
-        singles = [self._single(trajectory, task, calls, policy) for trajectory in trajectories]
+        singles = [
+            self._score_single(trajectory, task, calls, policy) for trajectory in trajectories
+        ]
         return list(await asyncio.gather(*singles))
 
     @contextmanager
     def _record_call(
         self, trajectories: Sequence[Trajectory], calls: Calls
     ) -> Iterator[Callable[[Sequence[Score | Unscored]], None]]:
-        """A block that is a call of each of these attempts. Yields what notes their scores, in
-        order."""
+        """A block that is recorded as a call of each of these attempts. Yields a function that
+        notes the scores, which come in the order of the attempts."""
         with ExitStack() as stack:
             calls_by_id = {
                 trajectory.id: calls[trajectory.id]
@@ -207,7 +212,7 @@ class NamedReward:
 
             yield note
 
-    async def _single(
+    async def _score_single(
         self, trajectory: Trajectory, task: Task, calls: Calls, policy: ScoredPolicy | None
     ) -> Score | ScorerFailure:
         trajectory_copy = copy_of_trajectory(trajectory)
@@ -239,7 +244,7 @@ class NamedReward:
 
         return await self._within_limit(work, self.config.timeout_s)
 
-    async def _together(
+    async def _score_group(
         self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
     ) -> list[Score | ScorerFailure]:
         copies = [copy_of_trajectory(t) for t in trajectories]
@@ -277,7 +282,7 @@ class NamedReward:
         ]
 
     async def _call(self, call: Callable[[], Any]) -> Any:
-        """A plain function runs on a thread of its own, so that one that hangs blocks nothing
+        """A plain function runs on a thread of its own, so a function that hangs blocks nothing
         else."""
         thread = EnvironmentThread(self._pace, REWARD)
         try:
@@ -287,8 +292,8 @@ class NamedReward:
         return await returned if inspect.isawaitable(returned) else returned
 
     async def _within_limit(self, work: Callable[[], Any], limit_s: float) -> Any:
-        """The result of the work, or the reason why there is none. A scorer that does not end when
-        cancelled is abandoned."""
+        """The result of the work, or the failure if there is no result. A scorer that does not end
+        after it is cancelled is abandoned."""
         scope = TaskScope()
         working = scope.start(_guard(lambda: self._notices.run(work())))
         late = False
@@ -298,7 +303,7 @@ class NamedReward:
         finally:
             scope.cancel()
             if not working.done():
-                await asyncio.wait([working], timeout=LETTING_GO_S)
+                await asyncio.wait([working], timeout=CANCEL_TIMEOUT_S)
 
         error: BaseException | None = None
         if late:
@@ -323,7 +328,8 @@ class NamedReward:
 
 
 async def _guard(work: Callable[[], Any]) -> Any:
-    """An event loop ends with a task that raises SystemExit or KeyboardInterrupt."""
+    """Runs the work. Raises OverreachError for SystemExit and KeyboardInterrupt, which would end
+    the event loop."""
     try:
         return await work()
     except Interrupt:
@@ -333,7 +339,7 @@ async def _guard(work: Callable[[], Any]) -> Any:
 
 
 class Scoring:
-    """Every reward that a run uses, made once."""
+    """All rewards of a run, each created once."""
 
     def __init__(
         self,
@@ -342,16 +348,16 @@ class Scoring:
         show: ShowFailure = lambda name, error, trace: None,
         models: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`show` is called for attempts that could not be judged. `models`: the remote models that
-        rewards may ask."""
+        """`show` is called for each attempt that could not be scored. `models`: the remote models
+        that rewards may use."""
         self._show = show
         self._models = models
         self._configured = [NamedReward(config, models) for config in configs]
         self._named = {reward.config.title: reward for reward in self._configured}
 
     def check(self, tasks: Sequence[Task], *, needed: bool) -> None:
-        """Raises ConfigError for a task that names no known reward, if a scorer is `needed` for
-        one that has none, and for a remote model that is not there."""
+        """Raises ConfigError if a task names an unknown reward, if a task has no scorer although a
+        scorer is `needed`, and if a reward needs a remote model that the recipe does not have."""
         for reward in self._configured:
             reward.check()
 
@@ -365,54 +371,56 @@ class Scoring:
 
             if task.scorer is not None:
                 try:
-                    for reward in self._all_for(task):
+                    for reward in self._rewards_of(task):
                         reward.check()
                 except ConfigError as error:
                     raise ConfigError(f"tasks: {task.id!r}: scorer: {error}") from error
 
     def compares(self, task: Task) -> bool:
         """Whether the task's rewards depend on the other attempts of its group."""
-        return any(reward.judges_groups for reward in self._all_for(task))
+        return any(reward.judges_groups for reward in self._rewards_of(task))
 
     def asks_models(self, task: Task) -> bool:
-        """Whether the task's rewards depend on answers of remote models."""
-        return any(reward.asks_models for reward in self._all_for(task))
+        """Whether the task's rewards depend on replies of remote models."""
+        return any(reward.asks_models for reward in self._rewards_of(task))
 
     def asks_policy(self, task: Task) -> bool:
         """Whether the task's rewards depend on the policy's weights."""
-        return any(reward.asks_policy for reward in self._all_for(task))
+        return any(reward.asks_policy for reward in self._rewards_of(task))
 
     @property
     def prepares(self) -> bool:
-        """Whether a reward of the recipe asks the policy, and so may want to be prepared."""
+        """Whether a reward of the recipe uses the policy, and so may have a `prepare`."""
         return any(reward.asks_policy for reward in self._configured)
 
     async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
-        """Lets the recipe's rewards ask the policy before it learns. Raises
+        """Lets the recipe's rewards use the policy before training starts. Raises
         InfrastructureFailure."""
         for reward in self._configured:
             judged = [
-                task for task in tasks if task.scorer is None or reward in self._all_for(task)
+                task for task in tasks if task.scorer is None or reward in self._rewards_of(task)
             ]
             await reward.prepare(judged, policy)
 
     def configs(self, tasks: Sequence[Task]) -> list[RewardConfig]:
-        """The recipe's rewards, and those that these tasks give themselves."""
-        task_rewards = [reward for task in tasks if task.scorer for reward in self._all_for(task)]
+        """The recipe's rewards, and the tasks' own rewards."""
+        task_rewards = [
+            reward for task in tasks if task.scorer for reward in self._rewards_of(task)
+        ]
         return list(
             {id(reward): reward.config for reward in (*self._configured, *task_rewards)}.values()
         )
 
-    def _all_for(self, task: Task) -> list[NamedReward]:
-        """The rewards of all stages."""
+    def _rewards_of(self, task: Task) -> list[NamedReward]:
+        """The task's rewards of all stages."""
         if task.scorer is None:
             return self._configured
         return [self._reward(name) for name in scorers_of(task)]
 
-    def _list_for(self, task: Task, step: int | None) -> list[NamedReward]:
-        """The rewards that count at a training step, or in an evaluation; the task's own always
-        count."""
-        rewards = self._all_for(task)
+    def _rewards_at(self, task: Task, step: int | None) -> list[NamedReward]:
+        """The rewards that count at a training step, or in an evaluation. The task's own rewards
+        always count."""
+        rewards = self._rewards_of(task)
         return rewards if task.scorer else [r for r in rewards if r.config.counts_at(step)]
 
     def _reward(self, name: str) -> NamedReward:
@@ -440,19 +448,20 @@ class Scoring:
         task: Task,
         policy: ScoredPolicy | None = None,
     ) -> list[Trajectory]:
-        """The trajectories of one group, in order, with their rewards; those that are not completed
-        as they were. `unrewarded`: the agent returned no reward of its own. `policy`: the policy
-        that made them, if its engine can be asked. Raises InfrastructureFailure if that fails."""
+        """Scores the trajectories of one group, and returns them in order with their rewards.
+        Trajectories that are not completed stay unchanged. `unrewarded`: ids of the trajectories
+        whose agent returned no reward. `policy`: the policy that made them, if its engine can be
+        reached. Raises InfrastructureFailure if that fails."""
         judged = [t for t in trajectories if t.status == "completed"]
         step = step_of(trajectories[0].group_id) if trajectories else None
-        rewards = self._list_for(task, step)
+        rewards = self._rewards_at(task, step)
         if not rewards:
             return [
                 self._failed_trajectory(t, NO_REWARD) if missing and t.status == "completed" else t
                 for t, missing in zip(trajectories, unrewarded, strict=True)
             ]
 
-        # A task with one scorer is judged by it alone, regardless of its weight in the list.
+        # The only scorer of a task decides alone, whatever its weight in the recipe's list.
         is_only_scorer = len(scorers_of(task)) == 1
         weights = [1.0 if is_only_scorer else reward.config.weight for reward in rewards]
         columns = [
@@ -464,7 +473,10 @@ class Scoring:
 
         return [
             self._with_scores(
-                _with_own(t) if keeps_own and not missing else t, rewards, weights, rows[t.id]
+                _with_own_reward(t) if keeps_own and not missing else t,
+                rewards,
+                weights,
+                rows[t.id],
             )
             if t.id in rows
             else t
@@ -497,9 +509,9 @@ class Scoring:
         )
 
 
-def _with_own(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with the agent's or the environment's own reward as a metric: another reward
-    replaces it."""
+def _with_own_reward(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with its own reward (the agent's or the environment's) as a metric, because
+    another reward replaces it."""
     return replace(trajectory, metrics={**trajectory.metrics, OWN_REWARD: trajectory.reward})
 
 
@@ -509,10 +521,11 @@ def _with_scores(
     weights: Sequence[float],
     scores: Sequence[Score | ScorerFailure],
 ) -> Trajectory:
-    """The weighted sum. Raises ValueError for a sum that is no valid reward."""
+    """The trajectory with the weighted sum of its scores as reward. Raises ValueError if the sum is
+    not a valid reward."""
     parts: dict[str, float] = {}
     success = False
-    is_met = _met(rewards, scores)
+    is_met = _find_met(rewards, scores)
     for index, (reward, weight, score) in enumerate(zip(rewards, weights, scores, strict=True)):
         assert isinstance(score, Score)
         if not all(is_met.get(name, True) for name in reward.config.requires):
@@ -529,10 +542,11 @@ def _with_scores(
     return replace(trajectory, reward=total, reward_parts=parts, success=success)
 
 
-def _met(
+def _find_met(
     rewards: Sequence[NamedReward], scores: Sequence[Score | ScorerFailure]
 ) -> dict[str, bool]:
-    """Which rewards are met, by name: a success all of whose own requirements are met too."""
+    """Whether each reward is met, by its name. A reward is met if it succeeded and all rewards that
+    it requires are met."""
     is_met = {
         reward.config.title: isinstance(score, Score) and score.is_success
         for reward, score in zip(rewards, scores, strict=True)

@@ -3,14 +3,16 @@
     a valid question        max(0, learnability(p) - repetition |C| / K)
     a reply without one     the key `invalid`
 
-p is the share of the solver's completed attempts that succeed, C the proposals among the K
-completed ones of its prompt that ask the same question, itself included. Learnability is
-1 - 2 |p - 1/2| and the penalty that of R-Zero (arXiv 2508.05004; clusters are of equal questions
-and not by BLEU), or 1 - p and 0 where p is 0 or 1, as in Absolute Zero (arXiv 2505.03335).
+p is the share of the solver's completed attempts that succeed. K is the number of completed
+proposals of the same prompt, and C are those of them that ask the same question, this one included.
+Learnability is 1 - 2 |p - 1/2|, with R-Zero's penalty (arXiv 2508.05004, with clusters of equal
+questions in place of BLEU). Or it is 1 - p, and 0 if p is 0 or 1, as in Absolute Zero (arXiv
+2505.03335).
 
-A question that is held out is neither solved nor paid for, and its proposal is not trained on: no
-gradient depends on what is held out. Equal questions of one step are one task, whichever proposals
-they come from. All of it follows from the trajectories, so a resumed step pays the same.
+A held-out question is not solved, its proposal gets no reward, and the proposal is not trained on.
+So no gradient depends on held-out tasks. Equal questions of one step become one task, even if
+several proposals have them. All rewards follow from the trajectories, so a resumed step has the
+same rewards.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from msgspec.structs import replace
 from agentevo.config.self_play import PROPOSER, PROPOSES, SOLVER, SelfPlay
 from agentevo.config.tasks import TaskFields
 from agentevo.daemon_threads import call_in_thread
-from agentevo.data.asked import asked_key
+from agentevo.data.asked import question_key
 from agentevo.errors import ConfigError, StoreError, describe_error
 from agentevo.rollout.given_tasks import content_id, task_of
 from agentevo.rollout.questions import QUESTION, Question, QuestionFamily, task_of_question
@@ -38,33 +40,34 @@ from agentevo.tracebacks import traceback_of
 from agentevo.types import Task, Trajectory
 
 HELD_OUT = "held-out"
-"""Drop reason of a proposal whose question is held out."""
+"""The drop reason of a proposal whose question is held out."""
 UNTRIED = "untried"
-"""Drop reason of a proposal whose question has no completed attempt, so that its difficulty is
+"""The drop reason of a proposal whose question has no completed attempt. Its difficulty is
 unknown."""
 PROPOSED_BY = "proposed_by"
-"""Key of a question's metadata: the ids of the trajectories that have proposed it."""
+"""The key in a question's metadata with the ids of the trajectories that proposed it."""
 
 
 def role_of(task: Task) -> str:
-    """The agent that plays a task."""
+    """The agent that plays the task."""
     return PROPOSER if PROPOSES in task.metadata else SOLVER
 
 
 def learnability(p: float, kind: str) -> float:
-    """The value of a question at which the share p of the attempts succeeds. See the module."""
+    """The value of a question for which the share p of the attempts succeeds. The module has the
+    formulas."""
     if kind == "r_zero":
         return 1.0 - 2.0 * abs(p - 0.5)
     return 1.0 - p if 0.0 < p < 1.0 else 0.0
 
 
 class ProposalTasks:
-    """The proposer's prompts, step by step, derived from the run's seed."""
+    """The proposer's prompts, step by step. They follow from the run's seed."""
 
     def __init__(
         self, section: SelfPlay, family: QuestionFamily, seed: int, groups: int, *, timeout_s: float
     ) -> None:
-        """`timeout_s`: how long the family may take to write a prompt."""
+        """`timeout_s`: the time limit of the family for a prompt, in seconds."""
         self._timeout_s = timeout_s
         self._family = family
         self._seed = seed
@@ -72,7 +75,8 @@ class ProposalTasks:
         self._prompts = groups // self.group_size
 
     def of_step(self, step: int) -> list[Task]:
-        """A task for each prompt of a step. Raises ConfigError if the family gives none."""
+        """A task for each prompt of a step. Raises ConfigError if the family returns no valid
+        prompt."""
         return [self._task(step, number) for number in range(self._prompts)]
 
     def _task(self, step: int, number: int) -> Task:
@@ -100,14 +104,15 @@ class Proposal:
 
     trajectory: Trajectory
     row: dict[str, Any] | None
-    """The question as it is kept. None if there is none, or the attempt is not completed."""
+    """The stored question. None if the reply has no question, or if the attempt is not
+    completed."""
     key: bytes | None = None
-    """The key of the question."""
+    """The question's key, equal for equal questions."""
     is_held_out: bool = False
 
     @property
     def cluster(self) -> str:
-        """Equal for proposals that repeat each other."""
+        """Equal for proposals that count as repetitions of each other."""
         assert self.row is not None and self.key is not None
         cluster = self.row.get("cluster")
         return self.key.hex() if cluster is None else f"={cluster}"
@@ -115,8 +120,8 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Proposals:
-    """All proposals of one step. `tasks`: the tasks for the solver, each question once, in the
-    order in which they were proposed."""
+    """All proposals of one step. `tasks`: the tasks for the solver. Each question is there once, in
+    the order of the proposals."""
 
     step: int
     all: list[Proposal]
@@ -141,15 +146,15 @@ class Proposals:
         object.__setattr__(self, "tasks", tasks)
 
     def task_of(self, proposal: Proposal) -> str | None:
-        """The id of the task that a proposal became."""
+        """The id of the task that the proposal became."""
         return None if proposal.key is None else self._task_of.get(proposal.key)
 
 
 def read_proposals(
     trajectories: Sequence[Trajectory], step: int, held_out: Iterable[bytes]
 ) -> Proposals:
-    """The questions of these attempts of the proposer. `held_out`: keys of the questions that are
-    never trained on. Raises StoreError for a damaged file of a stored one."""
+    """Reads the questions of the proposer's attempts. `held_out`: keys of the questions that are
+    never trained on. Raises StoreError if the file of a stored question is damaged."""
     never = frozenset(held_out)
     proposals = []
     for trajectory in trajectories:
@@ -159,7 +164,7 @@ def read_proposals(
             continue
 
         query = task_of_question(row, "question").query or ""
-        key = asked_key(query)
+        key = question_key(query)
         assert key is not None  # task_of_question refuses an empty text
         proposals.append(Proposal(trajectory, row, key, key in never))
 
@@ -169,7 +174,7 @@ def read_proposals(
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
     try:
         row = json.loads(trajectory.files[QUESTION])
-        if "invalid" not in row:  # without its results, if the proposal was already rewarded
+        if "invalid" not in row:  # drops the results that an earlier reward added
             row = {name: row[name] for name in Question.__struct_fields__}
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(
@@ -181,7 +186,7 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Paid:
+class RewardedProposals:
     """The rewards of a step's proposals."""
 
     trajectories: list[Trajectory]
@@ -191,8 +196,10 @@ class Paid:
     metrics: dict[str, float]
 
 
-def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay) -> Paid:
-    """The reward of each proposal, from the solver's `attempts` at the questions."""
+def reward_proposals(
+    proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay
+) -> RewardedProposals:
+    """Rewards each proposal by the solver's `attempts` at its question."""
     solved: dict[str, list[bool]] = defaultdict(list)
     for attempt in attempts:
         if attempt.status == "completed":
@@ -216,27 +223,29 @@ def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay)
             continue
 
         if proposal.row is None:
-            paid.append(_with(trajectory, {"invalid": section.invalid}, {}))
+            paid.append(_with_reward(trajectory, {"invalid": section.invalid}, {}))
             continue
 
         tries = solved.get(task or "", [])
         if not tries:
             dropped[trajectory.id] = HELD_OUT if proposal.is_held_out else UNTRIED
-            paid.append(_with(trajectory, {}, {dropped[trajectory.id].replace("-", "_"): True}))
+            paid.append(
+                _with_reward(trajectory, {}, {dropped[trajectory.id].replace("-", "_"): True})
+            )
             continue
 
         p = fmean(tries)
-        same = repeats[trajectory.group_id, proposal.cluster]
-        worth = learnability(p, section.reward)
-        taken = min(worth, section.repetition * same / size[trajectory.group_id])
-        facts = {"task": task, "attempts": len(tries), "solved": sum(tries), "repeats": same}
-        parts = {"learnability": worth, "repetition": -taken}
-        paid.append(_with(trajectory, parts, facts, success=0.0 < p < 1.0))
+        num_same = repeats[trajectory.group_id, proposal.cluster]
+        value_of_question = learnability(p, section.reward)
+        penalty = min(value_of_question, section.repetition * num_same / size[trajectory.group_id])
+        facts = {"task": task, "attempts": len(tries), "solved": sum(tries), "repeats": num_same}
+        parts = {"learnability": value_of_question, "repetition": -penalty}
+        paid.append(_with_reward(trajectory, parts, facts, success=0.0 < p < 1.0))
 
-    return Paid(paid, dropped, _metrics(proposals, solved, repeats))
+    return RewardedProposals(paid, dropped, _metrics(proposals, solved, repeats))
 
 
-def _with(
+def _with_reward(
     trajectory: Trajectory,
     parts: Mapping[str, float],
     facts: Mapping[str, Any],
@@ -258,7 +267,7 @@ def _metrics(
     solved: Mapping[str, Sequence[bool]],
     repeats: Mapping[tuple[str, str], int],
 ) -> dict[str, float]:
-    """Shares of the step's proposals, and the solver's results at its questions."""
+    """Shares of the step's proposals, and the solver's results for the questions."""
     completed = [
         proposal for proposal in proposals.all if proposal.trajectory.status == "completed"
     ]

@@ -1,22 +1,22 @@
-"""The sampler as a service: queues the tasks of coming steps, leases them, runs attempts at them,
-and writes the groups. Any number of services may share a store; each may die at any time.
+"""The sampler as a service. It queues the tasks of coming steps, leases them, attempts them, and
+writes the groups. Any number of services may share a store, and each may end at any time.
 
-Admission. A group sampled for step s is trained on by a trainer at version s - 1. Under
-`rollout.policy: wait` it starts only while
+Admission. A trainer at version s - 1 trains on a group that is sampled for step s. Under
+`rollout.policy: wait` the group starts only while
 
     s <= engine.version + 1 + rollout.staleness
 
 so none of its tokens is older than the bound. An engine in this process that can keep earlier
-weights samples all of them from version max(0, s - 1 - rollout.staleness), even if newer ones
-exist. A group with an older token (from an engine that restarted with old weights) is not written
-but tried again. The other policies keep the number of outstanding tasks (Store.outstanding) below
-staleness + 1 steps' worth, and a step's worth more for every further round that dynamic sampling
-may take; `cancel` ends attempts that became too old.
+weights samples every token from version max(0, s - 1 - rollout.staleness), even if there are newer
+versions. If an engine restarts with old weights, a group may have a token that is too old. Such a
+group is not written, and its task is tried again. The other policies limit the number of
+outstanding tasks (Store.outstanding) to those of staleness + 1 steps, and one step more for each
+further round that dynamic sampling may take. `cancel` ends attempts that have become too old.
 
 A group is written whole, in the transaction that completes its task, by the service with the newest
-lease: a service that has lost its lease writes nothing. After an engine's failure the task is tried
-again. While no engine can be reached at all, groups wait, and nothing counts against their tasks.
-The service waits for a database that is away.
+lease. A service that has lost its lease writes nothing. After a failure of the engine, the task is
+tried again. While no engine can be reached, groups wait, and the waiting does not count as failures
+of their tasks. While the database is unavailable, the service waits.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import InfrastructureFailure, RolloutGroup
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
-from agentevo.rollout.unstorable import written
+from agentevo.rollout.unstorable import write_storable
 from agentevo.store.records import Lease
 from agentevo.store.store import Store
 from agentevo.types import QUEUED_FOR_STEP, Task, Trajectory, group_of_agent
 
 T = TypeVar("T")
 
-STOPPING_S = 10.0
-"""The time for a clean stop: to write complete groups, and to give back the other tasks. Tasks that
-take longer are queued again when their leases end."""
-MAX_UNREACHED = 20
-"""How often a group is started again, uncounted, because no engine could be reached. More retries
-may be the task's own fault."""
+STOP_TIMEOUT_S = 10.0
+"""The time for a clean stop, in seconds: complete groups are written, and other tasks are returned.
+Tasks that take longer are queued again when their leases expire."""
+MAX_UNREACHED_RETRIES = 20
+"""How often a group may start again, without counting as a failure, because no engine could be
+reached. Beyond that, the task itself may be the cause."""
 COUNTERS = (
     "tasks_added",
     "tasks_retried",
@@ -72,10 +72,10 @@ COUNTERS = (
     "attempts_cancelled",
     "cancelled_tokens",
 )
-"""The counters of `SamplerService.stats`; `unreached` are groups begun again because no engine
-could be reached."""
-FED_AT_ONCE = 64
-"""Tasks queued between two looks at everything else."""
+"""The counters of `SamplerService.stats`. `unreached` counts groups that started again because no
+engine could be reached."""
+QUEUE_BATCH = 64
+"""The number of tasks that are queued before the loop does its other work."""
 
 
 @dataclass(eq=False)
@@ -83,19 +83,20 @@ class _SampledWork:
     """A leased task."""
 
     lease: Lease
-    """The newest."""
+    """The newest lease of the task."""
     step: int
-    """The step that its group is sampled for."""
+    """The step that the group is sampled for."""
     running: asyncio.Task[None] | None = None
     group: RolloutGroup | None = None
     writing: bool = False
     is_lost: bool = False
-    """Another service has the lease."""
+    """Whether another service has the lease."""
 
 
 class SamplerService:
-    """See the module. `worker` names the service in the store; names need not differ. `note` is
-    called once for each task that is set aside as poison, with its last error."""
+    """Samples the groups of a run until it is stopped. `worker` is the name of the service in the
+    store. Several services may have the same name. `note` is called once for each task that becomes
+    poison, with its last error."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class SamplerService:
         self._store = store
         self._tasks = tasks
         self._worker = worker
-        self._patience_s = retry_s
+        self._retry_s = retry_s
         self._note = note
         self._rollout = config.rollout
         self._waits = self._rollout.policy == "wait"
@@ -127,19 +128,19 @@ class SamplerService:
         self._capacity = max(1, self._rollout.max_attempts // attempts)
         self._next_step = 0
         """The step whose tasks are queued next."""
-        self._to_feed: deque[Task] = deque()
+        self._tasks_to_queue: deque[Task] = deque()
         self._works: set[_SampledWork] = set()
         self._failures: list[BaseException] = []
         self._group_ended = asyncio.Event()
         self._counts = Counter[str]()
-        self._noted = set[str]()
-        """Poisoned tasks that have been reported: one that is queued again may be poisoned
+        self._reported_poison = set[str]()
+        """Poisoned tasks that were reported. A task that is queued again may become poison
         again."""
         self.stopping = False
-        """Running groups are being broken off, or written."""
+        """Whether running groups are being cancelled or written."""
 
     def stats(self) -> dict[str, float]:
-        """Groups and attempts under way, and counters since the start."""
+        """The groups and attempts that run, and counters since the start."""
         playing = [a for work in self._works if work.group is not None for a in work.group.attempts]
         running = {
             "sampler/groups_running": float(len(self._works)),
@@ -148,9 +149,9 @@ class SamplerService:
         return running | {f"sampler/{name}": float(self._counts[name]) for name in COUNTERS}
 
     async def run(self, stop: Callable[[], bool]) -> None:
-        """Runs until `stop`, or the first defect. Running groups are then cancelled and their tasks
-        returned at once; the same happens if this is cancelled. Raises StoreUnavailableError if the
-        database stays unavailable."""
+        """Runs until `stop` is set, or until the first defect. Running groups are then cancelled,
+        and their tasks are returned at once. The same happens if this call is cancelled. Raises
+        StoreUnavailableError if the database stays unavailable."""
         last = await self._with_retries(self._store.last_step, "last_step")
         self._next_step = 1 + (last.step if last is not None else 0)
         try:
@@ -169,7 +170,7 @@ class SamplerService:
             await self._stop()
 
     async def _pause(self) -> None:
-        """Waits until a group ends, at most `rollout.poll_s`."""
+        """Waits until a group ends, at most `rollout.poll_s` seconds."""
         try:
             async with asyncio.timeout(self._rollout.poll_s):
                 await self._group_ended.wait()
@@ -178,8 +179,8 @@ class SamplerService:
         self._group_ended.clear()
 
     async def _queue_tasks(self, version: int) -> None:
-        """Queues the tasks that may be sampled now. An id identifies the task and its step, so a
-        task that another service has queued is not queued twice."""
+        """Queues the tasks that may be sampled now. A queued task's id identifies the task and the
+        step, so several services don't queue the same task twice."""
         if self._waits:
             while self._next_step <= min(
                 version + 1 + self._rollout.staleness, self._config.trainer.steps
@@ -194,7 +195,7 @@ class SamplerService:
             return
 
         rounds = self._rollout.staleness + max(1, self._config.algorithm.dynamic_sampling)
-        for _ in range(FED_AT_ONCE):
+        for _ in range(QUEUE_BATCH):
             if (
                 await self._with_retries(lambda: self._store.outstanding("train"), "outstanding")
                 >= rounds * self._groups_per_step
@@ -204,10 +205,10 @@ class SamplerService:
                 continue
 
     def _next_task(self) -> Task:
-        if not self._to_feed:
-            self._to_feed.extend(self._tasks.tasks_to_queue(self._next_step))
+        if not self._tasks_to_queue:
+            self._tasks_to_queue.extend(self._tasks.tasks_to_queue(self._next_step))
             self._next_step += 1
-        return self._to_feed.popleft()
+        return self._tasks_to_queue.popleft()
 
     async def _add(self, tasks: list[Task]) -> int:
         new = await self._with_retries(lambda: self._store.add_tasks(tasks), "add_tasks")
@@ -215,7 +216,7 @@ class SamplerService:
         return new
 
     async def _lease(self, version: int) -> None:
-        """Leases as many tasks as there is room for."""
+        """Leases as many tasks as the service can attempt now."""
         room = self._capacity - len(self._works)
         if room <= 0:
             return
@@ -228,9 +229,8 @@ class SamplerService:
         )
         own_works = {work.lease.task.id: work for work in self._works if not work.is_lost}
         for lease in leases:
-            if (
-                lease.task.id in own_works
-            ):  # it ran out while the database was away, and no other service has taken it
+            # the lease expired while the database was away, and no other service has the task
+            if lease.task.id in own_works:
                 own_works[lease.task.id].lease = lease
                 continue
 
@@ -246,7 +246,7 @@ class SamplerService:
             self._failures.append(error)
 
     def _cancel_old(self, version: int) -> None:
-        """`cancel`: ends attempts that no trainer may use any more."""
+        """`cancel`: ends the attempts that are too old for any trainer."""
         if self._rollout.policy != "cancel":
             return
 
@@ -266,11 +266,11 @@ class SamplerService:
                 )
 
     async def _work(self, work: _SampledWork) -> None:
-        """Carries out the work from its lease to its end, in success or failure."""
-        beats = asyncio.create_task(self._beat(work))
+        """Handles the task from its lease to its end, in success or failure."""
+        beats = asyncio.create_task(self._keep_lease(work))
         try:
-            if await self._is_known(work):
-                await self._let_go(
+            if await self._is_stored(work):
+                await self._end_lease(
                     work, lambda: self._store.complete_task(work.lease), "groups_known"
                 )
                 return
@@ -280,11 +280,11 @@ class SamplerService:
             await self._write(work, trajectories)
         except asyncio.CancelledError:
             if not work.is_lost:
-                await self._let_go(
+                await self._end_lease(
                     work,
                     lambda: self._store.return_task(work.lease),
                     "tasks_returned",
-                    within_s=STOPPING_S / 2,
+                    within_s=STOP_TIMEOUT_S / 2,
                 )
 
             raise
@@ -295,9 +295,9 @@ class SamplerService:
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
 
-    async def _beat(self, work: _SampledWork) -> None:
-        """Renews the lease; ends the work when it is lost. An unavailable database can't give the
-        task to another service."""
+    async def _keep_lease(self, work: _SampledWork) -> None:
+        """Renews the lease. Cancels the work if the lease is lost. While the database is
+        unavailable, no other service can get the task."""
         while not work.is_lost:
             await asyncio.sleep(self._rollout.lease_s / 3)
             lease = work.lease
@@ -314,9 +314,9 @@ class SamplerService:
                     work.running.cancel()
                 return
 
-    async def _is_known(self, work: _SampledWork) -> bool:
-        """Whether the group is in the store: a predecessor has written it, and the task was queued
-        again since."""
+    async def _is_stored(self, work: _SampledWork) -> bool:
+        """Whether the group is already in the store. Then an earlier service wrote it, and the task
+        was queued again later."""
         name = self._group_names(work)[0]
         return bool(
             await self._with_retries(
@@ -325,15 +325,16 @@ class SamplerService:
         )
 
     def _group_names(self, work: _SampledWork) -> list[str]:
-        """Ids of its group, of each agent."""
+        """The ids of the task's group for each agent."""
         name = group_name(work.lease.task.id, "train", work.step)
         return [group_of_agent(name, agent) for agent in self._agents]
 
     async def _play(self, work: _SampledWork) -> list[Trajectory]:
-        """The group's trajectories, of admissible weights. Raises InfrastructureFailure."""
+        """The trajectories of the group, if its weights are new enough. Raises
+        InfrastructureFailure."""
         unreached = 0
         while True:
-            await self._until_admitted(work)
+            await self._wait_until_admitted(work)
             work.group = self._sampler.group(
                 work.lease.task,
                 attempts=self._config.trainer.group_size,
@@ -342,7 +343,7 @@ class SamplerService:
                 step=work.step,
                 label="train",
                 baseline=self._baseline,
-                shown=self._tasks.as_given(work.lease.task),
+                shown=self._tasks.as_agent_task(work.lease.task),
                 engines=self._engines_of(work.step),
             )
             try:
@@ -352,7 +353,7 @@ class SamplerService:
                 self._counts["unreached"] += isinstance(error.__cause__, EngineUnavailableError)
                 if (
                     not isinstance(error.__cause__, EngineUnavailableError)
-                    or unreached > MAX_UNREACHED
+                    or unreached > MAX_UNREACHED_RETRIES
                 ):
                     raise
 
@@ -365,9 +366,9 @@ class SamplerService:
             return trajectories
 
     def _engines_of(self, step: int) -> dict[str, Engine]:
-        """The engines that sample the tokens of a group for that step, if they are not the run's
-        own. Under `wait` that is one version of the weights, so that the tokens do not depend on
-        the arrival of newer ones."""
+        """The engines that sample a group for that step, if they are not the run's own engines.
+        Under `wait` they all serve one version of the weights, so the tokens do not depend on when
+        newer weights arrive."""
         if not self._waits:
             return {}
 
@@ -379,8 +380,9 @@ class SamplerService:
             and (served_version := version_of(self._config, agent, version)) is not None
         }
 
-    async def _until_admitted(self, work: _SampledWork) -> None:
-        """Waits for an engine, and under `wait` for weights that the group may be sampled from."""
+    async def _wait_until_admitted(self, work: _SampledWork) -> None:
+        """Waits for an engine. Under `wait`, also waits for weights that the group may be sampled
+        from."""
         while self._engine.version < 0 or (
             self._waits and work.step > self._engine.version + 1 + self._rollout.staleness
         ):
@@ -401,18 +403,18 @@ class SamplerService:
                 )
 
     async def _write(self, work: _SampledWork, trajectories: list[Trajectory]) -> None:
-        """Completes the task with its trajectories. Refused trajectories fail the task with the
-        reason; a lost lease writes nothing."""
+        """Completes the task with its trajectories. If the store refuses the trajectories, the task
+        fails with the reason. If the lease is lost, nothing is written."""
         if not any(
             trajectory.status == "completed"
             for trajectory in trajectories
             if trajectory.group_id in self._group_names(work)
         ):
-            trajectories = [_useless(trajectory) for trajectory in trajectories]
+            trajectories = [_cancel_baseline(trajectory) for trajectory in trajectories]
 
         lease = work.lease
         try:
-            trajectories = await written(
+            trajectories = await write_storable(
                 trajectories,
                 lambda storable: self._with_retries(
                     lambda: self._store.write_trajectories(
@@ -426,7 +428,7 @@ class SamplerService:
         except StoreError as error:
             reason = str(error)
             if lease is work.lease:
-                await self._let_go(
+                await self._end_lease(
                     work, lambda: self._store.fail_task(lease, reason), "tasks_failed"
                 )
             else:
@@ -447,17 +449,17 @@ class SamplerService:
                 self._counts["tasks_poisoned"] += 1
                 self._note_poison(work.lease.task.id, error)
 
-        await self._let_go(work, retry, "tasks_retried")
+        await self._end_lease(work, retry, "tasks_retried")
 
     def _note_poison(self, task_id: str, error: str) -> None:
-        if task_id not in self._noted:
-            self._noted.add(task_id)
+        if task_id not in self._reported_poison:
+            self._reported_poison.add(task_id)
             self._note(
                 f"{self._worker}: task {task_id} is set aside as poison, so no attempt at it is "
                 f"trained on: {error}"
             )
 
-    async def _let_go(
+    async def _end_lease(
         self,
         work: _SampledWork,
         call: Callable[[], Awaitable[None]],
@@ -465,10 +467,10 @@ class SamplerService:
         *,
         within_s: float | None = None,
     ) -> None:
-        """Ends the lease by `call`, unless it is lost already; a database that stays away lets it
-        run out."""
+        """Ends the lease with `call`, unless the lease is already lost. If the database stays
+        unavailable, the lease expires."""
         try:
-            await with_retries(call, within_s=within_s or self._patience_s, what=counter)
+            await with_retries(call, within_s=within_s or self._retry_s, what=counter)
         except StoreUnavailableError:
             if within_s is None:
                 raise
@@ -479,7 +481,7 @@ class SamplerService:
             self._counts[counter] += 1
 
     async def _stop(self) -> None:
-        """Writes complete groups, and returns all other tasks."""
+        """Writes the complete groups, and returns all other tasks."""
         self.stopping = True
         running = [work.running for work in self._works if work.running is not None]
         for work in self._works:
@@ -487,18 +489,18 @@ class SamplerService:
                 work.running.cancel()
 
         if running:
-            _, late = await asyncio.wait(running, timeout=STOPPING_S)
+            _, late = await asyncio.wait(running, timeout=STOP_TIMEOUT_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _with_retries(self, call: Callable[[], Awaitable[T]], what: str) -> T:
-        return await with_retries(call, within_s=self._patience_s, what=what)
+        return await with_retries(call, within_s=self._retry_s, what=what)
 
 
-def _useless(trajectory: Trajectory) -> Trajectory:
-    """Cancels a completed greedy attempt whose group has no completed attempt: there is nothing to
-    compare it with."""
+def _cancel_baseline(trajectory: Trajectory) -> Trajectory:
+    """A completed greedy attempt as a cancelled one, because no attempt of its group was completed
+    and there is nothing to compare it with."""
     if trajectory.status != "completed":
         return trajectory
     return msgspec.structs.replace(

@@ -1,5 +1,5 @@
-"""Makes task files from other data: rows in another system's form, GSM8K, reasoning-gym's datasets.
-A file appears whole or not at all; each row that can't be converted is reported.
+"""Makes task files from other data: rows in another system's form, GSM8K, and reasoning-gym's
+datasets. A file is written whole or not at all, and each row that can't be converted is reported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentevo.files import write_atomic
 from agentevo.registry import nearest
 from agentevo.rewards.numerals import last_numeral
 from agentevo.rollout.given_tasks import task_of
-from agentevo.store.export import whole_file
+from agentevo.store.export import atomic_file
 from agentevo.types import Task
 
 TRAIN = "train.jsonl"
@@ -30,7 +30,7 @@ GSM8K_SCORER = "numeric"
 
 
 def convert_rows(source: str, read_form: str, form: str, report: RowReport) -> list[dict[str, Any]]:
-    """The rows of a source in another form."""
+    """Converts the rows of a source in another form."""
     rows: list[dict[str, Any]] = []
     taken: dict[str, str] = {}
     for row in read_rows(source):
@@ -53,8 +53,8 @@ def convert_rows(source: str, read_form: str, form: str, report: RowReport) -> l
 
 
 def gsm8k_tasks(source: str, agent: str | None, report: RowReport) -> list[Task]:
-    """GSM8K's rows, {"question", "answer": "... #### 18"}, as tasks whose answer is the number;
-    the worked solution is metadata."""
+    """GSM8K's rows, {"question", "answer": "... #### 18"}, as tasks with the number as answer. The
+    worked solution becomes metadata."""
     tasks = []
     for number, row in enumerate(read_rows(source)):
         report.rows += 1
@@ -96,7 +96,7 @@ def _gsm8k_task(row: Any, number: int, agent: str | None) -> Task:
 
 
 def reasoning_gym_tasks(name: str, count: int, seed: int, agent: str | None) -> list[Task]:
-    """Tasks of a dataset of reasoning-gym, judged by the reward `reasoning_gym`, which uses the
+    """Tasks of a dataset of reasoning-gym. The reward `reasoning_gym` scores them with the
     dataset's own score. Raises ConfigError for an unknown dataset."""
     package = load_extra("reasoning_gym", "reasoning-gym", "data prepare reasoning_gym/NAME")
     dataset_names = sorted(
@@ -128,8 +128,8 @@ def reasoning_gym_tasks(name: str, count: int, seed: int, agent: str | None) -> 
 
 
 def write_split(tasks: Sequence[Task], share: float, folder: Path) -> int:
-    """Writes FOLDER/train.jsonl and, with the last `share` of the tasks, FOLDER/eval.jsonl. Returns
-    how many are held out: never all."""
+    """Writes FOLDER/train.jsonl. Writes the last `share` of the tasks to FOLDER/eval.jsonl. Returns
+    the number of held-out tasks, which is never all of them."""
     rows = [row_of(task, "agentevo") for task in tasks]
     number = min(round(len(rows) * share), len(rows) - 1)
 
@@ -142,8 +142,8 @@ def write_split(tasks: Sequence[Task], share: float, folder: Path) -> int:
 
 
 def write_rows(rows: Sequence[dict[str, Any]], out: Path) -> None:
-    """Writes a .jsonl, .jsonl.gz or .parquet file. Raises ConfigError for rows that a Parquet file
-    can't hold, and for a name with another ending."""
+    """Writes a .jsonl, .jsonl.gz or .parquet file. Raises ConfigError if a Parquet file can't
+    represent the rows, or if the name has another ending."""
     if out.name.endswith(".parquet"):
         _write_parquet(rows, out)
         return
@@ -151,7 +151,7 @@ def write_rows(rows: Sequence[dict[str, Any]], out: Path) -> None:
     if not out.name.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(f"{out}: give a file named .jsonl, .jsonl.gz or .parquet")
 
-    with whole_file(out) as file:
+    with atomic_file(out) as file:
         for line in _lines(rows):
             file.write(line)
 

@@ -1,5 +1,5 @@
-"""The tasks of a run and their order. All of it follows from the run's seed, so every process of a
-run has the same tasks."""
+"""The tasks of a run and their order. Both follow from the run's seed, so every process of a run
+has the same tasks."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from agentevo.types import QUEUED_FOR_STEP, Task
 
 
 class TaskSource:
-    """Which tasks a step trains on and which are held out: an environment's, those that a program
-    gave, those of the recipe's files (`tasks`), or those that the agent brings.
+    """Provides the tasks that each step trains on and the held-out tasks. They come from an
+    environment, from the program that starts the run, from the recipe's files (`tasks`), or from
+    the agent.
 
-    Given tasks are split once. Where none are given as held out, these are the last
-    `evaluation.tasks` of them, at most a fifth; training cycles through the others, in an order
-    that the run's seed shuffles again for each round (mixture.py). Where there are stages, each
-    cycles through its own tasks (task_stages.py).
+    Given tasks are split once. If no held-out tasks are given, they are the last `evaluation.tasks`
+    of the given tasks, at most a fifth. Training cycles through the other tasks and shuffles them
+    again in each round, by the run's seed (mixture.py). If the recipe has stages, each stage cycles
+    through its own tasks (task_stages.py).
     """
 
     def __init__(self, config: RunConfig, given_tasks: Sequence[Task] | None) -> None:
-        """Raises ConfigError for files that can't be read, and for too few tasks."""
+        """Raises ConfigError if the files can't be read, and if there are too few tasks."""
         self._config = config
         self.read: GivenTasks | None = None
         """The tasks from the recipe's files or its agent, with the report of bad rows."""
@@ -65,7 +66,7 @@ class TaskSource:
         self.stages = TaskStages(staged, lag=config.rollout.staleness)
         self._files = {} if self.read is None else files_of(config.tasks, self.read)
         names = source_names(config.tasks.train) if config.tasks.weights else []
-        self._names = dict(zip(config.tasks.train, names, strict=False))
+        self._source_names = dict(zip(config.tasks.train, names, strict=False))
         self._pools = None if train is None else self._pools_of(train)
         self.curriculum = self._curriculum_of(train)
         self._by_id = {task.id: task for task in (*(train or ()), *self._held_out)}
@@ -73,7 +74,7 @@ class TaskSource:
         _check_ids(self._by_id)
 
     def _pools_of(self, train: Sequence[Task]) -> list[TaskPool]:
-        """The pool of tasks that training cycles through, for each stage."""
+        """The pool of tasks that each stage cycles through."""
         seed = self._config.run.seed
         groups = self._config.trainer.groups_per_step
         if not self.stages.stages:
@@ -100,8 +101,9 @@ class TaskSource:
         return TaskCurriculum(section, train, seed, groups, lag=config.rollout.staleness)
 
     def shortfall(self) -> str:
-        """A message if a step has fewer groups than trainer.groups_per_step because there are too
-        few tasks; otherwise empty. Stages and mixtures of sources refuse that."""
+        """A message if there are too few tasks for trainer.groups_per_step, so that steps have
+        fewer groups. Otherwise empty. Stages and mixtures of sources refuse such a recipe
+        instead."""
         needed = self._config.trainer.groups_per_step
         count = len(self._train)
         if not self._train or count >= needed:
@@ -112,21 +114,20 @@ class TaskSource:
         )
 
     async def learn(self, store: Store) -> None:
-        """Reads the parts of the committed steps that determine later steps' tasks, if there are
-        any."""
+        """Reads the committed steps, if the tasks of later steps depend on them."""
         await self.stages.learn(store)
         if self.curriculum is not None:
             await self.curriculum.learn(store)
 
     def is_known(self, step: int) -> bool:
-        """Whether the committed steps determine the tasks of the step."""
+        """Whether the committed steps that were read determine the tasks of the step."""
         return self.stages.is_known(step) and (
             self.curriculum is None or self.curriculum.is_known(step)
         )
 
     def _mixture(self, tasks: Sequence[Task], seed: int) -> Mixture | None:
-        """The mixture of these tasks, where sources are mixed by weights; a source without tasks is
-        left out."""
+        """The mixture of these tasks, if the recipe mixes sources by weights. A source without
+        tasks is left out."""
         section = self._config.tasks
         if self.read is None or not section.weights:
             return None
@@ -142,7 +143,8 @@ class TaskSource:
         )
 
     def _split(self, given_tasks: Sequence[Task] | None) -> tuple[list[Task] | None, list[Task]]:
-        """Tasks to train on (None: an environment's, which never end) and held-out ones."""
+        """The tasks to train on and the held-out tasks. The tasks to train on are None for an
+        environment, which has endless tasks."""
         count = self._config.evaluation.tasks
         if self.proposals is not None:
             return None, self.never_trained()[:count]
@@ -163,7 +165,7 @@ class TaskSource:
         return list(tasks[:-count]), list(tasks[-count:])
 
     def given(self) -> list[Task]:
-        """Every task that does not come from an environment."""
+        """All tasks that do not come from an environment."""
         return [*self._train, *self._held_out]
 
     def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
@@ -176,7 +178,7 @@ class TaskSource:
         return environment_tasks(kind, self._config.run.seed, purpose, first, count)
 
     def train(self, step: int) -> list[Task]:
-        """Tasks of step `step` (from 1); under self-play the proposer's prompts."""
+        """The tasks of a step, counted from 1. Under self-play, the proposer's prompts."""
         if self.proposals is not None:
             return self.proposals.of_step(step)
 
@@ -191,10 +193,10 @@ class TaskSource:
         return self._pools[len(begins) - 1].of_step(step - begins[-1])
 
     def tasks_to_queue(self, step: int) -> list[Task]:
-        """Tasks of step `step` as samplers queue them: their metadata says for which step, and a
-        given task that a later round repeats is a task of its own there, ID~ROUND. With a
-        curriculum every step is a round."""
-        round_ = 0 if self._pools is None else self._round(self._pools, step)
+        """The tasks of the step as samplers queue them. Their metadata names the step. A given task
+        that a later round repeats becomes a task with the id ID~ROUND. With a curriculum, every
+        step is a round."""
+        round_ = 0 if self._pools is None else self._rounds_before(self._pools, step)
         round_ = round_ if self.curriculum is None else step
         return [
             replace(
@@ -205,8 +207,8 @@ class TaskSource:
             for task in self.train(step)
         ]
 
-    def _round(self, pools: Sequence[TaskPool], step: int) -> int:
-        """Rounds of all stages that have begun before the step's own."""
+    def _rounds_before(self, pools: Sequence[TaskPool], step: int) -> int:
+        """The number of rounds of all stages before the step's own round."""
         *earlier, begin = self.stages.begins(step)
         ends = [*earlier[1:], begin]
         before = sum(
@@ -216,23 +218,23 @@ class TaskSource:
         return before + pools[len(earlier)].round_of(step - begin)
 
     def source_of(self, task_id: str) -> str | None:
-        """The name of the source of a task, queued or not, where sources are mixed."""
+        """The name of the source of a task, queued or not, if the recipe mixes sources."""
         file = self._files.get(task_id) or self._files.get(task_id.rpartition("~")[0])
-        return None if file is None else self._names.get(file)
+        return None if file is None else self._source_names.get(file)
 
-    def as_given(self, task: Task) -> Task:
-        """A queued task in the form that the agent gets."""
+    def as_agent_task(self, task: Task) -> Task:
+        """A queued task in the form that the agent receives."""
         if self._pools is None:
             metadata = {k: v for k, v in task.metadata.items() if k != QUEUED_FOR_STEP}
             return replace(task, metadata=metadata)
         return self._by_id.get(task.id) or self._by_id.get(task.id.rpartition("~")[0]) or task
 
     def stage_of(self, step: int) -> int | None:
-        """The number of the stage that a step is in, from 1; None if there are none."""
+        """The number of the stage that contains the step, from 1. None if there are no stages."""
         return len(self.stages.begins(step)) if self.stages.stages else None
 
     def stage_name(self, step: int) -> str:
-        """The name of the step's stage; empty if there are none."""
+        """The name of the step's stage. Empty if there are no stages."""
         return self.stages.name_at(step)
 
     def metrics_of(self, step: int) -> dict[str, float]:
@@ -242,9 +244,9 @@ class TaskSource:
         return metrics if self.curriculum is None else metrics | self.curriculum.metrics(step)
 
     def refill(self, step: int) -> Iterator[Task]:
-        """More tasks for a step that could not fill its batch, always the same ones: endless new
-        ones of an environment; of given tasks all others of its stage, each once, in an order of
-        the step's own, which is the curriculum's where there is one."""
+        """Further tasks for a step that could not fill its batch. They are the same for every call.
+        An environment has endless new tasks. Of given tasks, all others of the stage come once, in
+        the curriculum's order or else in an order for that step."""
         if self._pools is None:
             assert self._config.environment is not None
             yield from refill_tasks(self._config.environment.type, self._config.run.seed, step)
@@ -264,7 +266,7 @@ class TaskSource:
         )
 
     def held_out_by_stage(self) -> dict[str, set[str]]:
-        """The held-out tasks of each stage that has some, by their ids."""
+        """The ids of the held-out tasks of each stage that has some."""
         ids_by_stage = {
             stage.name: {task.id for task in of_stage(stage, self._held_out, self._files)}
             for stage in self.stages.stages
@@ -272,7 +274,7 @@ class TaskSource:
         return {name: ids for name, ids in ids_by_stage.items() if ids}
 
     def held_out(self) -> list[Task]:
-        """The evaluation's tasks, the same every time."""
+        """The evaluation's tasks, which are always the same."""
         return (
             self._environment("eval", 0, self._config.evaluation.tasks)
             if self._pools is None and self.proposals is None
@@ -285,7 +287,7 @@ class TaskSource:
 
 
 def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:
-    """The source of each task, by its id, as the recipe names it."""
+    """Maps a task's id to the task's source, as the recipe names it."""
     splits = (
         (section.train, read.train, read.sizes),
         (section.eval, read.held_out, read.held_out_sizes),
@@ -300,7 +302,7 @@ def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:
 
 
 def _check_ids(tasks: Mapping[str, Task]) -> None:
-    """Raises ConfigError for tasks that could be confused with queued ones."""
+    """Raises ConfigError if a task could be confused with a queued task."""
     reserved = [task.id for task in tasks.values() if QUEUED_FOR_STEP in task.metadata]
     if reserved:
         raise ConfigError(
@@ -324,8 +326,8 @@ def _check_ids(tasks: Mapping[str, Task]) -> None:
 
 
 def source_names(sources: Sequence[str]) -> list[str]:
-    """A name for metrics of each source: that of its file, numbered where several have the same,
-    and never that of another."""
+    """A name for metrics for each source. It is the file's name, with a number if several files
+    have the same name. No two sources have the same name."""
     stems = [re.sub(r"[^\w-]+", "_", Path(source).name.partition(".")[0]) for source in sources]
     names: list[str] = []
     for number, stem in enumerate(stems):

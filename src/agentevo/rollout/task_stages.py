@@ -1,8 +1,8 @@
 """Training by stages (`tasks.stages`): the stage of a step, and the tasks of a stage. If a stage
-ends by its steps' success, the success is read from the committed steps' records (`train/success`).
-There is no other state, so a resumed run and the other processes of the run find the same stages.
-Samplers are `lag` steps ahead and must know the stage of a step before it is trained on. So a stage
-whose success at step t suffices ends with step t + lag.
+ends by the success of its steps, the success comes from the committed steps' records
+(`train/success`). There is no other state, so a resumed run and the other processes of the run find
+the same stages. Samplers are `lag` steps ahead and must know the stage of a step before the step is
+trained on. So if the success at step t is high enough, the stage ends with step t + lag.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.store.store import Store
 from agentevo.types import Task
 
-SUCCESS = "train/success"
-SHOWN = 8
-"""Values that a message lists."""
+SUCCESS_METRIC = "train/success"
+MAX_SHOWN = 8
+"""The maximum number of values in a message."""
 
 
 class TaskStages:
     """The stages of a run, in order."""
 
     def __init__(self, stages: Sequence[TaskStage], *, lag: int) -> None:
-        """`lag`: steps whose tasks are chosen before the one that is trained on."""
+        """`lag`: how many steps in advance tasks are chosen."""
         self.stages = tuple(stages)
         self._lag = lag
         self._by_success = any(stage.until_success is not None for stage in stages)
         self._success: dict[int, float | None] = {}
         """The success of each committed step; None if no attempt was completed."""
-        self._begins = [1]
-        """First steps of the stages whose beginning is known."""
-        self._looked = 0
-        """The number of steps that were checked for the end of the last of them."""
+        self._first_steps = [1]
+        """The first steps of the stages whose start is known."""
+        self._num_checked = 0
+        """The number of steps that were checked for the end of the last of these stages."""
 
     async def learn(self, store: Store) -> None:
-        """Reads the steps that were committed since, if anything depends on them."""
+        """Reads the steps that were committed since the last call, if a stage depends on them."""
         if not self._by_success:
             return
 
@@ -49,43 +49,44 @@ class TaskStages:
             what="reading the success of the steps",
         )
         for record in records:
-            if record.step not in self._success:  # a sampler in the trainer's process asks as well
-                self.note_step(record.step, record.record["metrics"].get(SUCCESS))
+            # a sampler in the trainer's process calls learn() too
+            if record.step not in self._success:
+                self.note_step(record.step, record.record["metrics"].get(SUCCESS_METRIC))
 
     def note_step(self, step: int, success: float | None) -> None:
-        """Records the results of a committed step, in order of the steps."""
+        """Records the results of a committed step. Steps must come in order."""
         if step != len(self._success) + 1:
             raise ValueError(f"step {step} is reported after step {len(self._success)}")
         self._success[step] = success
 
     def is_known(self, step: int) -> bool:
-        """Whether the records determine the stage of the step."""
+        """Whether the records that determine the stage of the step are read."""
         return not self._by_success or step - 1 - self._lag <= len(self._success)
 
     def begins(self, step: int) -> list[int]:
-        """First steps of the stages up to the step's own, in order. Raises ValueError before that
-        is known."""
+        """The first steps of the stages up to the step's own stage, in order. Raises ValueError if
+        the records do not determine them yet."""
         if not self.is_known(step):
             raise ValueError(f"the stage of step {step} is not decided yet: learn() comes first")
 
-        while len(self._begins) < len(self.stages) and self._begins[-1] <= step:
-            last = self._last_step(self.stages[len(self._begins) - 1], self._begins[-1])
+        while len(self._first_steps) < len(self.stages) and self._first_steps[-1] <= step:
+            last = self._last_step(self.stages[len(self._first_steps) - 1], self._first_steps[-1])
             if last is None or last >= step:
                 break
-            self._begins.append(last + 1)
-            self._looked = last
+            self._first_steps.append(last + 1)
+            self._num_checked = last
 
-        return [first for first in self._begins if first <= step]
+        return [first for first in self._first_steps if first <= step]
 
     def name_at(self, step: int) -> str:
-        """The name of the step's stage; empty if there are none."""
+        """The name of the step's stage. Empty if there are no stages."""
         return self.stages[len(self.begins(step)) - 1].name if self.stages else ""
 
     def _last_step(self, stage: TaskStage, begin: int) -> int | None:
-        """The last step of a stage that began at that step; None while that is not known."""
+        """The last step of a stage that began at that step. None while it is not known."""
         if stage.until_success is not None:
             enough = begin + stage.success_window - 1
-            for step in range(max(enough, self._looked + 1), len(self._success) + 1):
+            for step in range(max(enough, self._num_checked + 1), len(self._success) + 1):
                 if stage.until_step is not None and step + self._lag >= stage.until_step:
                     break
 
@@ -96,7 +97,7 @@ class TaskStages:
                 if len(rates) == len(window) and fmean(rates) >= stage.until_success:
                     return step + self._lag
 
-                self._looked = step
+                self._num_checked = step
 
         return stage.until_step
 
@@ -112,7 +113,7 @@ def of_stage(stage: TaskStage, tasks: Sequence[Task], sources: Mapping[str, str]
 
 
 def check_stage(stage: TaskStage, count: int, tasks: Sequence[Task], at_least: int) -> None:
-    """Raises ConfigError for a stage whose tasks do not fill a step."""
+    """Raises ConfigError if a stage has too few tasks for a step."""
     if count >= at_least:
         return
 
@@ -132,7 +133,8 @@ def check_stage(stage: TaskStage, count: int, tasks: Sequence[Task], at_least: i
 
 
 def value_of(task: Task, key: str) -> Any:
-    """The value of a key in a task's metadata, or in a mapping there; None if it has none."""
+    """The value of a key in a task's metadata, or in a mapping inside it. None if the task lacks
+    the key."""
     if key in task.metadata:
         return task.metadata[key]
     if key == "scorer":
@@ -162,7 +164,7 @@ def _values_in_words(key: str, tasks: Sequence[Task]) -> str:
     values = Counter(repr(value) for task in tasks if (value := value_of(task, key)) is not None)
     if not values:
         keys = sorted({key for task in tasks for key in task.metadata})
-        return f"no task has the key {key!r}, they have {', '.join(keys[:SHOWN]) or 'none'}"
-    most = [value[:60] for value, _ in values.most_common(SHOWN)]
-    suffix = f" and {len(values) - SHOWN} others" if len(values) > SHOWN else ""
+        return f"no task has the key {key!r}, they have {', '.join(keys[:MAX_SHOWN]) or 'none'}"
+    most = [value[:60] for value, _ in values.most_common(MAX_SHOWN)]
+    suffix = f" and {len(values) - MAX_SHOWN} others" if len(values) > MAX_SHOWN else ""
     return f"{key!r} is {', '.join(sorted(most))}{suffix}"

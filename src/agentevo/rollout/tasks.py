@@ -1,5 +1,5 @@
-"""Makes an environment's tasks from seeds, which training, evaluation and demonstrations never
-share."""
+"""Makes an environment's tasks from seeds. Training, evaluation and demonstrations never share a
+seed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _REMAINDER: dict[Purpose, int] = {"train": 0, "eval": 1, "demonstration": 2}
 
 
 def environment_seed(run_seed: int, purpose: Purpose, index: int | str) -> int:
-    """The seed that is number, or name, `index` of a purpose. Seeds of different purposes differ
-    modulo 4: no environment is in two of them."""
+    """The seed with that index, a number or a name, for a purpose. Seeds of different purposes
+    differ modulo 4, so no two purposes share an environment."""
     return derive_seed(run_seed, purpose, index) // 4 * 4 + _REMAINDER[purpose]
 
 
 def environment_tasks(
     environment: str, run_seed: int, purpose: Purpose, first: int, count: int
 ) -> list[Task]:
-    """Tasks first .. first + count - 1 of a purpose."""
+    """The tasks first .. first + count - 1 of a purpose."""
     return [
         Task(
             id=f"{purpose}-{index}",
@@ -36,7 +36,7 @@ def environment_tasks(
 
 
 def refill_tasks(environment: str, run_seed: int, step: int) -> Iterator[Task]:
-    """Endless further training tasks for one step, with ids and seeds that differ from those of
+    """Endless further tasks for one training step. Their ids and seeds differ from those of
     `environment_tasks` and of other steps."""
     for place in count_from():
         index = f"{step}+{place}"
@@ -48,8 +48,8 @@ def refill_tasks(environment: str, run_seed: int, step: int) -> Iterator[Task]:
 
 
 def seed_of_task(run_seed: int, task_id: str) -> int:
-    """The environment of an environment's task, by the id that `environment_tasks` or
-    `refill_tasks` gave it."""
+    """The seed of an environment's task, from the id that `environment_tasks` or `refill_tasks`
+    gave it."""
     purpose, _, index = task_id.rpartition("-")
     if purpose not in _REMAINDER or not re.fullmatch(r"\d+(\+\d+)?", index):
         raise ValueError(

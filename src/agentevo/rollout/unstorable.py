@@ -1,5 +1,5 @@
-"""Attempts that no store can hold because of a value from an agent, environment or scorer: such an
-attempt fails alone, and its group is written."""
+"""Attempts that no store can hold because of a value from an agent, environment or scorer. Only
+such an attempt fails, and its group is written."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from agentevo.store.codec import encode_trajectories
 from agentevo.types import Trajectory
 
 
-async def written(
+async def write_storable(
     trajectories: Sequence[Trajectory], write: Callable[[list[Trajectory]], Awaitable[object]]
 ) -> list[Trajectory]:
-    """Writes the attempts with `write`, and returns them as written. Attempts whose content the
-    store refuses are written as failed ones without turns."""
+    """Writes the attempts with `write`, and returns them as they were written. An attempt that the
+    store refuses is written as a failed one without turns."""
     attempts = list(trajectories)
     try:
         await write(attempts)
     except StoreUnavailableError:
         raise
     except StoreError:
-        storable = [_storable(attempt) for attempt in attempts]
+        storable = [_storable_or_failed(attempt) for attempt in attempts]
         if storable == attempts:
             raise
         attempts = storable
@@ -32,7 +32,7 @@ async def written(
     return attempts
 
 
-def _storable(trajectory: Trajectory) -> Trajectory:
+def _storable_or_failed(trajectory: Trajectory) -> Trajectory:
     try:
         encode_trajectories([trajectory], "train", 0)
     except StoreError as error:

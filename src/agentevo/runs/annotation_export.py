@@ -6,8 +6,9 @@ pairs   better against worse from where two conversations part, edited against o
 labels  attempts that are right or wrong as {"prompt", "completion", "label"}, for kto and rft
 judge   each verdict with the reward, its parts and the conversation
 
-A file of pairs can't hold tools, so attempts with tools are left out of pairs and labels. Attempts
-at held-out tasks are verdicts for a judge, and rows to train on only if asked for.
+A file of pairs can't represent tools, so attempts with tools are left out of pairs and labels.
+Attempts at held-out tasks become verdicts for a judge. They become rows to train on only with
+--held-out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.runs.annotations import RIGHT, Annotation, Annotations
 from agentevo.runs.sft_export import Read, conversations_of
-from agentevo.store.export import whole_file
+from agentevo.store.export import atomic_file
 from agentevo.store.store import Store
 from agentevo.types import RemoteTurn, Trajectory, Turn
 
@@ -35,16 +36,16 @@ SILENT = "it has no reply"
 TOOLS = "it has tools, which a file of pairs can't hold"
 SAME = "both replies are the same"
 OTHER_TASK = "the two conversations differ before the first answer"
-HELD_OUT = "it is of a held-out task (--held-out takes it)"
+HELD_OUT = "it is at a held-out task (--held-out includes it)"
 NOT_WHOLE = "the last reply was cut off by the token limit"
 
 
 class LeftOutError(Exception):
-    """Why an annotation gives no row."""
+    """An annotation gives no row. The message is the reason."""
 
 
 def last_answer(trajectory: Trajectory) -> Turn | RemoteTurn | None:
-    """The one that an annotation may edit: the last turn of those that are taught."""
+    """The reply that an annotation may edit: the last trained turn."""
     turns: Sequence[Turn | RemoteTurn] = trajectory.remote_turns or trajectory.turns
     return turns[-1] if turns else None
 
@@ -58,9 +59,10 @@ async def export_annotations(
     *,
     held_out: bool = False,
 ) -> tuple[int, Counter[str]]:
-    """Writes the rows to `path` (.jsonl or .jsonl.gz). Returns their number, and reason ->
-    annotations that gave none. `held_out`: attempts of evaluations are trained on, too. Raises
-    ConfigError, with nothing written, if there is no row."""
+    """Writes the rows to `path` (.jsonl or .jsonl.gz). Returns the number of rows, and a map from a
+    reason to the number of annotations that gave no row for it. `held_out`: whether attempts of
+    evaluations are trained on too. Raises ConfigError if there is no row. Then nothing is
+    written."""
     attempt_ids = set(annotations.attempts) | {name for pair in annotations.pairs for name in pair}
     attempts: dict[str, Trajectory] = {}
     for name in attempt_ids:
@@ -79,7 +81,7 @@ async def export_annotations(
 
     count = 0
     left_out = Counter[str]()
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         for row in _rows(annotations, attempts, evaluated, form, read):
             if isinstance(row, LeftOutError):
                 left_out[str(row)] += 1
@@ -140,7 +142,7 @@ def _rows(
 
 
 def _with_reply(trajectory: Trajectory, reply: str) -> Trajectory:
-    """With another last reply, which is whole."""
+    """The trajectory with another last reply, which counts as complete."""
     last = last_answer(trajectory)
     if last is None or not last.messages:
         raise LeftOutError(SILENT)
@@ -167,7 +169,7 @@ def _sft_rows(annotation: Annotation, trajectory: Trajectory, read: Read) -> Ite
     if not rows:
         raise LeftOutError(SILENT)
 
-    if annotation.verdict != RIGHT:  # its other answers were not judged: they are context
+    if annotation.verdict != RIGHT:  # its other replies were not judged, so they are context
         row = rows[-1]
         *before, last = row["messages"]
         context = [m | {"weight": 0} if m["role"] == "assistant" else m for m in before]
@@ -195,8 +197,8 @@ def _first_answer(messages: Sequence[Row]) -> int:
 
 
 def pair_of(chosen: list[Row], rejected: list[Row]) -> Row:
-    """The messages from the first one in which two conversations differ; if that is not the
-    assistant's, from the answer before it."""
+    """The messages from the first one in which two conversations differ. If that message is not the
+    assistant's, from the reply before it."""
     if chosen == rejected:
         raise LeftOutError(SAME)
 

@@ -1,7 +1,7 @@
 """People's annotations of a run's attempts: right or wrong, a note, a better last reply, and which
-of two is better. They are in RUN/annotations.jsonl, never in the store, so training data never
-changes. Records are only appended (records.py); the newest one of an attempt, or of two attempts,
-counts, and an empty one withdraws the earlier ones.
+of two attempts is better. They are in RUN/annotations.jsonl, never in the store, so training data
+never changes. Records are only appended (records.py). The newest record of an attempt, or of a pair
+of attempts, counts. An empty record withdraws the earlier ones.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ RIGHT = "right"
 WRONG = "wrong"
 MAX_NOTE = 10_000
 MAX_REPLY = 200_000
-"""Characters."""
+"""The limits are in characters."""
 
 
 class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="attempt"):
-    """A person's annotation of one attempt."""
+    """A person's annotation of an attempt."""
 
     attempt: str
     at: float = 0.0
@@ -48,18 +48,18 @@ class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Preference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pair"):
-    """The better of two attempts, as a person judges them."""
+    """A person's choice of the better of two attempts."""
 
     better: str
     worse: str
     equal: bool = False
-    """Whether neither is better; this also withdraws a preference."""
+    """Whether neither is better. True also withdraws an earlier preference."""
     at: float = 0.0
     who: str = ""
     id: str = ""
     note: str = ""
     rewards: tuple[float, float] = (0.0, 0.0)
-    """The rewards of the better one and of the other."""
+    """The rewards of the better attempt and of the other."""
 
     @property
     def says_something(self) -> bool:
@@ -71,25 +71,26 @@ Record = Annotation | Preference
 
 @dataclass(frozen=True)
 class Annotations:
-    """All annotations of one run."""
+    """All annotations of a run."""
 
     attempts: dict[str, Annotation]
-    """The newest annotation of each attempt, without empty ones; the newest last."""
+    """The newest annotation of each attempt, without empty ones, in the order of time."""
     pairs: dict[frozenset[str], Preference]
     history: Sequence[Record]
     """All annotations, the oldest first."""
 
 
 def annotate(folder: Path, record: Record) -> None:
-    """Appends a record; `at` is now unless it is given. Raises ConfigError."""
+    """Appends a record. `at` is the current time unless it is set. Raises ConfigError if the record
+    can't be written."""
     if not record.at:
         record = msgspec.structs.replace(record, at=time.time())
     add_record(folder / ANNOTATIONS, msgspec.to_builtins(record))
 
 
 def read_annotations(folder: Path) -> Annotations:
-    """All records of a run, without lines that are not records and repeated ones. Raises
-    ConfigError."""
+    """All records of a run, without invalid lines and repeated records. Raises ConfigError if the
+    file can't be read."""
     attempts: dict[str, Annotation] = {}
     pairs: dict[frozenset[str], Preference] = {}
     history: list[Record] = []
@@ -120,11 +121,12 @@ def read_annotations(folder: Path) -> Annotations:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The agreement of people and one judge."""
+    """The agreement of people and a judge."""
 
     judge: str
     counts: tuple[int, int, int, int]
-    """right and passed, right and not, wrong and passed, wrong and not."""
+    """The counts of: right and passed, right and not passed, wrong and passed, wrong and not
+    passed."""
 
     @property
     def num(self) -> int:
@@ -137,14 +139,14 @@ class Agreement:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95%, Wilson's."""
+        """The 95% interval of the rate, by Wilson's formula."""
         return None if self.rate is None else wilson_interval(self.rate, self.num)
 
     @property
     def kappa(self) -> float | None:
-        """Cohen's kappa (1960), (p_o - p_e) / (1 - p_e): agreement beyond the chance agreement of
-        two raters who say `right` equally often. None if both always give the same verdict, so that
-        p_e = 1."""
+        """Cohen's kappa (1960), (p_o - p_e) / (1 - p_e): the agreement beyond the chance agreement
+        of two raters who say `right` equally often. None if both always give the same verdict, so
+        that p_e = 1."""
         if self.rate is None:
             return None
         a, b, c, d = self.counts
@@ -154,7 +156,7 @@ class Agreement:
 
 
 def agreement(judge: str, verdicts: Iterable[tuple[bool, bool]]) -> Agreement:
-    """`verdicts`: (people say right, the judge passed it)."""
+    """`verdicts`: pairs (people say right, the judge passed it)."""
     counts = [0, 0, 0, 0]
     for right, has_passed in verdicts:
         counts[2 * (not right) + (not has_passed)] += 1
@@ -162,10 +164,10 @@ def agreement(judge: str, verdicts: Iterable[tuple[bool, bool]]) -> Agreement:
 
 
 def calibration(annotations: Annotations, passed_from: float = 0.5) -> list[Agreement]:
-    """Compares people with the attempts' success, and with each part of the reward, which passes an
-    attempt if it is at least `passed_from` (a penalty, which is never above 0, if it is 0); then,
-    of two attempts, whether the one that people find better has the higher reward (`reward, of
-    two`; equal rewards count as disagreement)."""
+    """Compares people's verdicts with the attempts' success and with each part of the reward. A
+    part passes an attempt if it is at least `passed_from` (a penalty, which is never above 0, if it
+    is 0). For pairs of attempts, compares whether the one that people prefer has the higher reward
+    (`reward, of two`). Equal rewards count as disagreement."""
     judged = [attempt for attempt in annotations.attempts.values() if attempt.verdict]
     rows = [
         agreement("success", ((attempt.verdict == RIGHT, attempt.success) for attempt in judged))

@@ -1,10 +1,10 @@
-"""The hash chain of a run's committed steps, and its end.
+"""The hash chain of a run's committed steps, and the end of the chain.
 
     chain(s) = sha256(chain(s - 1), s, the record of step s without its chain)       chain(0) = ""
 
-Every record holds its own chain value. So nothing in a record (plan, metrics, checkpoint, progress,
-digest of the log) can be changed without breaking the chain from there on, and no step can be
-removed from the middle. RUN/head.json covers the end:
+Every record contains its own chain value. So a change of a record (plan, metrics, checkpoint,
+progress, digest of the log) breaks the chain from there on, and so does the removal of a step from
+the middle. RUN/head.json covers the end:
 
     {"step": 12, "chain": "ab...",                  the newest committed step
      "files": {"config.yaml": ["cd..."]},           what the run's own files may be, by sha256:
@@ -12,8 +12,8 @@ removed from the middle. RUN/head.json covers the end:
      "checkpoints": {"12": "ef..."},                those that no record names
      "given_up": false}                             whether it ended with nothing trained
 
-It is written after each commit, so the store has its step and perhaps later ones: a kill in between
-leaves it one step behind. Like a commit of SQLite, it is not synced to the disk.
+The file is written after each commit. So the store has its step and perhaps later ones, and a kill
+in between leaves the file one step behind. Like a commit of SQLite, it is not synced to the disk.
 """
 
 from __future__ import annotations
@@ -33,56 +33,58 @@ from agentevo.store.codec import canonical
 from agentevo.store.records import StepRecord
 
 KEY = "chain"
-"""The key of the chain value in a step's record."""
+"""The key in a step's record with the chain value."""
 LOG = "log"
-"""Key of a step's record: sha256 of metrics.jsonl up to its row."""
+"""The key in a step's record with the sha256 of metrics.jsonl up to the step's row."""
 NUMBERS = "token_numbers"
-"""Key of a step's record: sha256 of the file with its tokens' measurements, if there is one."""
+"""The key in a step's record with the sha256 of the file with its tokens' measurements, if there is
+one."""
 ROWS = "rows"
-"""Key of a step's record: RecordedRows."""
+"""The key in a step's record with its RecordedRows."""
 SUMMARY = "summary.json"
 HEAD = "head.json"
-OLDER = (
+OLDER_VERSION = (
     "its steps were recorded by an older version of AgentEvo, whose records can't be checked: "
     "use that version, or start the run again with run.overwrite=true"
 )
 
 
 class End(msgspec.Struct, frozen=True):
-    """A committed step and its chain."""
+    """A committed step and its chain value."""
 
     step: int = 0
     chain: str = ""
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of RUN/head.json. See the module."""
+    """The content of RUN/head.json. The module describes the fields."""
 
     step: int = 0
     chain: str = ""
     files: dict[str, list[str]] = {}
-    """Name in the run's folder -> sha256 of the content. While it is replaced there are two."""
+    """Maps a file's name in the run's folder to the sha256 of its content. While a file is
+    replaced, it has two values."""
     checkpoints: dict[int, str] = {}
-    """Step -> sha256 (`CheckpointManifest.sha256`) of checkpoints that were saved after their
-    step's commit."""
+    """Maps a step to the sha256 (`CheckpointManifest.sha256`) of a checkpoint that was saved after
+    the step's commit."""
     given_up: bool = False
-    """The run has ended before its first step, because every attempt failed."""
+    """Whether the run ended before its first step, because every attempt failed."""
 
 
 class RecordedRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows that a step's record holds in addition to those of its plan: id -> the first digits
-    of the content's digest."""
+    """Rows that a step's record lists in addition to those of its plan. Each map goes from an id to
+    the first digits of the content's digest."""
 
     tasks: dict[str, str] = {}
     """Tasks that were played for the first time since the trainer was started."""
     untrained: dict[str, str] = {}
-    """Attempts that the step has sampled and not trained on."""
+    """Attempts that the step sampled and did not train on."""
     evaluated: dict[str, str] = {}
-    """Attempts that have evaluated the policy since the record before."""
+    """Attempts that evaluated the policy since the previous record."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """Empty for a record without them, or with other content, whose chain is broken."""
+        """Empty if the record has no rows, or other content, in which case its chain is broken."""
         try:
             return msgspec.convert(record.get(ROWS, {}), cls)
         except msgspec.ValidationError:
@@ -90,14 +92,14 @@ class RecordedRows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def link(step: int, record: Mapping[str, Any], before: str) -> str:
-    """chain(step), see the module."""
+    """chain(step), by the module's formula."""
     content = canonical(step, {name: value for name, value in record.items() if name != KEY})
     return hashlib.sha256(f"{before}\n{step}\n".encode() + content).hexdigest()
 
 
 def broken_links(records: Iterable[StepRecord], end: End) -> list[int]:
-    """The steps after `end` whose record differs from the committed one. A record can't be checked
-    if the step before it is missing."""
+    """The steps after `end` whose record differs from the committed record. A record can't be
+    checked if the step before it is missing."""
     broken = []
     for record in records:
         chain = str(record.record.get(KEY))
@@ -108,7 +110,7 @@ def broken_links(records: Iterable[StepRecord], end: End) -> list[int]:
 
 
 def file_digest(path: Path) -> str | None:
-    """sha256 of a file; None if it is not there, or can't be read."""
+    """The sha256 of a file. None if it does not exist or can't be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     except OSError:
@@ -116,7 +118,8 @@ def file_digest(path: Path) -> str | None:
 
 
 def read_head(folder: Path) -> Head | None:
-    """None if there is none. Raises CheckpointError for one that can't be read."""
+    """The content of the file. None if there is no file. Raises CheckpointError if it can't be
+    read."""
     path = folder / HEAD
     if not path.exists():
         return None
@@ -132,9 +135,9 @@ def read_head(folder: Path) -> Head | None:
 
 
 def is_given_up(folder: Path) -> bool:
-    """Whether the run in the folder has ended with nothing trained, because every attempt of its
-    first evaluation or first step failed: a new run may then start there. A run with a checkpoint
-    or a row of a step has trained, and is not deleted, even if head.json says otherwise."""
+    """Whether the run in the folder ended without training, because every attempt of its first
+    evaluation or first step failed. A new run may then start there. A run with a checkpoint or a
+    row of a step has trained, and is not deleted, even if head.json says otherwise."""
     try:
         head = read_head(folder)
         if head is None or not head.given_up or head.step:
@@ -148,7 +151,7 @@ def is_given_up(folder: Path) -> bool:
 
 
 class HeadFile:
-    """RUN/head.json of a run that is trained; only its trainer writes it. Raises DiskError if it
+    """RUN/head.json of a running trainer. No other process writes the file. Raises DiskError if it
     can't be written."""
 
     def __init__(self, folder: Path) -> None:
@@ -157,20 +160,20 @@ class HeadFile:
         self._head = read_head(folder) or Head()
 
     def note_commit(self, end: End) -> None:
-        """The step is in the store, and none after it."""
+        """Records that the step is in the store, and that no later step is."""
         checkpoints = {s: sha for s, sha in self._head.checkpoints.items() if s <= end.step}
         self._write(step=end.step, chain=end.chain, checkpoints=checkpoints, given_up=False)
 
     def give_up(self) -> None:
-        """The run ends with nothing trained."""
+        """Records that the run ends without training."""
         self._write(given_up=True)
 
     def note_checkpoint(self, step: int, sha256: str) -> None:
-        """A checkpoint was saved after its step's commit."""
+        """Records a checkpoint that was saved after its step's commit."""
         self._write(checkpoints=self._head.checkpoints | {step: sha256})
 
     def write_file(self, name: str, content: str) -> None:
-        """Writes a file of the run. Until it is written the old content is right too."""
+        """Writes a file of the run. Until it is written, its old content is valid too."""
         new = hashlib.sha256(content.encode()).hexdigest()
         old = file_digest(self._folder / name)
         files = self._head.files

@@ -1,4 +1,4 @@
-"""Lists the checkpoints of a run for readers of its folder. Nothing is loaded or verified."""
+"""Lists the checkpoints of a run for readers of its folder. No checkpoint is loaded or verified."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class KeptCheckpoints:
     """The weights of a run that can be loaded."""
 
     steps: tuple[int, ...]
-    """The newest first."""
+    """The steps, the newest first."""
     best: int | None
     model: str
     """The recipe's model: the weights that the run began with, before any training."""
     missing: str
-    """Why that one can't be loaded here, and the remedy; empty if it can."""
+    """Why the recipe's model can't be loaded here, and the remedy. Empty if it can."""
     needs_model: bool
-    """Whether the checkpoints are adapters over it."""
+    """Whether the checkpoints are adapters for the recipe's model."""
 
     @property
     def names(self) -> list[str]:
-        """All of them, as `agentevo.evaluation.player` calls them."""
+        """The names of all weights, as `agentevo.evaluation.player` uses them."""
         steps = [] if self.needs_model and self.missing else [str(step) for step in self.steps]
         return [*steps, "start"]
 
@@ -55,7 +55,7 @@ def kept_checkpoints(folder: Path, config: Mapping[str, Any]) -> KeptCheckpoints
                     adapter = os.path.join(entry.path, "adapter_config.json")
                     needs_model = needs_model or os.path.isfile(adapter)
     except OSError:
-        pass  # none has been saved yet
+        pass  # no checkpoint was saved yet
 
     section = config.get("model")
     model = section.get("name") if isinstance(section, Mapping) else None

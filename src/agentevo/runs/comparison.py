@@ -1,4 +1,4 @@
-"""Groups runs by setting, and reads runs for their curves, finished or not."""
+"""Groups runs by setting, and reads the curves of runs, finished or not."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agentevo.observability.metrics_table import MetricsTable
 from agentevo.runs.folder import check_run_folder, is_run_folder, is_sweep_folder
 
 PLACE_KEYS = ("run.name", "run.dir", "run.overwrite", "run.threads", "run.seed", "store.url")
-"""Keys in which runs of one setting may differ; a name is the setting's."""
+"""The keys in which runs of the same setting may differ."""
 
 
 def setting_of(config: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
-    """The leaves of a run's configuration that make its setting."""
+    """The keys and values of a run's configuration that define its setting."""
     return frozenset((key, repr(value)) for key, value in config.items() if key not in PLACE_KEYS)
 
 
@@ -36,7 +36,7 @@ class MeasuredRun:
 
 
 def measured_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
-    """The runs in these folders, and all runs of those that are sweeps; each once. Raises
+    """The runs in these folders, and all runs of the folders that are sweeps, each once. Raises
     ConfigError for a folder that has neither, and for a run without numbers."""
     measured: dict[Path, MeasuredRun] = {}
     for folder in folders:
@@ -57,8 +57,8 @@ def measured_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
 def settings_of(
     runs: Sequence[MeasuredRun], *, each: bool = False
 ) -> list[tuple[str, list[MeasuredRun]]]:
-    """(name, runs) of every setting, in the order of its first run; with `each` of every run. Where
-    several have one name, their folders distinguish them."""
+    """The (name, runs) of every setting, in the order of its first run. With `each`, of every run.
+    If several have the same name, their folders distinguish them."""
     groups: dict[object, list[MeasuredRun]] = {}
     for run in runs:
         groups.setdefault(run.folder if each else (run.name, run.setting), []).append(run)

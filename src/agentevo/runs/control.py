@@ -1,15 +1,15 @@
-"""Requests to a running run to stop, save, pause or continue, through its folder, so from any
-process and any machine that shares it.
+"""Requests to a running run to stop, save, pause or continue. They go through the run's folder, so
+any process on any machine that shares the folder can make them.
 
     RUN/control.json       the current trainer (a session), whether it is paused, its newest answers
     RUN/control/ID.json    one request; its trainer deletes it with its answer
 
-A request names the session that it is for, and its id: a late or leftover request never reaches a
-later trainer of the same folder, and a request that is sent twice is carried out once. A thread of
-the trainer looks every LOOK_S, so a folder that hangs never delays training. Every answer is added
-to the run's changes.jsonl as well. Requests are carried out between two steps.
+A request names its trainer session and has an id. So a late or leftover request never reaches a
+later trainer of the same folder, and a request that is sent twice runs once. A thread of the
+trainer checks the folder every POLL_INTERVAL_S seconds, so a folder that hangs never delays
+training. Every answer is also added to the run's changes.jsonl. Requests run between two steps.
 
-Not promised: an answer of a trainer that was killed, or whose folder can't be written.
+Not guaranteed: an answer from a trainer that was killed, or whose folder can't be written.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from agentevo.runs.records import CHANGES, add_record
 
 SESSION = "control.json"
 REQUESTS = "control"
-LOOK_S = 0.5
-END_S = 3.0
-LARGEST = 100_000
-"""Bytes of a file that are read."""
+POLL_INTERVAL_S = 0.5
+END_TIMEOUT_S = 3.0
+MAX_BYTES = 100_000
+"""The maximum number of bytes that are read from a file."""
 MAX_REQUESTS = 100
-"""The most requests of one look."""
+"""The maximum number of requests that are read at once."""
 KEPT_ANSWERS = 50
 Action = Literal["stop", "save", "pause", "resume"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -67,7 +67,7 @@ class ControlAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlSession(msgspec.Struct, frozen=True, kw_only=True):
-    """One process that trains in a folder, from its first step to its end."""
+    """A process that trains in a folder, from its first step to its end."""
 
     id: str
     host: str = ""
@@ -79,13 +79,13 @@ class ControlSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_session(folder: Path) -> ControlSession | None:
-    """The newest trainer of that folder; None if there is none that can be asked."""
+    """The newest trainer of the folder. None if there is none that accepts requests."""
     return _read(folder / SESSION, ControlSession)
 
 
 def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
-    """Asks the trainer of that session; a request that was made already is made once. Raises
-    ConfigError if it can't be written."""
+    """Writes a request to the trainer of that session. A repeated request is written once. Raises
+    ConfigError if the request can't be written."""
     if not _ID.fullmatch(id):
         raise ConfigError(
             f"{id[:70]!r} is not a valid request id: use letters, digits and -, 8 to 64"
@@ -106,7 +106,7 @@ def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
 
 
 def answer_to(folder: Path, id: str) -> ControlAnswer | None:
-    """The result of a request; None while it waits."""
+    """The result of a request. None while the request waits."""
     session = read_session(folder)
     return (
         next((answer for answer in session.answers if answer.id == id), None) if session else None
@@ -114,8 +114,8 @@ def answer_to(folder: Path, id: str) -> ControlAnswer | None:
 
 
 class RunControl:
-    """The trainer's side; a context manager around its steps. `stop` asks the run to stop as a
-    signal does. The thread calls it; everything else is called between two steps."""
+    """The trainer's side: a context manager around its steps. `stop` stops the run as a signal
+    does. The control thread calls `stop`. All methods are called between two steps."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class RunControl:
         stop: Callable[[], None],
         *,
         note: Callable[[str], None] = lambda text: None,
-        look_s: float = LOOK_S,
+        look_s: float = POLL_INTERVAL_S,
     ) -> None:
         self._folder = folder
         self._stop = stop
@@ -143,7 +143,9 @@ class RunControl:
         self._answered: set[str] = set()
         self._over = threading.Event()
         self._problem = ""
-        self._thread = threading.Thread(target=self._look_on, name="run control", daemon=True)
+        self._thread = threading.Thread(
+            target=self._poll_until_over, name="run control", daemon=True
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -151,21 +153,21 @@ class RunControl:
 
     def __exit__(self, *exception: object) -> None:
         self._over.set()
-        self._thread.join(END_S)
+        self._thread.join(END_TIMEOUT_S)
 
     @property
     def is_pause_asked(self) -> bool:
         return self._is_pause_asked and not self._over.is_set()
 
     def take_saves(self) -> list[ControlRequest]:
-        """Requests to save, each given once; `answer` them."""
+        """The requests to save. Each is returned once, and needs an `answer`."""
         with self._lock:
             taken = self._saves
             self._saves = []
         return taken
 
     def note_pause(self, step: int) -> None:
-        """The run is paused from now on, after that step."""
+        """Records that the run is paused from now on, after that step."""
         with self._lock:
             pauses = self._pauses
             self._pauses = []
@@ -178,8 +180,8 @@ class RunControl:
         if is_new and not pauses:
             self._write()
 
-    def goes_on(self) -> None:
-        """The run is no longer paused."""
+    def note_resume(self) -> None:
+        """Records that the run is no longer paused."""
         with self._lock:
             self._session = msgspec.structs.replace(self._session, is_paused=False)
         self._write()
@@ -207,13 +209,13 @@ class RunControl:
         except ConfigError as error:
             self._report(str(error))
 
-    def _look_on(self) -> None:
+    def _poll_until_over(self) -> None:
         self._write()
         while not self._over.is_set():
-            self._look()
+            self._poll()
             self._over.wait(self._look_s)
 
-        self._look()  # requests since the last look get their answer
+        self._poll()  # requests since the last check get their answer
         with self._lock:
             unanswered = [*self._saves, *self._pauses]
             self._saves = []
@@ -225,12 +227,12 @@ class RunControl:
 
         self._write()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         try:
             with os.scandir(self._folder / REQUESTS) as entries:
                 names = [entry.name for entry in entries if entry.name.endswith(".json")]
         except OSError:
-            return  # no request was ever made
+            return  # there was never a request
 
         requests: list[ControlRequest] = []
         for name in names[:MAX_REQUESTS]:
@@ -268,7 +270,7 @@ class RunControl:
             for pause in given_up:
                 self.answer(pause, "the run was asked to continue before it paused", is_done=False)
 
-            self.answer(request, "it goes on" if was_asked else "it was not paused")
+            self.answer(request, "the run continues" if was_asked else "it was not paused")
         elif request.do == "pause":
             with self._lock:
                 self._pauses.append(request)
@@ -286,7 +288,7 @@ class RunControl:
             else:
                 return
 
-        self._report(f"{problem}: the run continues, but takes no requests")
+        self._report(f"{problem}: the run continues, but accepts no requests")
 
     def _report(self, problem: str) -> None:
         """Reports each problem once, because a full disk often stays full for a long time."""
@@ -296,9 +298,9 @@ class RunControl:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """A file of this module; None for one that is gone, damaged, too large, a link, or no file."""
+    """A file of this module. None if it is gone, damaged, too large, a link, or not a file."""
     try:
         with open_regular(path) as file:
-            return msgspec.json.decode(file.read(LARGEST), type=kind)
+            return msgspec.json.decode(file.read(MAX_BYTES), type=kind)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

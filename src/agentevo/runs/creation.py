@@ -13,7 +13,7 @@ from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.files import PARTIAL, remove_leftovers
 from agentevo.paths import check_new_folder, short
-from agentevo.rollout.given_tasks import RECORD as TASKS_FILE
+from agentevo.rollout.given_tasks import TASKS_FILE
 from agentevo.runs.chain import HEAD, HeadFile, is_given_up
 from agentevo.runs.folder import MADE_BY
 from agentevo.runs.lock import LOCK, check_free, only_trainer
@@ -37,16 +37,16 @@ _BEFORE_CONFIG = {
     "logs",
     "store.sqlite",
 }
-"""Files that may exist in a folder before its config.yaml, which makes it a run."""
+"""Files that may exist in a folder before its config.yaml, which makes it a run's folder."""
 
 
 @contextmanager
 def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
-    """An empty folder for a new run, and an empty store. Yields a function that makes it final: a
-    run that fails before that call leaves everything as it was, an overwritten run included, except
-    its data in a store outside of its folder.
+    """Creates an empty folder for a new run, and an empty store. Yields a function that makes the
+    folder final. If the run fails before that call, everything stays as it was, including an
+    overwritten run, but not the data of that run in a store outside its folder.
 
-    Refuses to mix two runs, or to replace one that is being trained.
+    Refuses to mix two runs, or to replace a run that is being trained.
     """
     check_folder(config)
     folder = config.run_dir.absolute()
@@ -81,7 +81,8 @@ def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
     finally:
         if not final:
             shutil.rmtree(folder, ignore_errors=True)
-            for parent in missing:  # the deepest first; one that others use by now stays
+            # the deepest first; a folder that other processes use by now stays
+            for parent in missing:
                 with suppress(OSError):
                     parent.rmdir()
             if replaced is not None:
@@ -89,8 +90,8 @@ def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
 
 
 def check_folder(config: RunConfig) -> None:
-    """Raises ConfigError for a folder where no new run may begin: not in the folder of another run,
-    except in place of one that was abandoned, or killed before it became a run."""
+    """Raises ConfigError for a folder where no new run may start. Inside the folder of another run,
+    a new run may only replace a run that was abandoned, or killed before it became a run."""
     folder = config.run_dir
     check_new_folder(folder, "run.dir")
 
@@ -112,9 +113,9 @@ def check_folder(config: RunConfig) -> None:
 def check_place(
     config: RunConfig, command: str, *, resume: bool, may_create: bool = True
 ) -> dict[str, tuple[Any, Any]]:
-    """Checks the folder and the store of a run: it refuses a resume without a run, and a new run
-    where one exists. Returns the changed keys of a resume: key -> (was, now). Without `may_create`
-    no database is made. Raises ConfigError."""
+    """Checks the folder and the store of a run. Refuses a resume without a run, and a new run where
+    a run exists. Returns the changed keys of a resume as a map from a key to its (old, new) values.
+    Without `may_create`, no database is created. Raises ConfigError."""
     if resume:
         check_free(config.run_dir)
         return check_resume(config, command)
@@ -125,18 +126,18 @@ def check_place(
 
 
 def was_killed_early(folder: Path) -> bool:
-    """Whether the folder holds only files that a run creates before its config.yaml: a run that was
-    killed during its start has played nothing. A run that is starting now looks the same, and has
-    the lock."""
+    """Whether the folder contains only files that a run creates before its config.yaml. Such a run
+    was killed during its start and has played nothing. A run that is starting now looks the same,
+    but holds the lock."""
     if not (folder / LOCK).is_file() or (folder / "config.yaml").exists():
         return False
-    names = {_plain(path.name) for path in folder.iterdir()}
+    names = {_base_name(path.name) for path in folder.iterdir()}
     log = folder / _LOG
     return names <= _BEFORE_CONFIG and not (log.is_file() and log.stat().st_size)
 
 
-def _plain(name: str) -> str:
-    """The name of a file without what its writer or SQLite adds to it while they are at it."""
+def _base_name(name: str) -> str:
+    """The name of a file without the suffixes that its writer or SQLite adds temporarily."""
     name = name.removesuffix(".tmp").removeprefix(".") if name.endswith(".tmp") else name
     for ending in ("-wal", "-shm", "-journal"):
         name = name.removesuffix(ending)
@@ -148,10 +149,10 @@ def _has_something(folder: Path) -> bool:
 
 
 def write_config(config: RunConfig, command: str = "train") -> None:
-    """Writes config.yaml, atomically, into the run's folder, which is made. Its first line names
-    the command whose run this is; see `command_of`. The run's head (chain.py) knows it from here
-    on, and the record of the run's tasks. A run whose config.yaml is given as a recipe is not
-    overwritten."""
+    """Writes config.yaml atomically to the run's folder, which is created if needed. The first line
+    names the command that made the run, see `command_of`. From now on, the run's head (chain.py)
+    lists the file, and the record of the run's tasks. The file has run.overwrite=false, so that its
+    use as a recipe does not overwrite the run."""
     folder = config.run_dir
     config = config.model_copy(update={"run": config.run.model_copy(update={"overwrite": False})})
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,11 +2,11 @@
 
     config.yaml  metrics.jsonl  summary.json  report.html  plots/  checkpoints/  store.sqlite
 
-The folder of a sweep holds `sweep.yaml`, the folders of its runs, their logs, and the table of
-their results.
+The folder of a sweep has `sweep.yaml`, the folders of its runs, their logs, and the table of their
+results.
 
-Nothing here writes. A run may be under way, interrupted, or moved to another place since it was
-made.
+This module writes nothing. A run may be running, interrupted, or moved to another place since it
+was created.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 UNSCORED = ("rewards=[]",)
-"""Overrides for code that loads a run's model and scores nothing: the rewards may be functions of
+"""Overrides for code that loads a run's model and scores nothing. The rewards may be functions of
 the program that created the run, which no other process has."""
 
 SWEEP_FILE = "sweep.yaml"
 MADE_BY = "# agentevo "
-"""Begins the first line of a run's config.yaml."""
-WAIT_S = 15.0
-"""How long a command for a person waits for a database that is away."""
+"""The beginning of the first line of a run's config.yaml."""
+MAX_WAIT_S = 15.0
+"""The time in seconds that a command for a person waits for an unavailable database."""
 
 
 def is_run_folder(path: Path) -> bool:
-    return os.path.isfile(path / "config.yaml")  # false also where reading is not allowed
+    return os.path.isfile(path / "config.yaml")  # also false if reading is not permitted
 
 
 def is_sweep_folder(path: Path) -> bool:
@@ -50,8 +50,8 @@ def is_sweep_folder(path: Path) -> bool:
 
 
 def finished_summary(path: Path) -> dict[str, Any] | None:
-    """summary.json of a run that reached its last step and was evaluated there; None of one that
-    did not (yet)."""
+    """The summary.json of a run that reached its last step and was evaluated there. None for any
+    other run."""
     file = path / "summary.json"
     if not is_run_folder(path) or not file.is_file():
         return None
@@ -81,7 +81,7 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
 
 
 def check_run_folder(path: Path) -> Path:
-    """The path itself if it is a run; otherwise raises `ConfigError` with nearby runs."""
+    """Returns the path if it is a run's folder. Otherwise raises `ConfigError` with nearby runs."""
     problem = name_problem(str(path))
     if problem:
         raise ConfigError(f"{str(path)[:60]!r} {problem}")
@@ -109,8 +109,8 @@ def check_run_folder(path: Path) -> Path:
 
 
 def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run's configuration with `run.dir` set to where the folder is now. Raises
-    `ConfigError`."""
+    """The run's configuration, with the folder's current path as `run.dir`. Raises `ConfigError` if
+    it can't be read."""
     from agentevo.config import build_config
     from agentevo.config.imports import check_code_of_run
 
@@ -123,9 +123,9 @@ def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def queued_group_size(path: Path) -> int | None:
-    """How many attempts the group of a queued task has at least, which a resumed run can't change;
-    None if sampling and training take turns, or a program's own loop samples, so that nothing is
-    queued, and where config.yaml does not say."""
+    """The minimum number of attempts in the group of a queued task, which a resumed run can't
+    change. None if no tasks are queued, because sampling and training alternate or a program's own
+    loop samples, and None if config.yaml does not say."""
     from agentevo.config import TrainerSection
 
     try:
@@ -144,8 +144,8 @@ def queued_group_size(path: Path) -> int | None:
 
 
 def command_of(folder: Path) -> str | None:
-    """The command whose run is in the folder: `train` (also `learn`), `sft`, or `loop` for that of
-    a program's own loop; None if its config.yaml does not say, or is not there."""
+    """The command that made the run in the folder: `train` (also for `learn`), `sft`, or `loop` for
+    a program's own loop. None if config.yaml does not say, or does not exist."""
     if not is_run_folder(folder):
         return None
     with (folder / "config.yaml").open(encoding="utf-8") as file:
@@ -154,7 +154,7 @@ def command_of(folder: Path) -> str | None:
 
 
 def resume_command(folder: Path, command: str | None) -> str:
-    """The command that resumes the run in that folder; empty if no command started it, as for a
+    """The command that resumes the run in that folder. Empty if no command started it, as for a
     program's own loop."""
     if command not in ("train", "sft"):
         return ""
@@ -166,13 +166,13 @@ def read_store(
     path: Path, work: Callable[[Store], Awaitable[T]], *, wait_s: float | None = None
 ) -> T:
     """Runs `work`, which only reads, on the run's store, see `use_store`. Raises `ConfigError` if
-    there is no run, `StoreError` if no store."""
+    there is no run, and `StoreError` if there is no store."""
     return use_store(run_store_url(path), work, wait_s=wait_s, read_only=True)
 
 
 def run_store_url(path: Path) -> str:
-    """The URL of the store of the run in that folder, at its present path. Raises ConfigError if
-    config.yaml has something else in its place."""
+    """The URL of the run's store, with the folder's current path. Raises ConfigError if config.yaml
+    has another value there."""
     url = _section(path, "store").get("url")
     if url is not None and not isinstance(url, str):
         raise ConfigError(
@@ -196,9 +196,10 @@ def use_store(
     wait_s: float | None = None,
     read_only: bool = False,
 ) -> T:
-    """Runs `work` on a store, in an event loop of its own, so also where a loop is running (in a
-    notebook). A person waits for it, so the wait for an unavailable database ends after `wait_s`,
-    or WAIT_S. `timeout_s` is the deadline of each call. `read_only`: see `open_store`."""
+    """Runs `work` on a store, in a separate event loop, so it also works while a loop is running
+    (in a notebook). A person waits for the result, so the wait for an unavailable database ends
+    after `wait_s`, or MAX_WAIT_S. `timeout_s` is the deadline of each call. `read_only`: see
+    `open_store`."""
     from agentevo.event_loop import run_coroutine
     from agentevo.runs.store_opening import open_run_store
 
@@ -207,7 +208,7 @@ def use_store(
             url,
             create=create,
             timeout_s=timeout_s,
-            within_s=WAIT_S if wait_s is None else wait_s,
+            within_s=MAX_WAIT_S if wait_s is None else wait_s,
             remedy="start the database, correct its URL, or wait longer with --wait SECONDS",
             read_only=read_only,
         ) as store:
@@ -217,7 +218,7 @@ def use_store(
 
 
 def token_texts(path: Path) -> Decode | None:
-    """Token id -> text, by `saved_tokenizer`; None if there is none."""
+    """Maps a token id to its text, by `saved_tokenizer`. None if there is no tokenizer."""
     tokenizer = saved_tokenizer(path)
     if tokenizer is None:
         return None
@@ -225,8 +226,8 @@ def token_texts(path: Path) -> Decode | None:
 
 
 def saved_tokenizer(path: Path) -> Any | None:
-    """The tokenizer of the run's newest checkpoint, else of its model; None if neither has been
-    saved here."""
+    """The tokenizer of the run's newest checkpoint, else of its model. None if neither is saved on
+    this machine."""
     saved = sorted(
         path.glob("checkpoints/**/tokenizer_config.json"),
         key=lambda tokenizer_file: tokenizer_file.stat().st_mtime,
@@ -238,12 +239,12 @@ def saved_tokenizer(path: Path) -> Any | None:
 
 
 def tokenizer_in(source: str) -> Any:
-    """The tokenizer of a model's folder. Raises ConfigError for a damaged one."""
+    """The tokenizer of a model's folder. Raises ConfigError if it is damaged."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # damaged files may raise anything
+    except Exception as error:  # damaged files can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
             f"{source}: its tokenizer can't be read ({reason}): restore it, or delete that folder"
@@ -251,7 +252,7 @@ def tokenizer_in(source: str) -> Any:
 
 
 def _saved_model(name: str) -> str | None:
-    """The model's folder if it is on this machine; nothing is downloaded."""
+    """The model's folder if it is on this machine. Nothing is downloaded."""
     from agentevo.models.cache import cache_folder, is_complete
     from agentevo.models.known import known_models
 
@@ -264,7 +265,7 @@ def _saved_model(name: str) -> str | None:
 
 
 def _section(path: Path, name: str) -> dict[str, Any]:
-    """A section as written in config.yaml, unchecked: the store of a run can be read where its
-    environment is not installed."""
+    """A section as written in config.yaml, unchecked, so that the store of a run can be read even
+    if its environment is not installed."""
     section = sources.read_yaml(check_run_folder(path) / "config.yaml").get(name)
     return section if isinstance(section, dict) else {}

@@ -1,10 +1,11 @@
 """Publishes trained models on the Hugging Face hub: `agentevo models push`.
 
-One commit has all of it: weights, tokenizer, configuration and a model card (model_card.py), so
-readers of the repository see all or nothing. What training needs (the optimizer, the run's state)
-stays here. The checkpoint's digests are compared first. The token is HF_TOKEN or the one of the
-hub's own login; it goes to the hub and nowhere else. HF_ENDPOINT names another hub. Large files go
-by Xet where the hub speaks it, and else by LFS. A transfer that stalls for STALL_S is ended.
+One commit contains weights, tokenizer, configuration and a model card (model_card.py), so readers
+of the repository see all of them or nothing. The files that only training needs (the optimizer, the
+run's state) stay here. The checkpoint's digests are checked first. The token is HF_TOKEN, or that
+of the hub's own login. It is sent only to the hub. HF_ENDPOINT names another hub. Large files are
+sent with Xet if the hub supports it, and else with LFS. A transfer that stalls for STALL_S seconds
+is ended.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 CARD = "README.md"
 ADAPTER = "adapter_config.json"
 BASE = "base_model_name_or_path"
-"""Key of an adapter's configuration."""
-OF_MODELS = (".safetensors", ".bin", ".index.json")
-"""Endings of weight files that a loader would prefer to new ones of another name."""
+"""A key of an adapter's configuration."""
+WEIGHT_ENDINGS = (".safetensors", ".bin", ".index.json")
+"""Endings of weight files that a loader would prefer to new files with other names."""
 STALL_S = 120.0
-"""Longest time without a byte from or to the hub; its client tries a few times again."""
+"""The longest time in seconds without a byte from or to the hub. The hub's client then tries again
+a few times."""
 _REMEDIES = {
     401: "the token is not valid: set HF_TOKEN to one that may write, or log in again with "
     "`hf auth login`",
@@ -43,7 +45,7 @@ _REMEDIES = {
     501: "it does not accept these files: check that HF_ENDPOINT is a hub for large files",
     507: "it has no room left: delete something there, or use another account",
 }
-"""Status -> what to do."""
+"""Maps an HTTP status to its remedy."""
 
 
 def push_to_hub(
@@ -53,12 +55,12 @@ def push_to_hub(
     private: bool = True,
     note: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Uploads a checkpoint, an adapter or another model's folder to a repository, which is made
-    where it is not there; returns the URL of the commit. `source`: RUN (its best checkpoint),
-    RUN@last, RUN@STEP, or a folder. `private`: of a repository that is made now.
+    """Uploads a checkpoint, an adapter or another model's folder to a repository, and creates the
+    repository if needed. Returns the URL of the commit. `source`: RUN (its best checkpoint),
+    RUN@last, RUN@STEP, or a folder. `private`: whether a new repository is private.
 
-    Raises ModelError, before anything is sent, for an invalid model or name or a missing token; and
-    if the hub can't be reached or refuses. Then nothing was uploaded.
+    Raises ModelError for an invalid model or name or a missing token, before anything is sent. Also
+    raises it if the hub can't be reached or refuses. In all these cases nothing was uploaded.
     """
     folder = find_folder(source)
     if not HUB_NAME.fullmatch(repo):
@@ -99,7 +101,7 @@ def push_to_hub(
                 f"{visibility}"
                 + (f"; files of the model there are deleted: {', '.join(stale)}" if stale else "")
             )
-            opened = files if _speaks_xet(hub, repo) else _open_files(files, stack)
+            opened = files if _supports_xet(hub, repo) else _open_files(files, stack)
             commit = hub.create_commit(
                 repo,
                 [
@@ -131,7 +133,7 @@ def find_folder(source: str | Path) -> Path:
 
 
 def files_to_push(folder: Path, repo: str) -> dict[str, Path | bytes]:
-    """Name in the repository -> file or content."""
+    """Maps a name in the repository to a file or its content."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     files: dict[str, Path | bytes] = {
         name: folder / name
@@ -142,7 +144,7 @@ def files_to_push(folder: Path, repo: str) -> dict[str, Path | bytes]:
     if run is not None or CARD not in files:
         files[CARD] = model_card(folder, repo).encode()
 
-    if run is not None and ADAPTER in files:  # the base model by its public name
+    if run is not None and ADAPTER in files:  # names the base model by its public name
         settings = read_json_object(folder / ADAPTER)
         base = hub_name(run_config(run, UNSCORED).model.name)
         settings[BASE] = base or Path(str(settings.get(BASE) or "")).name
@@ -152,11 +154,11 @@ def files_to_push(folder: Path, repo: str) -> dict[str, Path | bytes]:
 
 
 def _is_of_model(name: str) -> bool:
-    return "/" not in name and (name.endswith(OF_MODELS) or name in ("config.json", ADAPTER))
+    return "/" not in name and (name.endswith(WEIGHT_ENDINGS) or name in ("config.json", ADAPTER))
 
 
 def _open_files(files: Mapping[str, Path | bytes], stack: ExitStack) -> dict[str, bytes | BinaryIO]:
-    """Opens the files, until the stack ends: the hub's client never sends open files by Xet."""
+    """Opens the files until the stack ends. The hub's client never sends open files with Xet."""
     return {
         name: file if isinstance(file, bytes) else stack.enter_context(file.open("rb"))
         for name, file in files.items()
@@ -169,7 +171,8 @@ def _size(file: Path | bytes) -> int:
 
 @contextmanager
 def _limited_stalls() -> Iterator[None]:
-    """Within, the hub's client waits at most STALL_S for a byte; otherwise it waits without end."""
+    """Inside this block, the hub's client waits at most STALL_S seconds for a byte. Outside, it
+    waits without limit."""
     from huggingface_hub.utils import get_session
 
     session = get_session()
@@ -181,9 +184,9 @@ def _limited_stalls() -> Iterator[None]:
         session.timeout = before
 
 
-def _speaks_xet(hub: HfApi, repo: str) -> bool:
-    """Whether the hub gives the token with which its client uploads by Xet. Without that token the
-    client does not fall back to LFS, but fails after minutes."""
+def _supports_xet(hub: HfApi, repo: str) -> bool:
+    """Whether the hub returns the token with which its client uploads by Xet. Without that token,
+    the client does not fall back to LFS, but fails after minutes."""
     from huggingface_hub.utils import build_hf_headers, get_session
 
     url = f"{hub.endpoint}/api/models/{repo}/xet-write-token/main"

@@ -1,6 +1,6 @@
-"""One run, several processes: whichever starts first makes the run's folder, and the others must
-mean the same run. Machines that share no folder have one each, and compare their configuration with
-config.yaml under rollout.weights.url (`SharedConfig`)."""
+"""A run can have several processes. The first process to start creates the run's folder, and the
+configuration of the others must be the same. Machines that share no folder have a folder each, and
+compare their configuration with the config.yaml under rollout.weights.url (`SharedConfig`)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.chain import HEAD
 from agentevo.runs.resume_rules import changes, check_resume, is_fixed, note_changes
 from agentevo.runs.shared_store import content_of
-from agentevo.runs.store_opening import OPENING_S, open_run_store
-from agentevo.signals import finished_before_stop
+from agentevo.runs.store_opening import OPEN_TIMEOUT_S, open_run_store
+from agentevo.signals import finishes_before_stop
 
 if TYPE_CHECKING:
     from agentevo.inference.objects import Objects
@@ -45,17 +45,18 @@ def ensure_run_folder(
     stop: Callable[[], bool] = lambda: False,
     note: Callable[[str], None] = to_stderr,
 ) -> bool:
-    """Makes the run's folder with its config.yaml, unless another process has; any number may call
-    this at once. True when it is there.
+    """Creates the run's folder with its config.yaml, unless another process has done so. Any number
+    of processes may call this at the same time. Returns True when the folder exists.
 
-    The process that makes it checks whether the store is this run's too: one outside of the folder
-    must be empty, unless the run is known from its object store. Waits for an unavailable database
-    or object store, at most `within_s` (see `open_run_store`), and reports that to `note`; False,
-    with nothing made, if `stop` came during the wait.
+    The process that creates the folder checks whether the store belongs to this run too. A store
+    outside of the folder must be empty, unless the run's object store has the run. Waits for an
+    unavailable database or object store, at most `within_s` seconds (see `open_run_store`), and
+    reports that to `note`. Returns False, with nothing created, if `stop` is set during the wait.
 
-    A folder without a trainer takes what the same run's object store says in place of what it had:
-    `learn --resume` changes it there. Raises ConfigError if the folder holds the run of another
-    configuration (its place and name may differ), or something else, or the store another run.
+    In a folder without a trainer, the configuration in the same run's object store replaces the
+    folder's own: `learn --resume` changes it there. Raises ConfigError if the folder holds the run
+    of another configuration (its place and name may differ) or other content, or if the store holds
+    another run.
     """
     folder = config.run_dir
     target = folder / "config.yaml"
@@ -64,8 +65,10 @@ def ensure_run_folder(
         shared = SharedConfig.of(config)
         is_known = _is_known(config, shared, within_s, stop, note)
         url = config.store.url
-        content = run_coroutine(_held(url, within_s, stop, note)) if url and not is_known else ""
-        if content:  # perhaps by a process of this run, which has started since then
+        content = (
+            run_coroutine(_content_of(url, within_s, stop, note)) if url and not is_known else ""
+        )
+        if content:  # perhaps from a process of this run that has started in the meantime
             is_known = _is_known(config, shared, within_s, stop, note)
         if content is None or is_known is None:
             return False
@@ -76,7 +79,7 @@ def ensure_run_folder(
             _create(config)
         elif (
             not target.is_file()
-        ):  # this run would have a config.yaml: it is written before anything enters the store
+        ):  # this run would have a config.yaml, because it is written before the store is used
             raise ConfigError(
                 f"store.url: the store holds {content} of another run: give another file, "
                 "?schema=NAME or database, or that run's own run.dir"
@@ -94,9 +97,9 @@ def _take_over(
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> bool:
-    """Gives a folder that is there, and is no trainer's, this recipe where the object store of its
-    run has it by now; raises ConfigError where that has another. False if `stop` came before the
-    answer."""
+    """Gives an existing folder without a trainer this recipe, if the object store of its run
+    already has it. Raises ConfigError if the object store has another recipe. Returns False if
+    `stop` is set before the answer."""
     changed = changes(config)
     shared = SharedConfig.of(config)
     if shared is None or _is_trainers(config.run_dir) or "rollout.weights.url" in changed:
@@ -113,10 +116,10 @@ def _take_over(
 async def confirm_run(
     config: RunConfig, *, resume: bool, note: Callable[[str], None]
 ) -> Callable[[], None]:
-    """Called by the process that has the run's lock: checks that the folder still has this
-    configuration, or with `resume` may change to it. Returns a function that updates the run's
-    object store, which a kill may have left with another configuration. Raises ConfigError, also if
-    another run is there."""
+    """Checks that the folder still has this configuration, or with `resume` may change to it. The
+    process that holds the run's lock calls this. Returns a function that updates the run's object
+    store, because a killed process may have left another configuration there. Raises ConfigError,
+    also if the folder belongs to another run."""
     folder = config.run_dir
     shared = SharedConfig.of(config)
     changed = changes(config)
@@ -133,12 +136,12 @@ async def confirm_run(
         check_resume(config, started_separately=True)
 
     if shared is not None:
-        shared_tree = await shared.read(OPENING_S, note)
+        shared_tree = await shared.read(OPEN_TIMEOUT_S, note)
         differing = changes(config, shared_tree)
         if shared_tree:
             fixed_changes = {key: values for key, values in differing.items() if is_fixed(key)}
             _refuse_others(fixed_changes, shared.place)
-        await shared.check_writer(folder, OPENING_S, note)
+        await shared.check_writer(folder, OPEN_TIMEOUT_S, note)
 
     note_changes(changed, note)
 
@@ -150,7 +153,8 @@ async def confirm_run(
 
 
 def _is_trainers(folder: Path) -> bool:
-    """Whether a trainer has been there: head.json may have been deleted, as its own errors say."""
+    """Whether a trainer has used the folder. Its head.json may have been deleted, as its own error
+    messages recommend."""
     return any((folder / name).is_file() for name in (HEAD, "metrics.jsonl"))
 
 
@@ -184,8 +188,8 @@ def _is_known(
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> bool | None:
-    """Whether the object store has this run; None if `stop` came before the answer. Raises
-    ConfigError if it has another."""
+    """Whether the object store has this run. None if `stop` is set before the answer. Raises
+    ConfigError if it has another run."""
     if shared is None:
         return False
     shared_tree = run_coroutine(_read_shared_tree(shared, within_s, stop, note))
@@ -200,10 +204,12 @@ async def _read_shared_tree(
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """The run's configuration as its object store has it, empty if it has none yet; None if
-    `stop` came before the answer."""
-    looking = asyncio.create_task(shared.read(OPENING_S if within_s is None else within_s, note))
-    return looking.result() if await finished_before_stop(looking, stop) else None
+    """The run's configuration from its object store, empty if it has none yet. None if `stop` is
+    set before the answer."""
+    looking = asyncio.create_task(
+        shared.read(OPEN_TIMEOUT_S if within_s is None else within_s, note)
+    )
+    return looking.result() if await finishes_before_stop(looking, stop) else None
 
 
 def _check_place(config: RunConfig) -> None:
@@ -216,10 +222,10 @@ def _check_place(config: RunConfig) -> None:
         )
 
 
-async def _held(
+async def _content_of(
     url: str, within_s: float | None, stop: Callable[[], bool], note: Callable[[str], None]
 ) -> str | None:
-    """Describes the content of a store outside of the folder; None if `stop` came before the
+    """Describes the content of a store outside of the folder. None if `stop` is set before the
     answer."""
 
     async def look() -> str:
@@ -232,17 +238,18 @@ async def _held(
             )
 
     looking = asyncio.create_task(look())
-    return looking.result() if await finished_before_stop(looking, stop) else None
+    return looking.result() if await finishes_before_stop(looking, stop) else None
 
 
 def _create(config: RunConfig) -> None:
-    """Makes config.yaml unless another process has: `ensure_run_folder` compares."""
+    """Creates config.yaml unless another process has done so. `ensure_run_folder` then compares
+    it."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     create_atomic(config.run_dir / "config.yaml", to_yaml(config))
 
 
 class SharedConfig:
-    """The run's configuration under rollout.weights.url, by which machines that share no folder
+    """The run's configuration under rollout.weights.url, with which machines that share no folder
     verify that they work on the same run."""
 
     def __init__(self, objects: Objects) -> None:
@@ -250,7 +257,7 @@ class SharedConfig:
 
     @classmethod
     def of(cls, config: RunConfig) -> SharedConfig | None:
-        """The shared configuration of a run; None if its weights go through no object store. Raises
+        """The shared configuration of a run. None if its weights use no object store. Raises
         ConfigError for an address that can't be used."""
         from agentevo.inference.objects import Objects
 
@@ -262,9 +269,9 @@ class SharedConfig:
         return self._objects.url
 
     async def read(self, within_s: float, notify: Callable[[str], None]) -> dict[str, Any]:
-        """Its tree; empty if there is none yet. Waits for an unavailable store. Raises
-        StoreUnavailableError after `within_s`, ConfigError if the content is not a
-        configuration."""
+        """The configuration as a tree. Empty if there is none yet. Waits for an unavailable store.
+        Raises StoreUnavailableError after `within_s` seconds, and ConfigError if the content is not
+        a configuration."""
 
         content = await self._content(CONFIG_FILE, within_s, notify)
         try:
@@ -279,8 +286,8 @@ class SharedConfig:
     async def check_writer(
         self, folder: Path, within_s: float, notify: Callable[[str], None]
     ) -> None:
-        """Raises ConfigError if the weights are not those of the trainer of this folder; no
-        other process may change its run's configuration. Waits as `read` does."""
+        """Raises ConfigError if the weights belong to another trainer than that of this folder,
+        because only their trainer may change the run's configuration. Waits as `read` does."""
         own_id_file = folder / ID_FILE
         writer_id = (await self._content(WRITER_FILE, within_s, notify)).decode(errors="replace")
         if is_others(writer_id, own_id_file.read_text() if own_id_file.is_file() else ""):
@@ -303,7 +310,7 @@ class SharedConfig:
         )
 
     def write(self, text: str) -> None:
-        """Raises StoreUnavailableError."""
+        """Writes the configuration. Raises StoreUnavailableError."""
         try:
             self._objects.put(CONFIG_FILE, text.encode())
         except OSError as error:

@@ -1,14 +1,14 @@
-"""Selects the next attempts to annotate, and turns answers into records (annotations.py), for every
-interface alike.
+"""Selects the next attempts to annotate, and turns people's answers into records (annotations.py),
+for every interface alike.
 
-First come attempts without an annotation, the most surprising first: those whose outcome is
-unlikely given the others of the group.
+Attempts without an annotation come first, and among them the most surprising: those whose outcome
+is unlikely given the other attempts of the group.
 
     surprise = -log2 p,    p = (n_same + 1) / (n + 2)
 
-of an attempt whose n fellows ended with its kind of outcome (success or none) n_same times:
-Laplace's rule of succession. Ties go to the attempt whose reward is farther from its group's mean,
-then to the newest.
+for an attempt with n other attempts in its group, of which n_same have the same outcome (success or
+not), by Laplace's rule of succession. Among equals, the attempt whose reward is farther from its
+group's mean comes first, then the newest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Verdict = Literal["right", "wrong", ""]
 
 
 def surprises(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, float]]:
-    """(bits, distance from the mean reward) of each completed attempt, by its id."""
+    """The (bits, distance from the mean reward) of each completed attempt, by its id."""
     groups: dict[str, list[TrajectorySummary]] = defaultdict(list)
     for summary in summaries:
         if summary.status == "completed":
@@ -54,7 +54,8 @@ def surprises(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, 
 def attempts_to_label(
     summaries: Sequence[TrajectorySummary], annotations: Annotations
 ) -> list[str]:
-    """Ids of the completed attempts without an annotation, the first to ask about first."""
+    """The ids of the completed attempts without an annotation, in the order in which they are
+    shown."""
     surprise = surprises(summaries)
     unlabelled = [
         summary
@@ -75,7 +76,7 @@ def pairs_to_compare(
     summaries: Sequence[TrajectorySummary], annotations: Annotations
 ) -> list[tuple[str, str]]:
     """Two attempts of each group that were not compared yet: the best and the worst if rewards
-    differ, else the first two; the groups that surprise most first."""
+    differ, else the first two. The groups with the largest surprise come first."""
     surprise = surprises(summaries)
     groups: dict[str, list[TrajectorySummary]] = defaultdict(list)
     for summary in summaries:
@@ -92,7 +93,7 @@ def pairs_to_compare(
         second = ranked[0]
         if frozenset((first.id, second.id)) not in annotations.pairs:
             most = max(surprise[member.id] for member in members)
-            # The better one is not always shown first, which would be a hint.
+            # The better one is not always shown first, because that would be a hint.
             pair = (
                 (first.id, second.id) if first.attempt < second.attempt else (second.id, first.id)
             )
@@ -146,7 +147,7 @@ def preference_of(
     who: str = "",
     id: str = "",
 ) -> Preference:
-    """The record of a person's choice between two attempts, by id; empty for neither. Raises
+    """The record of a person's choice between two attempts, by id. Empty for neither. Raises
     ConfigError for another id."""
     if better not in ("", shown_first.id, shown_second.id):
         raise ConfigError("`better` must be one of these two attempts, or neither")

@@ -1,4 +1,4 @@
-"""A lock that lets one trainer at a time into a run's folder."""
+"""A lock that allows only one trainer at a time in a run's folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LOCK = "trainer.lock"
 
 @contextmanager
 def only_trainer(folder: Path) -> Iterator[None]:
-    """Two trainers of one run would undo each other's steps. The lock ends with the process,
-    however it ends."""
+    """Locks the folder, because two trainers of the same run would undo each other's steps. The
+    lock ends with the process, in whatever way the process ends."""
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
@@ -38,7 +38,7 @@ def only_trainer(folder: Path) -> Iterator[None]:
 
 
 def check_free(folder: Path) -> None:
-    """Raises ConfigError while another process trains in the folder; makes nothing."""
+    """Raises ConfigError while another process trains in the folder. Creates nothing."""
     if (folder / LOCK).is_file():
         with only_trainer(folder):
             pass

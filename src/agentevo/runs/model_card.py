@@ -1,8 +1,8 @@
-"""Makes the model card of a checkpoint, its README.md on a hub, from its run.
+"""Creates the model card of a checkpoint, its README.md on a hub, from the checkpoint's run.
 
-It has the base model, the algorithm, the results on held-out tasks and the part of the recipe that
-says how the weights were made. It contains nothing about the machine: no path, no address of a
-server or database, and `***` in place of anything that looks like a secret.
+The card has the base model, the algorithm, the results on held-out tasks and the part of the recipe
+that defines how the weights were made. It contains nothing about the machine: no path, no address
+of a server or database, and `***` in place of anything that looks like a secret.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ SECTIONS = (
     "evaluation",
     "memory",
 )
-"""The sections of a recipe that its weights depend on and that say nothing about a machine."""
+"""The sections of a recipe that its weights depend on and that contain nothing about a machine."""
 NOT_SHOWN = frozenset({"tools", "mcp_servers", "command", "env", "sandbox", "adapter", "import"})
-"""Keys within them that may."""
+"""The keys in these sections that may contain something about a machine."""
 FENCE = "````"
-"""A text of the recipe may have three."""
+"""Four backticks, because a text of the recipe may contain three."""
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The folder of the run that has saved it; None for another model's folder."""
+    """The folder of the run that saved the checkpoint. None for another model's folder."""
     folder = checkpoint.absolute().parent
     is_saved = folder.name == "checkpoints" and is_run_folder(folder.parent)
     return folder.parent if is_saved else None
 
 
 def hub_name(model: str) -> str | None:
-    """The name of a recipe's model on the hub; None for a model from elsewhere."""
+    """The name of a recipe's model on the hub. None for a model from elsewhere."""
     if model in known_models.names():
         return known_models.get(model).hub_name
     name = model.removeprefix(HUB)
@@ -63,7 +63,7 @@ def hub_name(model: str) -> str | None:
 
 
 def model_card(checkpoint: Path, repo: str) -> str:
-    """The card of a checkpoint, or of another model's folder, for the hub's repository of that
+    """The card of a checkpoint, or of another model's folder, for the hub's repository with that
     name. Raises ConfigError for a run whose files are damaged."""
     run = run_of(checkpoint)
     is_adapter = (checkpoint / "adapter_config.json").is_file()
@@ -176,7 +176,7 @@ def _results(run: Path, checkpoint: Path) -> str:
 
 
 def _recipe(config: RunConfig) -> str:
-    """The values that differ from the defaults in the sections that say how the weights were
+    """The values that differ from the defaults, in the sections that define how the weights were
     made."""
     changed = parse_yaml(changed_to_yaml(config))
     shown = {key: _shown(changed[key]) for key in SECTIONS if key in changed}
@@ -192,8 +192,8 @@ def _shown(value: Any) -> Any:
 
 
 def _place_free(text: str) -> str:
-    """A path of this machine as its last name, an address as its scheme; other texts as they
-    are."""
+    """A path of this machine as its last name, an address as its scheme, and other texts
+    unchanged."""
     if text.startswith(("/", "~", "./", "../")) and "\n" not in text:
         return Path(text).name
     return f"{text.partition('://')[0]}://..." if "://" in text and HUB not in text else text

@@ -3,10 +3,11 @@
     {"phase": "sampling", "detail": "step 12", "since": 1795473961.2, "done": 37, "total": 64,
      "unit": "attempts", "step": 11, "planned": 60, "heartbeat_at": 1795473970.0, ...}
 
-The fields are those of observability/moment.py. A thread writes it, whole each time: once in
-LEAST_S at most, when something has changed, and every HEARTBEAT_S otherwise. At the end it says how
-the run ended. The run waits for that thread at most END_S: with a disk that is full, read-only or
-hangs, the file is missing and a note appears at the end. The file is not synced to the disk.
+The fields are those of observability/moment.py. A thread rewrites the file: after a change, at most
+once in MIN_INTERVAL_S seconds, and otherwise every HEARTBEAT_S seconds. At the end, the file says
+how the run ended. The run waits for that thread at most END_TIMEOUT_S seconds. If the disk is full,
+read-only or hangs, the file is missing, and a note appears at the end. The file is not synced to
+the disk.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from agentevo.files import write_atomic
 from agentevo.observability.moment import Ended, Moment, failure
 
 NOW = "now.json"
-LEAST_S = 1.0
+MIN_INTERVAL_S = 1.0
 HEARTBEAT_S = 5.0
-END_S = 3.0
+END_TIMEOUT_S = 3.0
 
 
 class NowFile:
-    """Context manager around the run, used once its folder exists. The thread calls `look` for the
-    current activity."""
+    """A context manager around the run, used after the run's folder exists. The thread calls `look`
+    for the current activity."""
 
     def __init__(
         self,
@@ -40,12 +41,12 @@ class NowFile:
         look: Callable[[], Moment],
         *,
         note: Callable[[str], None] = lambda text: None,
-        least_s: float = LEAST_S,
+        least_s: float = MIN_INTERVAL_S,
         is_written: bool = True,
     ) -> None:
-        """`is_written`: whether this process is the one to write it."""
+        """`is_written`: whether this process writes the file."""
         self._path = folder / NOW
-        self._look = look
+        self._read_moment = look
         self._note = note
         self._least_s = least_s
         self._is_written = is_written
@@ -64,19 +65,19 @@ class NowFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         if error is None:
-            last = self._look()
+            last = self._read_moment()
             is_complete = last.planned is not None and last.step >= last.planned
             self._ended = ("stopped" if last.is_stopping and not is_complete else "finished", "")
         elif isinstance(error, Exception):
             self._ended = ("failed", failure(error))
-        else:  # Ctrl-C, SIGTERM, a cancellation
+        else:  # Ctrl-C, SIGTERM, or a cancellation
             self._ended = ("stopped", "")
 
         if not self._is_written:
             return
 
         self._over.set()
-        self._thread.join(END_S)
+        self._thread.join(END_TIMEOUT_S)
         if self._thread.is_alive():
             self._problem = "its disk does not answer"
 
@@ -90,7 +91,7 @@ class NowFile:
         last = Moment()
         written_at = -HEARTBEAT_S
         while not self._over.is_set():
-            moment = self._look()
+            moment = self._read_moment()
             now = time.monotonic()
             if moment != last or now - written_at >= HEARTBEAT_S:
                 self._write(moment)
@@ -99,7 +100,7 @@ class NowFile:
             self._over.wait(self._least_s)
 
         ending, reason = self._ended
-        self._write(msgspec.structs.replace(self._look(), ended=ending, reason=reason))
+        self._write(msgspec.structs.replace(self._read_moment(), ended=ending, reason=reason))
 
     def _write(self, moment: Moment) -> None:
         stamped = msgspec.structs.replace(

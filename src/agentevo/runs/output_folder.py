@@ -1,5 +1,5 @@
-"""Folders for a command's results (`--out`): one process at a time writes into a new one, or into
-one that it started itself."""
+"""Folders for a command's results (`--out`). Only one process at a time writes to such a folder,
+which must be new or made by the same command."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from agentevo.errors import ConfigError, describe_error
 
 @contextmanager
 def locked_output(folder: Path, lock_name: str, doing: str) -> Iterator[None]:
-    """Locks the folder for this process, and creates it if needed. `doing`: the other process's
-    activity, for messages. Raises ConfigError if another process has it, or the folder can't be
-    written."""
+    """Locks the folder for this process, and creates it if needed. `doing`: what the other process
+    does, for messages. Raises ConfigError if another process holds the lock, or if the folder can't
+    be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / lock_name, timeout=0)
@@ -38,7 +38,8 @@ def locked_output(folder: Path, lock_name: str, doing: str) -> Iterator[None]:
 
 
 def check_empty(folder: Path, *, but: Collection[str]) -> None:
-    """Raises ConfigError for a folder with other content than `but`. A missing folder is empty."""
+    """Raises ConfigError for a folder with other content than `but`. A missing folder counts as
+    empty."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:

@@ -1,8 +1,10 @@
-"""Better and worse attempts at one task as pairs for reward models and `data.pairs`: of each group
-the best against the worst, the second against the second worst, and so on.
+"""Exports better and worse attempts at the same task as pairs for `agentevo sft --reward-model` and
+`data.pairs`: the best attempt of a group with the worst, the second best with the second worst, and
+so on.
 
-A pair consists of messages, from the point where the two conversations differ, without tokens: a
-reward model has a tokenizer of its own. (`data.pairs_from` compares a run's very tokens instead.)
+A pair consists of messages, from the point where the two conversations differ. It has no tokens,
+because a reward model has its own tokenizer. (`data.pairs_from` compares a run's own tokens
+instead.)
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from agentevo.data import RowError, RowReport
 from agentevo.errors import ConfigError
 from agentevo.runs.annotation_export import LeftOutError, conversation, pair_of
 from agentevo.runs.sft_export import Read
-from agentevo.store.export import whole_file
+from agentevo.store.export import atomic_file
 from agentevo.store.records import TrajectorySummary
 from agentevo.store.store import Store
 
@@ -23,25 +25,25 @@ async def export_pairs(
     store: Store, path: Path, read: Read, *, margin: float = 0.0, per_group: int = 1
 ) -> RowReport:
     """Writes the pairs of a run's training attempts whose rewards differ by more than `margin`, at
-    most `per_group` of a group, to `path` (.jsonl or .jsonl.gz), and returns the account of all
-    pairs. Raises ConfigError, with nothing written, if there is none."""
+    most `per_group` of a group, to `path` (.jsonl or .jsonl.gz). Returns the account of all pairs.
+    Raises ConfigError if there is no pair. Then nothing is written."""
     report = RowReport("export")
     groups: dict[str, list[TrajectorySummary]] = {}
     for summary in await store.summaries(split="train"):
         if summary.status == "completed":
             groups.setdefault(summary.group_id, []).append(summary)
 
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         for name, members in groups.items():
             members.sort(key=lambda member: (-member.reward, member.id))
-            for place in range(min(per_group, len(members) // 2)):
-                better = members[place]
-                worse = members[-1 - place]
+            for index in range(min(per_group, len(members) // 2)):
+                better = members[index]
+                worse = members[-1 - index]
                 report.rows += 1
                 try:
                     row = await _row(store, better, worse, margin, read)
                 except RowError as error:
-                    report.add(f"{name}, pair {place + 1}", error)
+                    report.add(f"{name}, pair {index + 1}", error)
                     continue
 
                 file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")

@@ -1,7 +1,7 @@
 """Append-only JSON-lines files in a run's folder, for changes that people make in a run. Each line
-is appended by one write and then survives a power cut; a partial line of a killed writer remains
-and is skipped on reading. Nothing is ever changed or deleted. Several processes may append at the
-same time. Links are not followed, not even for reading.
+is appended by a single write and then survives a power failure. A killed writer may leave a partial
+line, which readers skip. No line is ever changed or deleted. Several processes may append at the
+same time. Symbolic links are not followed, not even for reading.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from agentevo.errors import ConfigError
 from agentevo.files import open_regular
 
 CHANGES = "changes.jsonl"
-"""The file of changes that people made in a run, through the dashboard or at the command line."""
+"""The file with the changes that people made in a run, through the dashboard or at the command
+line."""
 MAX_LINE = 1_000_000
-"""Bytes of a line; longer ones are neither written nor read."""
+"""The maximum number of bytes of a line. Longer lines are neither written nor read."""
 MAX_READ = 64_000_000
-"""Bytes of a file that are read: the last ones."""
+"""The maximum number of bytes that are read, from the end of the file."""
 
 
 class RecordTooLongError(ConfigError):
@@ -42,7 +43,7 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
         try:
             what = os.fstat(handle)
             if not stat.S_ISREG(what.st_mode):
-                raise OSError(errno.EINVAL, "it is no file")
+                raise OSError(errno.EINVAL, "it is not a file")
             if what.st_size and os.pread(handle, 1, what.st_size - 1) != b"\n":
                 data = b"\n" + data  # a writer was killed in the middle of a line
             if os.write(handle, data) != len(data):
@@ -59,8 +60,8 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All records, the oldest first, without invalid lines; empty if there is no file. From a file
-    longer than MAX_READ only the end is read. Raises ConfigError if it can't be read."""
+    """All records, the oldest first, without invalid lines. Empty if there is no file. Only the end
+    of a file longer than MAX_READ is read. Raises ConfigError if the file can't be read."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)

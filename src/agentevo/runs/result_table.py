@@ -1,8 +1,9 @@
-"""The table of runs' results: a row for runs that differ only in their seed, or one for each run.
+"""The table of runs' results: a row for all runs that differ only in their seed, or a row for each
+run.
 
-Read from the folders of finished runs; a sweep's folder means all finished runs in it. The
-text is Markdown; `write_table` puts it into a page, between two marker lines, and leaves the rest
-of the page alone.
+The results come from the folders of finished runs. A sweep's folder means all finished runs in it.
+The text is Markdown. `write_table` writes it to a page between two marker lines, and leaves the
+rest of the page unchanged.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ NOT_COMPARABLE = (
 )
 
 SHOWN_KEYS = 3
-"""The most keys that distinguish rows of one name; runs that differ in more keys are distinguished
-by their folder."""
+"""The maximum number of keys that distinguish rows with the same name. Runs that differ in more
+keys are distinguished by their folders."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of one finished run; success is 0..1."""
+    """The result of a finished run. Success is from 0 to 1."""
 
     name: str
     folder: Path
@@ -58,13 +59,13 @@ class RunResult:
     steps: int
     wall_s: float
     failed: float
-    """The larger share of failed attempts, of the evaluations before and after."""
+    """The larger share of failed attempts of the two evaluations before and after."""
     setting: frozenset[tuple[str, str]]
-    """Every key of its configuration that runs of one row must share, with its value."""
+    """The keys of the configuration, with their values, that runs of the same row must share."""
 
 
 class TableFigure(NamedTuple):
-    """Mean and, of two values or more, their standard deviation (n - 1)."""
+    """The mean and, for two values or more, the standard deviation (n - 1)."""
 
     mean: float
     std: float | None
@@ -72,7 +73,7 @@ class TableFigure(NamedTuple):
 
 @dataclass(frozen=True)
 class ResultRow:
-    """Results of one setting, by seed."""
+    """The results of one setting, by seed."""
 
     results: tuple[RunResult, ...]
 
@@ -90,7 +91,7 @@ class ResultRow:
         return ", ".join(str(result.seed) for result in self.results)
 
     def figure(self, value: Callable[[RunResult], float | None]) -> TableFigure | None:
-        """The value over the runs; None if any has no such value."""
+        """The value over the runs. None if a run has no such value."""
         values = [figure for result in self.results if (figure := value(result)) is not None]
         if len(values) < len(self.results):
             return None
@@ -100,8 +101,8 @@ class ResultRow:
 
 
 def read_results(folders: Iterable[Path]) -> list[RunResult]:
-    """Results in the order of the folders, each run once; within a sweep by variant and seed.
-    Raises `ConfigError` for a folder without a finished run."""
+    """The results in the order of the folders, each run once. Within a sweep, they are ordered by
+    variant and seed. Raises `ConfigError` for a folder without a finished run."""
     results: dict[Path, RunResult] = {}
     for folder in folders:
         for result in _read_sweep(folder) if is_sweep_folder(folder) else [_read_run(folder)]:
@@ -111,7 +112,7 @@ def read_results(folders: Iterable[Path]) -> list[RunResult]:
 
 
 def make_rows(results: Sequence[RunResult], *, each: bool = False) -> list[ResultRow]:
-    """A row for every setting, in the order of its first run; with `each` one for every run."""
+    """A row for every setting, in the order of its first run. With `each`, a row for every run."""
     if each:
         return [ResultRow((result,)) for result in results]
     groups: dict[tuple[str, frozenset[tuple[str, str]]], list[RunResult]] = {}
@@ -123,8 +124,9 @@ def make_rows(results: Sequence[RunResult], *, each: bool = False) -> list[Resul
 
 
 def markdown(rows: Sequence[ResultRow]) -> str:
-    """The table and its legend; without a column for the environment where all have the same. Rows
-    of one name are distinguished by the keys in which they differ, or by their folders."""
+    """The table and its legend. If all rows have the same environment, that column is left out.
+    Rows with the same name are distinguished by the keys in which they differ, or by their
+    folders."""
     labels = dict(zip([row.first.folder for row in rows], _labels(rows), strict=True))
     environments = len({row.first.environment for row in rows}) > 1
     columns: list[tuple[str, Callable[[ResultRow], str]]] = [
@@ -166,7 +168,7 @@ def markdown(rows: Sequence[ResultRow]) -> str:
 
 
 def _labels(rows: Sequence[ResultRow]) -> list[str]:
-    """The name of each row: no two rows have both the same name and the same seeds."""
+    """The name of each row. No two rows have both the same name and the same seeds."""
     names = [row.first.name for row in rows]
     labels = []
     for row in rows:
@@ -196,8 +198,8 @@ def _gain(result: RunResult) -> float | None:
 
 
 def as_json(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
-    """The rows as plain values: per row the mean and standard deviation of each figure, and the
-    values of each seed."""
+    """The rows as plain values. Each row has the mean and standard deviation of each figure, and
+    the values of each seed."""
     figures: dict[str, Callable[[RunResult], float | None]] = {
         "before": lambda result: result.before,
         "after": lambda result: result.after,
@@ -237,8 +239,8 @@ def check_page(path: Path) -> None:
 
 
 def write_table(path: Path, table: str) -> None:
-    """Puts the table between the marker lines of a page, atomically; a page that is not there yet
-    is made. Raises `ConfigError`."""
+    """Writes the table between the marker lines of a page, atomically, and creates the page if
+    needed. Raises `ConfigError`."""
     check_page(path)
     head, tail = _parts(path) if path.exists() else ("", "\n")
     try:
@@ -250,8 +252,8 @@ def write_table(path: Path, table: str) -> None:
 
 
 def write_sweep_table(folder: Path) -> str | None:
-    """table.md and table.json of all finished runs in a sweep's folder; the text, or None (and no
-    file) if none has finished."""
+    """Writes table.md and table.json of all finished runs in a sweep's folder. Returns the text, or
+    None, without a file, if no run has finished."""
     results = _finished_in(folder)
     if not results:
         return None
@@ -264,7 +266,7 @@ def write_sweep_table(folder: Path) -> str | None:
 
 
 def _parts(path: Path) -> tuple[str, str]:
-    """The text before and after the table of a page."""
+    """The text of a page before and after the table."""
     text = read_text(path)
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
@@ -288,7 +290,7 @@ def _read_sweep(folder: Path) -> list[RunResult]:
 
 
 def _finished_in(folder: Path) -> list[RunResult]:
-    """The results of a sweep's finished runs: by variant as the sweep has them, then by seed."""
+    """The results of a sweep's finished runs: by variant in the sweep's order, then by seed."""
     variants = sources.read_yaml(folder / SWEEP_FILE).get("variants", {})
     if not isinstance(variants, dict):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Rules for which keys of its configuration a resumed run may change."""
+"""The rules for which configuration keys a resumed run may change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentevo.paths import short
 from agentevo.runs.folder import command_of
 
 FIXED_SECTIONS = ("model", "environment", "agent", "agents", "rewards", "cold_start", "data")
-"""Keys that a resumed run can't change: it would be another run."""
+"""Keys that a resumed run can't change, because it would be another run."""
 FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
 """Single keys that a resumed run can't change."""
 QUEUED_KEYS = (
@@ -24,12 +24,11 @@ QUEUED_KEYS = (
     "tasks.curriculum",
     "sampling.temperature",
 )
-"""Keys that a resumed run can't change if sampling runs concurrently with training: tasks are
-queued for them, and groups that wait in the store have that size and were sampled at that
-temperature."""
-APART_KEYS = ("rollout.weights.url",)
-"""Keys that a resumed run can't change if its engines and samplers are processes of their own, or
-have used that URL."""
+"""Keys that a resumed run can't change if sampling runs concurrently with training. Tasks are
+queued for their values, and groups that wait in the store have that size and temperature."""
+SEPARATE_PROCESS_KEYS = ("rollout.weights.url",)
+"""Keys that a resumed run can't change if its engines and samplers are separate processes, or have
+used that URL."""
 KINDS = {
     "loop": "the run of a program's own loop (`agentevo.open_model`)",
     "train": "a run of `agentevo train`",
@@ -45,16 +44,16 @@ UNIMPORTANT_KEYS = (
     "data.train",
     "data.eval",
 )
-"""Keys that say where data is, and not what it is: the run's folder, the user's code, tasks and
-conversations may have been moved (other tasks and conversations are refused by themselves)."""
+"""Keys that say where data is, and not what it is. The run's folder, the user's code, tasks and
+conversations may have been moved. (A check of their own refuses other tasks and conversations.)"""
 
 
 def check_resume(
     config: RunConfig, command: str = "train", *, started_separately: bool = False
 ) -> dict[str, tuple[Any, Any]]:
     """Raises ConfigError for a folder that can't be resumed, or only as another run. Returns the
-    changed keys: key -> (was, now). `started_separately`: its engines and samplers are processes of
-    their own, as those of `learn`."""
+    changed keys as a map from a key to its (old, new) values. `started_separately`: whether its
+    engines and samplers are separate processes, as those of `learn`."""
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
@@ -93,9 +92,13 @@ def check_resume(
 
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
     has_apart_keys = started_separately or any(
-        changed.get(key, (None,))[0] is not None for key in APART_KEYS
+        changed.get(key, (None,))[0] is not None for key in SEPARATE_PROCESS_KEYS
     )
-    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * is_concurrent, *APART_KEYS * has_apart_keys)
+    fixed_keys = (
+        *FIXED_KEYS,
+        *QUEUED_KEYS * is_concurrent,
+        *SEPARATE_PROCESS_KEYS * has_apart_keys,
+    )
     for key, values in changed.items():
         before, after = (without_passwords(repr(value)) for value in values)
         if key in fixed_keys or key.partition(".")[0] in fixed:
@@ -110,22 +113,22 @@ def check_resume(
 
 
 def note_changes(changed: Mapping[str, tuple[Any, Any]], note: Callable[[str], None]) -> None:
-    """Says which keys the run continues with that had other values."""
+    """Reports the keys that have new values from now on."""
     for key, (was, now) in changed.items():
         note(without_passwords(f"from now on with {key}={now!r}, which was {was!r}"))
 
 
 def is_fixed(key: str) -> bool:
-    """Whether no resume may change it."""
+    """Whether no resume may change the key."""
     return key in FIXED_KEYS or key.partition(".")[0] in FIXED_SECTIONS
 
 
 def changes(
     config: RunConfig, before: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Any, Any]]:
-    """The differences of `config` from the configuration that its folder was last run with, or from
-    that tree of one: key -> (was, now). The same store with another password is not a
-    difference."""
+    """The differences of `config` from the configuration with which its folder was last run, or
+    from the given tree, as a map from a key to its (old, new) values. Another password for the same
+    store is not a difference."""
     if before is None:
         before = sources.read_yaml(config.run_dir / "config.yaml")
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.errors import AgentEvoError
-from agentevo.observability.moment import OLD_S, Moment, read_moment
+from agentevo.observability.moment import LATE_HEARTBEAT_S, Moment, read_moment
 from agentevo.observability.summary import read_summary
 from agentevo.runs.folder import finished_summary, is_run_folder
 from agentevo.runs.now_file import NOW
 
 
 def run_words(folder: Path) -> str:
-    """`finished, 40 of 40 steps, held-out success 12.5% before, 78.1% after (64 tasks), best at
-    step 30`. Never raises: the text says what can't be read."""
+    """For example `finished, 40 of 40 steps, held-out success 12.5% before, 78.1% after (64 tasks),
+    best at step 30`. Never raises an error: the text says what can't be read."""
     if not is_run_folder(folder):
         return "not begun"
 
@@ -31,7 +31,7 @@ def run_words(folder: Path) -> str:
 
 
 def _state(folder: Path, moment: Moment | None, summary: Mapping[str, Any]) -> str:
-    if moment is not None and not moment.ended and moment.silent_s() <= OLD_S:
+    if moment is not None and not moment.ended and moment.silent_s() <= LATE_HEARTBEAT_S:
         return f"running ({moment.words()})"
     if finished_summary(folder) is not None:
         early = summary.get("stopped_early")

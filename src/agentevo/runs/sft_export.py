@@ -1,10 +1,10 @@
-"""Exports the messages of a run's attempts as conversations for `agentevo sft`: those of a teacher
-behind an API, or of the policy itself, for example to train a smaller one.
+"""Exports the messages of a run's attempts as conversations for `agentevo sft`. They are those of a
+teacher behind an API, or of the policy itself, for example to train a smaller model.
 
-A row is one path from the beginning of a conversation to its last answer, in the form `messages`.
-Recorded answers are trained; answers that another author put into the history, and answers cut off
-by the token limit, are context (`weight: 0`). `agentevo sft` can read every row: rows that it would
-refuse are left out here, with the same reasons.
+A row is a path from the beginning of a conversation to its last answer, in the form `messages`.
+Recorded answers are trained. Answers that another author put into the history, and answers that the
+token limit cut off, are context (`weight: 0`). `agentevo sft` can read every row: rows that it
+would refuse are left out here, for the same reasons.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import IO, TYPE_CHECKING, Any
 from agentevo.data import RowError, RowReport
 from agentevo.data.conversation import check_text, conversation_of
 from agentevo.errors import ConfigError
-from agentevo.store.export import whole_file
+from agentevo.store.export import atomic_file
 from agentevo.store.records import Split, TrajectorySummary
 from agentevo.store.store import Store
 from agentevo.types import Message, RemoteTurn, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from agentevo.models.chat import ChatFormat  # which imports torch
+    from agentevo.models.chat import ChatFormat  # importing it loads torch
 
 POLICY = "policy"
 """The value of `model` that means the policy."""
 Read = Callable[[Turn, str], dict[str, Any]]
-"""An answer of the policy, and the tools as JSON -> the message."""
+"""Converts an answer of the policy, with the tools as JSON, to a message."""
 
 
 def answer_reader(chat: ChatFormat | None) -> Read:
-    """Takes thoughts and tool calls out of the policy's text, as its model's family writes them.
-    Without a chat format the text stays as it is."""
+    """Separates thoughts and tool calls from the policy's text, in the notation of its model's
+    family. Without a chat format, the text stays unchanged."""
 
     def read(turn: Turn, tools: str) -> dict[str, Any]:
         text = turn.messages[-1].text
@@ -81,7 +81,7 @@ def conversations_of(
     trajectory: Trajectory, read: Read, model: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """The rows of an attempt, each with `messages` and `tools`. `model`: POLICY or the name of a
-    remote model; None takes the remote models where any was asked, else the policy."""
+    remote model. None means all remote models if the attempt used any, else the policy."""
     turns: Sequence[Turn | RemoteTurn] = trajectory.turns
     if model != POLICY and (model is not None or trajectory.remote_turns):
         turns = trajectory.remote_turns
@@ -99,10 +99,12 @@ def conversations_of(
         messages: list[dict[str, Any]] = []
         for turn in reversed(path):
             context_rows = map(as_row, turn.messages[:-1])
-            messages += [_untaught(m) if m["role"] == "assistant" else m for m in context_rows]
+            messages += [_is_untrained(m) if m["role"] == "assistant" else m for m in context_rows]
             last = turn.messages[-1]
             reply_row = read(turn, tools) if isinstance(turn, Turn) else as_row(last)
-            messages.append(_untaught(reply_row) if turn.finish_reason == "length" else reply_row)
+            messages.append(
+                _is_untrained(reply_row) if turn.finish_reason == "length" else reply_row
+            )
 
         yield {
             "messages": messages,
@@ -115,7 +117,7 @@ def _model_of(turn: Turn | RemoteTurn) -> str:
     return turn.model if isinstance(turn, RemoteTurn) else POLICY
 
 
-def _untaught(message: dict[str, Any]) -> dict[str, Any]:
+def _is_untrained(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"weight": 0}
 
 
@@ -129,25 +131,25 @@ async def export_sft(
     per_task: int | None = None,
     model: str | None = None,
 ) -> RowReport:
-    """Writes the conversations of the attempts that succeeded, or have at least `min_reward`, at
-    most `per_task` attempts at a task, the best first, to `path` (.jsonl or .jsonl.gz), and returns
-    the account of all of them. Duplicates are left out. Raises ConfigError if there is nothing to
+    """Writes the conversations of the attempts that succeeded, or have at least `min_reward`, to
+    `path` (.jsonl or .jsonl.gz). Each task has at most `per_task` attempts, the best first. Returns
+    the account of all attempts. Duplicates are left out. Raises ConfigError if there is nothing to
     export."""
     summaries = await store.summaries(split=split)
     if not summaries:
-        raise ConfigError(await _nothing(store, split))
+        raise ConfigError(await _no_attempt_message(store, split))
 
     report = RowReport("export")
-    good = _good(summaries, report, min_reward)
+    good = _select_good(summaries, report, min_reward)
     if per_task is not None:
         taught = {
-            stored.trajectory.id: _taught(stored.trajectory, read, model)
+            stored.trajectory.id: _digests_to_train(stored.trajectory, read, model)
             async for stored in store.trajectories(split=split, status="completed")
             if stored.trajectory.id in good
         }
-        good = _best(good, taught, per_task, report)
+        good = _select_best(good, taught, per_task, report)
 
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         rows = _ExportRows(file, report, read, model)
         async for stored in store.trajectories(split=split, status="completed"):
             if stored.trajectory.id in good:
@@ -166,19 +168,19 @@ def export_played(
     per_task: int | None = None,
     model: str | None = None,
 ) -> RowReport:
-    """`export_sft` of attempts that an evaluation has kept. Raises ConfigError if there is nothing
-    to export."""
+    """Like `export_sft`, for attempts that an evaluation has stored. Raises ConfigError if there is
+    nothing to export."""
     report = RowReport("export")
-    good = _good(trajectories, report, min_reward)
+    good = _select_good(trajectories, report, min_reward)
     if per_task is not None:
         taught = {
-            trajectory.id: _taught(trajectory, read, model)
+            trajectory.id: _digests_to_train(trajectory, read, model)
             for trajectory in trajectories
             if trajectory.id in good
         }
-        good = _best(good, taught, per_task, report)
+        good = _select_best(good, taught, per_task, report)
 
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         rows = _ExportRows(file, report, read, model)
         for trajectory in trajectories:
             if trajectory.id in good:
@@ -199,7 +201,7 @@ class _ExportRows:
         self._known: set[str] = set()
 
     def add(self, trajectory: Trajectory, *, tokens_deleted: bool = False) -> None:
-        """All rows of an attempt, or why there are none."""
+        """Adds all rows of an attempt, or reports why there are none."""
         has_row = False
         for row in conversations_of(trajectory, self._read, self._model):
             has_row = True
@@ -224,13 +226,13 @@ class _ExportRows:
             raise ConfigError("\n".join(["nothing was written:", *self._report.lines()]))
 
 
-def _good(
+def _select_good(
     summaries: Sequence[TrajectorySummary | Trajectory],
     report: RowReport,
     min_reward: float | None,
 ) -> dict[str, str]:
-    """The attempts that are good enough, each with its task; the best first, of equals the
-    shortest."""
+    """The attempts that are good enough, each with its task. The best come first, and among equals
+    the shortest."""
     good: dict[str, str] = {}
     for summary in sorted(summaries, key=lambda s: (-s.reward, _length(s), s.id)):
         error: RowError | None = None
@@ -250,8 +252,8 @@ def _good(
     return good
 
 
-def _taught(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]:
-    """Digests of the rows of an attempt that can be taught."""
+def _digests_to_train(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]:
+    """Digests of an attempt's rows that can be trained on."""
     digests = set()
     for row in conversations_of(trajectory, read, model):
         with suppress(RowError):
@@ -259,10 +261,10 @@ def _taught(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]
     return digests
 
 
-def _best(
+def _select_best(
     good: Mapping[str, str], taught: Mapping[str, set[bytes]], per_task: int, report: RowReport
 ) -> dict[str, str]:
-    """The first attempts of each task, until `per_task` of them have new content; attempts without
+    """The first attempts of each task, until `per_task` of them have new content. Attempts without
     new content are skipped and do not count."""
     chosen: dict[str, str] = {}
     taken: Counter[str] = Counter()
@@ -283,7 +285,7 @@ def _best(
 
 
 def _length(attempt: TrajectorySummary | Trajectory) -> int:
-    """The length of the replies in tokens; for a remote model, whose tokens are unknown, in
+    """The length of the replies in tokens. For a remote model, whose tokens are unknown, in
     turns."""
     if isinstance(attempt, Trajectory):
         return attempt.num_completion_tokens() or len(attempt.remote_turns)
@@ -291,7 +293,7 @@ def _length(attempt: TrajectorySummary | Trajectory) -> int:
 
 
 def _content(row: Mapping[str, Any], name: str) -> str:
-    """A row as JSON. Raises RowError for one that can't be taught."""
+    """A row as JSON. Raises RowError for a row that can't be trained on."""
     check_text(row)
     conversation = conversation_of(name, row)
     answers = [m for m in conversation.messages if m["role"] == "assistant"]
@@ -301,7 +303,8 @@ def _content(row: Mapping[str, Any], name: str) -> str:
 
 
 def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str]) -> str:
-    """A row of the file. Raises RowError for one that can't be taught, or is there already."""
+    """A row of the file. Raises RowError for a row that can't be trained on, or is already in the
+    file."""
     content = _content(row, trajectory.id)
     if content in seen_contents:
         raise RowError("duplicate", "an earlier attempt has the same reply")
@@ -315,7 +318,7 @@ def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str
     return json.dumps({**row, **about}, ensure_ascii=False)
 
 
-async def _nothing(store: Store, split: Split) -> str:
+async def _no_attempt_message(store: Store, split: Split) -> str:
     counts: Counter[str] = Counter(summary.split for summary in await store.summaries())
     contents = ", ".join(f"{count} of the split {name}" for name, count in sorted(counts.items()))
     remedy = f"it has {contents}: choose one with --split" if contents else "it has no attempt yet"

@@ -1,4 +1,4 @@
-"""A store outside of the run's folder (`store.url`) holds one run, as the folder does."""
+"""A store outside of the run's folder (`store.url`) holds a single run, as the folder does."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ CLEAR_TIMEOUT_S = 600.0
 
 
 def check_store(config: RunConfig, *, may_create: bool = True) -> None:
-    """Raises ConfigError for a store that another run has filled, and that may not be cleared.
-    Without `may_create` the database stays as it is, and may be none yet."""
+    """Raises ConfigError for a store with the data of another run that may not be cleared. Without
+    `may_create`, the database stays as it is, and need not exist."""
     with nullcontext() if may_create else suppress(NoStoreError):
         _prepare(config, clear=False, read_only=not may_create)
 
 
 def prepare_store(config: RunConfig) -> None:
     """Ensures an empty store for a new run. With run.overwrite, and if the run in the folder was
-    abandoned, that run's data in the store is deleted too. Raises as `check_store`, and then
-    changes nothing."""
+    abandoned, also deletes that run's data in the store. Raises the errors of `check_store`, and
+    then changes nothing."""
     _prepare(config, clear=True)
 
 
 def _prepare(config: RunConfig, *, clear: bool, read_only: bool = False) -> None:
     url = config.store.url
-    if url is None:  # in the folder, and deleted with it
+    if url is None:  # the store is in the folder, and is deleted with it
         return
 
     overwritten = (
@@ -57,12 +57,13 @@ def _prepare(config: RunConfig, *, clear: bool, read_only: bool = False) -> None
             if content and clear:
                 await store.clear()
 
-    with ThreadPoolExecutor(max_workers=1) as thread:  # also if a loop is running, as in a notebook
+    # a thread also works while a loop is running, as in a notebook
+    with ThreadPoolExecutor(max_workers=1) as thread:
         thread.submit(asyncio.run, work()).result()
 
 
 async def content_of(store: Store) -> str:
-    """Describes the data of a run in the store; empty for an empty store."""
+    """Describes the data of a run in the store. Empty for an empty store."""
     counts = await store.counts()
     rows = {
         kind: sum(n for name, n in counts.items() if name.startswith(kind))

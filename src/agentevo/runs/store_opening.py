@@ -1,4 +1,4 @@
-"""Opens a run's store, and waits for a database that is unavailable for a while."""
+"""Opens a run's store, and waits if the database is unavailable for a while."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from agentevo.errors import DeadlineExceededError, StoreUnavailableError
 from agentevo.retry import FIRST_PAUSE_S, with_retries
 from agentevo.store.store import Store, open_store
 
-OPENING_S = 60.0
-"""How long to wait at the start for a database that does not answer: it may be starting, or its URL
-is wrong."""
+OPEN_TIMEOUT_S = 60.0
+"""The time in seconds to wait at the start for a database that does not answer. It may be starting,
+or its URL is wrong."""
 
 
 async def open_run_store(
@@ -26,10 +26,10 @@ async def open_run_store(
     notify: Callable[[str], None] = to_stderr,
     read_only: bool = False,
 ) -> Store:
-    """The store at `url`, with `timeout_s` or its own as the deadline of each later call; waits for
+    """Opens the store at `url`, with `timeout_s` or its own deadline for each later call. Waits for
     an unavailable database, and reports that. Raises StoreUnavailableError, with the remedy, after
-    `within_s`, or OPENING_S. `create` and `read_only` are those of `open_store`."""
-    within_s = OPENING_S if within_s is None else within_s
+    `within_s` seconds, or OPEN_TIMEOUT_S. `create` and `read_only` are those of `open_store`."""
+    within_s = OPEN_TIMEOUT_S if within_s is None else within_s
     ends = time.monotonic() + within_s
 
     async def attempt() -> Store:

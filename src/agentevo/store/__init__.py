@@ -1,4 +1,4 @@
-"""The store of tasks, trajectories and steps. Importing this loads no database driver."""
+"""The store of tasks, trajectories and steps. Importing this package loads no database driver."""
 
 from agentevo.store.calls import CallFilter, CallState, StoredCall
 from agentevo.store.clock import Clock, Now

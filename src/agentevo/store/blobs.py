@@ -19,14 +19,14 @@
                top_k, experts, tokens] or nothing, and the numbers of experts of all turns, layer by
                layer, the low bytes of two before the high ones, by Huffman codes alone
 
-One blob for a trajectory, not one per turn and column: a row instead of many, and runs of values
-that continue from turn to turn. zlib at level 1 on planes, and neither a higher level nor zstd: on
-4,096 tokens of prose and code in SmolLM2's vocabulary, half of them with log-probs, it leaves 0.41
-of the bytes (without planes 0.44; level 6: 0.40; zstd level 3: 0.41 without planes, 0.42 with), at
-144 MB/s (level 6: 97, zstd: 425), which is 4,400 such trajectories a second on one core, a fifth
-more with the noise kept out of it. A dependency would buy speed where there is enough. Numbers of
-experts hardly repeat: with a popularity of its own for each of 128 experts in 48 layers, 8 chosen,
-Huffman codes leave 0.78 of the bytes, where zlib's matches leave 0.83, at a third of the speed.
+A trajectory has one blob, not one for each turn and column. So it is one row, and runs of values
+continue from turn to turn. The planes are compressed by zlib at level 1. On 4,096 tokens of prose
+and code in SmolLM2's vocabulary, half of them with log-probs, it leaves 0.41 of the bytes (without
+planes 0.44; level 6: 0.40; zstd level 3: 0.41 without planes, 0.42 with). Its speed is 144 MB/s
+(level 6: 97, zstd: 425), which is 4,400 such trajectories a second on one core, a fifth more if the
+noise is kept out of it. That is fast enough, so zstd is not worth a dependency. Numbers of experts
+hardly repeat. With a different popularity of each of 128 experts in 48 layers, 8 chosen, Huffman
+codes leave 0.78 of the bytes. zlib's matches leave 0.83, at a third of the speed.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ _MESSAGES = msgspec.json.Decoder(list[Message])
 _REMOTE = msgspec.json.Decoder(list[RemoteTurn])
 _FILES = msgspec.msgpack.Decoder(dict[str, bytes])
 _TEXTS = msgspec.msgpack.Decoder(dict[str, str])
-LARGEST = 2**28
-"""Bytes of a part when it is unpacked, but for experts: 16 million tokens."""
-LARGEST_ROUTED = 2**30
-_BROKEN = (zlib.error, ValueError, TypeError, msgspec.MsgspecError)
+MAX_PART_BYTES = 2**28
+"""The maximum number of unpacked bytes of a part other than experts: 16 million tokens."""
+MAX_ROUTED_BYTES = 2**30
+_DECODE_ERRORS = (zlib.error, ValueError, TypeError, msgspec.MsgspecError)
 
 
 def to_bytes(column: Sequence[float]) -> bytes:
-    """A turn's column, little-endian: int32, and float32 for log-probs."""
+    """A turn's column as little-endian bytes: int32, and float32 for log-probs."""
     values = cast("array[Any]", column)
     if sys.byteorder == "big":
         values = values[:]
@@ -95,9 +95,9 @@ def pack_turns(
     files: Mapping[str, bytes] = MappingProxyType({}),
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """Turns as the codec lays them out: a mapping of Turn's fields with packed columns, `seed` in
-    decimal, `messages` as JSON text and, where there are any, `routed_experts`. `remote`: turns of
-    remote models as JSON text. `files`: by path. `texts`: digests by name."""
+    """Turns in the codec's form: a mapping of Turn's fields with packed columns, `seed` in decimal,
+    `messages` as JSON text, and `routed_experts` if they were recorded. `remote`: turns of remote
+    models as JSON text. `files`: contents by path. `texts`: digests by name."""
     heads = [
         [
             turn["parent"],
@@ -129,7 +129,7 @@ def pack_turns(
 
 
 def _options(turn: Mapping[str, Any]) -> list[Any]:
-    """The fields that most turns lack, up to the last one that this turn has."""
+    """The optional fields, up to the last one that this turn has. Most turns have none."""
     options = [turn.get(name) for name in _OPTIONS]
     while options and options[-1] is None:
         options.pop()
@@ -137,18 +137,18 @@ def _options(turn: Mapping[str, Any]) -> list[Any]:
 
 
 def unpack_turns(blob: bytes) -> list[Turn]:
-    """Raises StoreError for bytes that pack_turns has not made."""
+    """Raises StoreError for bytes that are not from pack_turns."""
     try:
         packed, noise, *extra_parts = _parts(blob)
         heads, prompt_ids, completion_ids, logprobs, versions = _DECODER.decode(
-            _unpack(packed, LARGEST)
+            _unpack(packed, MAX_PART_BYTES)
         )
         routed = (
             _unpack_routed(extra_parts[3], len(heads))
             if len(extra_parts) > 3
             else [None] * len(heads)
         )
-    except _BROKEN as error:
+    except _DECODE_ERRORS as error:
         raise _unreadable(error) from error
 
     columns = (prompt_ids, completion_ids, noise + logprobs, versions)
@@ -198,17 +198,17 @@ def unpack_turns(blob: bytes) -> list[Turn]:
 
 
 def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
-    """The turns of remote models. Raises StoreError for bytes that pack_turns has not made."""
+    """The turns of remote models. Raises StoreError for bytes that are not from pack_turns."""
     return _unpack_extra(blob, 0, _REMOTE.decode) or []
 
 
 def unpack_files(blob: bytes) -> dict[str, bytes]:
-    """The files that were kept. Raises StoreError for bytes that pack_turns has not made."""
+    """The stored files. Raises StoreError for bytes that are not from pack_turns."""
     return _unpack_extra(blob, 1, _FILES.decode) or {}
 
 
 def unpack_texts(blob: bytes) -> dict[str, str]:
-    """The digests of named texts. Raises StoreError for bytes that pack_turns has not made."""
+    """The digests of named texts. Raises StoreError for bytes that are not from pack_turns."""
     return _unpack_extra(blob, 2, _TEXTS.decode) or {}
 
 
@@ -216,13 +216,13 @@ def _unpack_extra(blob: bytes, index: int, decode: Callable[[bytes], T]) -> T | 
     try:
         _, _, *extra_parts = _parts(blob)
         has_part = len(extra_parts) > index and extra_parts[index]
-        return decode(_unpack(extra_parts[index], LARGEST)) if has_part else None
-    except _BROKEN as error:
+        return decode(_unpack(extra_parts[index], MAX_PART_BYTES)) if has_part else None
+    except _DECODE_ERRORS as error:
         raise _unreadable(error) from error
 
 
 def _pack_routed(turns: Sequence[RoutedExperts | None]) -> bytes:
-    """Empty if no turn has any."""
+    """The recorded experts as bytes. Empty if no turn has any."""
     if all(routed is None for routed in turns):
         return b""
 
@@ -238,7 +238,7 @@ def _pack_routed(turns: Sequence[RoutedExperts | None]) -> bytes:
 
 
 def _by_layer(routed: RoutedExperts) -> bytes:
-    """The bytes of each layer, and of its numbers: the low ones first."""
+    """The bytes of each layer, and of each of its numbers, the low bytes first."""
     numbers = routed.array()
     width = numbers.itemsize
     bytes_of = numbers.view(np.uint8).reshape(*numbers.shape, width)
@@ -246,8 +246,8 @@ def _by_layer(routed: RoutedExperts) -> bytes:
 
 
 def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
-    """Raises what is in _BROKEN."""
-    shapes, data = _DECODER.decode(_unpack(part, LARGEST_ROUTED))
+    """Raises the errors in _DECODE_ERRORS."""
+    shapes, data = _DECODER.decode(_unpack(part, MAX_ROUTED_BYTES))
     routed: list[RoutedExperts | None] = []
     start = 0
     for shape in shapes:

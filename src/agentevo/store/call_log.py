@@ -6,15 +6,15 @@
         async with calls.call("tool", "search") as call:
             call.note(results=3)
 
-Recording is a line in a table in memory: it never waits, never fails, and puts nothing on the event
-loop, whose order of events decides which requests share a step of the engine. A thread with a
-connection of its own writes what is new every FLUSH_S. A slow or unavailable store costs only
-calls: at most MAX_HELD are kept in memory, and at most MAX_STARTS start within FLUSH_S; further
-ones are counted (`dropped`) and not recorded.
+Recording a call adds a line to a table in memory. It never waits, never fails, and puts nothing on
+the event loop, because the order of the loop's events decides which requests share a step of the
+engine. A thread with its own connection writes new calls every FLUSH_S seconds. A slow or
+unavailable store only costs calls. At most MAX_HELD calls are kept in memory, and at most
+MAX_STARTS start within FLUSH_S seconds. Further calls are counted (`dropped`) and not recorded.
 
-A call that starts inside the block of another call, in the same asyncio task or one that was
-started there, has that call as its parent. Not promised: that every call of a killed process is
-recorded, or has its end.
+A call may start inside the block of another call, in the same asyncio task or in a task that was
+started there. That other call is its parent. Not guaranteed: a killed process may leave calls
+without a record or without an end.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ from agentevo.store.trace_context import Asker, TracedMessage, TracePlace, Traci
 from agentevo.types import Call, Status
 
 FLUSH_S = 0.5
-"""The interval of writes: a watcher sees a call at most about a second after it started."""
+"""The interval of writes, in seconds. A watcher sees a call at most about a second after it
+started."""
 RENEW_S = LOST_S / 6
 MAX_HELD = 20_000
-"""Limit of the calls in memory, running or not yet written: some 10 MB."""
+"""The maximum number of calls in memory, running or not yet written: about 10 MB."""
 MAX_STARTS = 2_000
-"""Limit of the calls that may begin between two writes."""
+"""The maximum number of calls that may start between two writes."""
 BATCH = 500
-"""Calls in one transaction."""
+"""The number of calls in a transaction."""
 MAX_TEXT = 300
 MAX_ATTRIBUTES = 16
-MAX_KEPT = 2**16
-"""Characters of a text that is kept whole."""
+MAX_KEPT_CHARS = 2**16
+"""The maximum number of characters that are stored of a text from `keep`."""
 WRITE_TIMEOUT_S = 10.0
-CLOSE_S = 5.0
-"""How long the end of a run waits for unwritten calls."""
-LONGEST_PAUSE_S = 30.0
+CLOSE_TIMEOUT_S = 5.0
+"""The time that the end of a run waits for unwritten calls, in seconds."""
+MAX_PAUSE_S = 30.0
 
 Attribute = str | int | float | bool
 
@@ -67,8 +68,8 @@ _asker: ContextVar[Asker | None] = ContextVar("agentevo asker", default=None)
 
 
 class CallLog:
-    """See the module. Its thread begins with the block of `async with` and ends with it. The store
-    is opened for the first call."""
+    """Records the calls of a process. The log's thread starts with the block of `async with` and
+    ends with it. The store is opened for the first call."""
 
     def __init__(
         self,
@@ -77,18 +78,19 @@ class CallLog:
         notify: Callable[[str], None] = lambda line: None,
         tracing: Tracing | None = None,
     ) -> None:
-        """`notify` gets a line at the end that says how many calls were not recorded. `tracing`
-        gets each call that has ended."""
+        """`notify` receives a line at the end with the number of calls that were not recorded.
+        `tracing` receives each call when it ends."""
         self.recorder = secrets.token_hex(6)
         self.tracing = tracing
         self.dropped = 0
-        """Number of calls that were not recorded."""
+        """The number of calls that were not recorded."""
         self._open_store = open_store
-        self._tell = notify
+        self._notify = notify
         self._problem = ""
-        """Why the first of them were not."""
+        """The reason why the first of them were not recorded."""
         self._lock = threading.Lock()
-        self._new: dict[int, RunningCall] = {}  # to be written, by number
+        # maps a call's number to a call that must be written
+        self._new: dict[int, RunningCall] = {}
         self._writing: list[tuple[int, RunningCall]] = []
         self._num_held = self._num_started = self._num_recorded = 0
         self._closed = False
@@ -99,7 +101,7 @@ class CallLog:
         return AttemptCalls(self, trajectory_id)
 
     def admit(self, call: RunningCall) -> bool:
-        """Whether a call that begins is recorded; gives it its number."""
+        """Whether a starting call is recorded. If so, the call gets its number."""
         with self._lock:
             if self._closed or self._num_held >= MAX_HELD or self._num_started >= MAX_STARTS:
                 self.dropped += 1
@@ -127,18 +129,18 @@ class CallLog:
         await in_thread(self.close)
 
     def close(self) -> None:
-        """Writes the remaining calls, for CLOSE_S at most; calls that remain then are counted as
-        dropped."""
+        """Writes the remaining calls within CLOSE_TIMEOUT_S seconds. Calls that remain after that
+        count as dropped."""
         with self._lock:
             self._closed = True
             wake = self._wake
 
         if wake is not None:
-            with contextlib.suppress(RuntimeError):  # its loop has just ended
+            with contextlib.suppress(RuntimeError):  # the thread's loop has just ended
                 wake()
 
         if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
 
         with self._lock:
             self.dropped += len(self._new.keys() | dict(self._writing).keys())
@@ -147,7 +149,7 @@ class CallLog:
 
         if self.dropped:
             why = self._problem or "the run ended before they were written to the store"
-            self._tell(f"{self.dropped} calls of attempts were not recorded: {why}")
+            self._notify(f"{self.dropped} calls of attempts were not recorded: {why}")
 
     def _work(self) -> None:
         asyncio.run(self._write_until_closed())
@@ -181,7 +183,7 @@ class CallLog:
                     pause = FLUSH_S
                 except Exception as error:  # noqa: BLE001 (whatever it is, the attempts continue)
                     self._problem = f"{type(error).__name__}: {error}"
-                    pause = min(2 * pause, LONGEST_PAUSE_S)
+                    pause = min(2 * pause, MAX_PAUSE_S)
 
                 if closing.is_set():
                     return
@@ -203,26 +205,26 @@ class CallLog:
             while done < len(waiting):
                 batch = waiting[done : done + BATCH]
                 await store.write_calls([call.record(self.recorder) for _, call in batch])
-                self._let_go(batch)
+                self._forget_written(batch)
                 done += len(batch)
         except (StoreUnavailableError, DeadlineExceededError):
             with self._lock:
                 self._new = dict(waiting[done:]) | self._new
                 self._writing = []
             raise
-        except Exception:  # refused, and a retry would be refused too
+        except Exception:  # the store refused the batch, and would refuse it again
             with self._lock:
                 self.dropped += len(waiting) - done
-            self._let_go(waiting[done:])
+            self._forget_written(waiting[done:])
             raise
 
-    def _let_go(self, batch: list[tuple[int, RunningCall]]) -> None:
-        """Forgets those of these calls that have ended and need not be written again."""
+    def _forget_written(self, batch: list[tuple[int, RunningCall]]) -> None:
+        """Removes the calls of the batch that have ended and need no further write."""
         with self._lock:
             self._writing = self._writing[len(batch) :]
             for number, call in batch:
-                if call.has_ended and not call.is_let_go and number not in self._new:
-                    call.is_let_go = True
+                if call.has_ended and not call.is_forgotten and number not in self._new:
+                    call.is_forgotten = True
                     self._num_held -= 1
 
 
@@ -241,28 +243,29 @@ def call_log(
 
 
 def record_call(kind: str, name: str, **attributes: Attribute) -> RunningCall:
-    """A block that is recorded as a call of the attempt that it runs in, if there is one."""
+    """A block that is recorded as a call of the attempt that it runs in. Outside attempts, nothing
+    is recorded."""
     outer = _current.get()
     calls = AttemptCalls(None, "") if outer is None else outer.calls
     return calls.call(kind, name, **attributes)
 
 
-def asked_by(place: TracePlace | None) -> Asker:
-    """The calls that begin from now on in this asyncio task are made for a program whose request
-    named `place`."""
+def set_asker(place: TracePlace | None) -> Asker:
+    """From now on, calls in this asyncio task are made for a program whose request named
+    `place`."""
     asker = Asker(place, _current.get())
     _asker.set(asker)
     return asker
 
 
 class AttemptCalls:
-    """The calls of one try of an attempt. Without a log nothing is recorded."""
+    """The calls of one try of an attempt. Without a log, nothing is recorded."""
 
     def __init__(self, log: CallLog | None, trajectory_id: str) -> None:
         self.trajectory_id = trajectory_id
         self.dropped = 0
         self.listen: Callable[[RunningCall], None] | None = None
-        """Gets every call when it begins, and again when it has ended."""
+        """Called with every call when it starts, and again when it has ended."""
         self._log = log
         tracing = None if log is None else log.tracing
         self.trace = None if tracing is None else tracing.trace_of(trajectory_id)
@@ -273,18 +276,18 @@ class AttemptCalls:
         self._open: dict[int, RunningCall] = {}
 
     def attempt(self, name: str) -> RunningCall:
-        """The call of the attempt itself; `name` is its agent's. Calls that it leaves running end
-        with it."""
+        """The call of the attempt itself. `name` is the name of its agent. Calls that still run at
+        its end are ended with it."""
         self._root = RunningCall(self, "attempt", name, {})
         return self._root
 
     def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
-        """A block (`with` or `async with`) that is recorded as a call: of `kind` policy, tool,
+        """A block (`with` or `async with`) that is recorded as a call. Its `kind` is policy, tool,
         environment, scorer or any other word."""
         return RunningCall(self, kind, name, attributes)
 
     def parent_of(self, call: RunningCall) -> int:
-        """Number of the recorded call that this one begins inside of, 0 for none."""
+        """The number of the recorded call that surrounds this one, 0 if there is none."""
         outer = _current.get()
         while outer is not None and (outer.calls is not self or not outer.number):
             outer = outer.outer
@@ -320,12 +323,12 @@ class AttemptCalls:
 
     @property
     def recorder(self) -> str:
-        """The beginning of its calls' ids."""
+        """The beginning of the ids of its calls."""
         return "" if self._log is None else self._log.recorder
 
 
 class RunningCall:
-    """One call, from its block's begin to its end. `number` is 0 if it is not recorded."""
+    """A call, from the start of its block to the end. `number` is 0 if the call is not recorded."""
 
     def __init__(
         self, calls: AttemptCalls, kind: str, name: str, attributes: dict[str, Attribute]
@@ -334,12 +337,12 @@ class RunningCall:
         self.kind = kind
         self.name = name
         self.number = 0
-        self.is_let_go = False
+        self.is_forgotten = False
         self.outer: RunningCall | None = None
         self.asker: TracePlace | None = None
-        """The place in a trace of the requesting program."""
-        self.said: TracedMessage | None = None
-        """If a span is made of it: see TracedMessage."""
+        """The place in a trace of the program that made the request."""
+        self.traced_message: TracedMessage | None = None
+        """The messages of the call, if a span is made of it: see TracedMessage."""
         self._attributes = attributes
         self._kept: dict[str, str] = {}
         self._parent = 0
@@ -350,7 +353,7 @@ class RunningCall:
         self._error: str | None = None
         self._token: Token[RunningCall | None] | None = None
         self._record: Call | None = None
-        """Set once it has ended: the log's thread and the tracer's both read it."""
+        """Set when the call has ended. The log's thread and the tracer's thread both read it."""
 
     @property
     def has_ended(self) -> bool:
@@ -358,8 +361,8 @@ class RunningCall:
 
     @property
     def place(self) -> TracePlace | None:
-        """Its place in a trace, or that of the surrounding call if it is not recorded; None if
-        nothing is traced."""
+        """The call's place in a trace, or that of the surrounding call if this one is not recorded.
+        None without tracing."""
         if self.calls.trace is None:
             return None
 
@@ -374,7 +377,7 @@ class RunningCall:
 
     @property
     def tracing(self) -> Tracing | None:
-        """Makes a span of it; None if no span is made."""
+        """The tracing that makes a span of the call. None if no span is made."""
         return self.calls.tracing if self.number else None
 
     @property
@@ -382,22 +385,23 @@ class RunningCall:
         return f"{self.calls.recorder}-{self.number}"
 
     def note(self, **attributes: Attribute) -> None:
-        """Adds small facts. They are written with the call's end."""
+        """Adds small facts. They are written at the call's end."""
         self._attributes = self._attributes | attributes
         self._record = None
 
     def keep(self, **texts: str) -> None:
-        """Adds the output of a process or the text of a scorer, up to MAX_KEPT characters each."""
+        """Adds the output of a process or the text of a scorer, up to MAX_KEPT_CHARS characters
+        each."""
         self._kept |= {name: text for name, text in texts.items() if text}
         self._record = None
 
     def outcome(self, status: Status, error: str | None) -> None:
-        """Sets how the call ends, unless an exception of its block determines it."""
+        """Sets the call's status and error, unless an exception of its block determines them."""
         self._status = status
         self._error = error
 
     def end(self, status: Status, error: str | None) -> None:
-        """Ends the call; only the first end counts."""
+        """Ends the call. Later ends have no effect."""
         if self._ended_at is None:
             self._status = self._status or status
             self._error = self._error or error
@@ -405,7 +409,8 @@ class RunningCall:
             self.calls.end(self)
 
     def record(self, recorder: str) -> Call:
-        """The call as it is now. Called by the log's thread and the tracer's, at any moment."""
+        """The current record of the call. The log's thread and the tracer's thread may call this at
+        any moment."""
         if (final_record := self._record) is not None:
             return final_record
 
@@ -422,10 +427,10 @@ class RunningCall:
             status=None if ended_at is None else self._status,
             error=None if ended_at is None or self._error is None else _storable(self._error),
             attributes={
-                _storable(name): _small(value)
+                _storable(name): _shorten_attribute(value)
                 for name, value in list(attributes.items())[:MAX_ATTRIBUTES]
             }
-            | {name: _storable(text, MAX_KEPT) for name, text in self._kept.items()},
+            | {name: _storable(text, MAX_KEPT_CHARS) for name, text in self._kept.items()},
         )
         if ended_at is not None:
             self._record = record
@@ -450,7 +455,8 @@ class RunningCall:
         self, kind: type[BaseException] | None, error: BaseException | None, *trace: object
     ) -> None:
         if self._token is not None:
-            with contextlib.suppress(ValueError):  # it ends in another task than it began in
+            # the call ends in another task than it started in
+            with contextlib.suppress(ValueError):
                 _current.reset(self._token)
 
         if error is None:
@@ -470,13 +476,13 @@ class RunningCall:
 
 
 def _storable(text: str, longest: int = MAX_TEXT) -> str:
-    """The text shortened, in an encoding that every database takes."""
+    """The shortened text, in an encoding that every database accepts."""
     if len(text) <= longest and text.isascii():
         return text
     return text[:longest].encode("utf-8", "replace").decode("utf-8")
 
 
-def _small(value: object) -> Attribute:
+def _shorten_attribute(value: object) -> Attribute:
     if isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return value
     if isinstance(value, float) and math.isfinite(value):

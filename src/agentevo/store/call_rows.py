@@ -1,4 +1,4 @@
-"""Calls in SQL, on an open connection. Transactions and deadlines are the caller's."""
+"""Calls in SQL, on an open connection. The caller is responsible for transactions and deadlines."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _UPSERT = text(
 
 
 async def upsert(connection: AsyncConnection, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes calls; a known one takes the end, the status and the attributes of its row."""
+    """Writes calls. If a call exists, its row gets the new end, status and attributes."""
     await connection.execute(_UPSERT, list(rows))
 
 
 async def insert_new(connection: AsyncConnection, rows: Sequence[dict[str, Any]]) -> int:
-    """Inserts calls; known ones stay as they are. Returns how many are new."""
+    """Inserts calls, and leaves existing ones unchanged. Returns the number of new calls."""
     stored_keys: set[tuple[str, str]] = set()
     for chunk in chunks({row["trajectory_id"] for row in rows}):
         query = select(calls.c.trajectory_id, calls.c.id).where(calls.c.trajectory_id.in_(chunk))
@@ -75,7 +75,7 @@ async def read_page(
     newest_first: bool,
     now: Now,
 ) -> list[tuple[int, StoredCall]]:
-    """At most `limit` matching (seq, call), with seq in `seqs` unless None."""
+    """At most `limit` matching (seq, call), with seq in `seqs` unless that is None."""
     query = select(calls)
     if trajectory_id is not None:
         query = query.where(calls.c.trajectory_id == trajectory_id)
@@ -90,15 +90,15 @@ async def read_page(
 
 
 async def delete_abandoned(connection: AsyncConnection, now: Now, grace_s: float) -> int:
-    """Calls that are not running, of attempts that began longer ago than the grace and never
-    became a trajectory."""
+    """Deletes calls that are not running, of attempts that started longer ago than the grace period
+    and never became a trajectory."""
     owner = exists().where(trajectories.c.id == calls.c.trajectory_id)
     where = (calls.c.started_at < now.wall - grace_s) & ~_in_state("running", now)
     return (await connection.execute(delete(calls).where(where, ~owner))).rowcount
 
 
 async def delete_of_emptied(connection: AsyncConnection) -> int:
-    """Calls of dropped trajectories whose turns are deleted."""
+    """Deletes the calls of dropped trajectories whose turns are deleted."""
     has_turns = exists().where(tokens.c.trajectory_seq == trajectories.c.seq)
     emptied = select(trajectories.c.id).where(trajectories.c.state == "dropped", ~has_turns)
     return (
@@ -107,6 +107,6 @@ async def delete_of_emptied(connection: AsyncConnection) -> int:
 
 
 async def delete_after(connection: AsyncConnection, step: int) -> None:
-    """Calls of the trajectories that were sampled for later steps."""
+    """Deletes the calls of trajectories that were sampled for later steps."""
     later = select(trajectories.c.id).where(trajectories.c.step > step)
     await connection.execute(delete(calls).where(calls.c.trajectory_id.in_(later)))

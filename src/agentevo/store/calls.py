@@ -1,8 +1,8 @@
 """Calls in the store, and their rows.
 
-A call is written while it is running and again when it has ended, by the recorder of the process
-that makes it (call_log.py). While it runs, its recorder sends a sign of life every few seconds. A
-call without an end is `running` if the last sign is recent, and otherwise `lost`: its process was
+The recorder of the process that makes a call (call_log.py) writes the call while it runs, and again
+when it has ended. While the call runs, the recorder renews its time stamp every few seconds. A call
+without an end is `running` if its time stamp is recent. Otherwise it is `lost`: its process was
 killed.
 """
 
@@ -22,7 +22,7 @@ from agentevo.types import Call
 CallState = Literal["running", "lost", "ended"]
 
 LOST_S = 30.0
-"""Seconds without a sign of life after which a call that has not ended counts as lost."""
+"""The number of seconds without a renewal after which a call without an end counts as lost."""
 NEVER_SEEN = -1e9
 """`seen_at` of a call from another store, whose clock has no meaning here."""
 
@@ -39,8 +39,8 @@ class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallFilter(TypedDict, total=False):
-    """A filter of calls, in the order in which they were first written. An absent key or None
-    matches any value."""
+    """A filter of calls, in the order of their first writes. An absent key or None matches any
+    value."""
 
     trajectory_id: str | None
     state: CallState | None
@@ -49,7 +49,8 @@ class CallFilter(TypedDict, total=False):
 
 
 def checked_call_filters(filters: CallFilter) -> tuple[str | None, CallState | None, int | None]:
-    """(trajectory id, state, limit). Refuses a state that does not exist and a negative limit."""
+    """The filters as (trajectory id, state, limit). Refuses an unknown state and a negative
+    limit."""
     state = filters.get("state")
     limit = filters.get("limit")
     if state is not None and state not in get_args(CallState):
@@ -69,7 +70,7 @@ def check_recorder(recorder: str) -> None:
 
 
 def encode_call(call: Call, seen_at: float | None) -> dict[str, Any]:
-    """The row of a call, without `seq`. `seen_at` is of a call that has not ended."""
+    """The row of a call, without `seq`. `seen_at` is set only for a call without an end."""
     try:
         attributes = _JSON.encode(call.attributes).decode()
     except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
@@ -85,8 +86,8 @@ def encode_call(call: Call, seen_at: float | None) -> dict[str, Any]:
 
 @readable("call")
 def decode_call(row: Mapping[Any, Any], now: float) -> StoredCall:
-    """`now` is on the store's steady clock. A time of it in the future is of another clock: the
-    machine was started again, or the call comes from another store."""
+    """`now` is a time of the store's steady clock. A time in the future comes from another clock:
+    the machine was restarted, or the call is from another store."""
     fields = {name: row[name] for name in COLUMNS}
     call = Call(**(fields | {"attributes": _ATTRIBUTES.decode(row["attributes"])}))
     state: CallState = "ended"

@@ -1,19 +1,19 @@
-"""The two clocks of a store, for two purposes.
+"""The two clocks of a store, which have different purposes.
 
-`wall` is Unix time, for people: when something was written. It may jump, and nothing depends on it.
-`steady` times leases and back-offs. Every process that shares the store must read the same one, and
-it must not be set:
+`wall` is Unix time, for people: when a row was written. It may jump, and nothing depends on it.
+`steady` times leases and back-offs. All processes that share the store must read the same steady
+clock, and nothing may set it:
 
     SQLite       the machine's monotonic clock: one for all its processes, which a change of date
                  or an NTP step leaves alone
     PostgreSQL   the server's `clock_timestamp()`
     MongoDB      the server's `localTime`
 
-A server's clock can be set, and a monotonic one starts again at a reboot. Set forward, leases run
-out early: the fencing id then refuses the first holder, and work is repeated, never counted twice.
-Set back, a lease would seem to last for longer; so one that began in the future is restarted now,
-and no lease has ever more time left than its own length. `lease_tasks` looks for those when it
-finds nothing else.
+A server's clock can be set, and a monotonic clock starts again at a reboot. If the clock is set
+forward, leases expire early. The fencing id then refuses the first holder, and work is repeated but
+never counted twice. If the clock is set back, a lease would seem to last longer. So a lease that
+began in the future restarts now, and no lease has more time left than its own length. `lease_tasks`
+searches for such leases when no other task is available.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from typing import NamedTuple, Protocol
 
 CLOCK_TOLERANCE_S = 1.0
-"""A lease that begins more than this many seconds from now is from before the clock was set
+"""A lease that begins more than this many seconds in the future is from before the clock was set
 back."""
 
 

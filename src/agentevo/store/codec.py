@@ -1,9 +1,9 @@
-"""Records to rows and back, exactly: `decode(encode(x)) == x` with log-probs rounded to float32.
-Formats: tables.py, blobs.py.
+"""Converts records to rows and back, exactly: `decode(encode(x)) == x`, with log-probs rounded to
+float32. tables.py and blobs.py describe the formats.
 
-The digest of a row covers everything that was given to the store but the timings, so that "the same
-content again" can be distinguished from a clash of ids without reading the turns. This module
-refuses anything that could not be read back unchanged, before a transaction starts.
+The digest of a row covers its whole content except the timings. So equal content can be
+distinguished from a clash of ids without reading the turns. The codec refuses content that could
+not be read back unchanged, before a transaction starts.
 
 A row is a mapping from column to value, the same for every backend: a SQL row's `_mapping`, or a
 MongoDB document.
@@ -75,7 +75,7 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
     row: dict[str, Any]
     """The row, without `seq`, which the database assigns."""
     data: bytes | None
-    """The turns as one blob (blobs.py); None if they were deleted."""
+    """The turns as one blob (blobs.py). None if they were deleted."""
 
 
 def encode_task(task: Task) -> EncodedTask:
@@ -108,12 +108,13 @@ def encode_task(task: Task) -> EncodedTask:
 
 
 def encode_stored_task(stored: StoredTask) -> EncodedTask:
-    """The row of an imported task. A lease is not imported: a leased task becomes a queued one."""
+    """The row of an imported task. Leases are not imported, so a leased task becomes a queued
+    one."""
     encoded = encode_task(stored.task)
     if stored.digest not in (b"", encoded.digest):
         raise StoreError(
             f"task {stored.task.id!r} is not the one that was exported (its digest differs): the "
-            "file or the store that it comes from was changed"
+            "file or its source store was changed"
         )
 
     ledger = {
@@ -129,7 +130,7 @@ def encode_stored_task(stored: StoredTask) -> EncodedTask:
 
 
 def is_as_added(stored: StoredTask) -> bool:
-    """Whether a task is the one that was added to the store."""
+    """Whether a task is unchanged since it was added to the store."""
     return encode_task(stored.task).digest == stored.digest
 
 
@@ -154,12 +155,12 @@ def decode_task(row: Mapping[Any, Any]) -> StoredTask:
 
 @readable("task")
 def decode_lease(row: Mapping[Any, Any], worker: str, *, now: float, lease_s: float) -> Lease:
-    """The new lease of a task, from its row before the lease. Raises StoreError for a task that is
-    not the one that was added."""
+    """The new lease of a task, from its row before the lease. Raises StoreError if the task was
+    changed after it was added."""
     if _digest(row["task"].encode()) != bytes(row["digest"]):
         raise StoreError(
-            "it is not the one that was added (its digest differs): its row was changed; restore "
-            "the store from a copy, or begin a new run"
+            "its row was changed after it was added (its digest differs): restore the store from a "
+            "copy, or start a new run"
         )
 
     return Lease(
@@ -195,7 +196,7 @@ def encode_step(step: StepRecord) -> dict[str, Any]:
 
 
 def canonical(step: int, record: dict[str, Any]) -> bytes:
-    """The canonical text of a record, before it is stored and after it is read back."""
+    """The canonical text of a record, before it is stored or after it is read."""
     return JSON.encode(_RECORD.decode(encode_record(step, record)))
 
 
@@ -212,7 +213,7 @@ def decode_step(row: Mapping[Any, Any]) -> StepRecord:
 def encode_trajectories(
     trajectories: Iterable[Trajectory], split: Split, step: int
 ) -> list[EncodedTrajectory]:
-    """Raises StoreError naming the trajectory that can't be stored."""
+    """Raises StoreError with the id of the trajectory that can't be stored."""
     if split not in SPLITS:
         raise StoreError(f"split {split!r} is unknown: use one of {', '.join(SPLITS)}")
 
@@ -227,7 +228,8 @@ def encode_trajectories(
 
 
 def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
-    """The row of a trajectory with its place in the ledger, and the facts about deleted turns."""
+    """The row of an imported trajectory, with its place in the ledger and the facts about deleted
+    turns."""
     (encoded,) = encode_trajectories([stored.trajectory], stored.split, stored.step)
     names = ("state", "trained_step", "drop_reason", "written_at")
     row = encoded.row | {name: getattr(stored, name) for name in names}
@@ -247,8 +249,8 @@ def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
 
 
 def is_as_written(stored: StoredTrajectory) -> bool:
-    """Whether a trajectory with turns is unchanged since it was written: no column of its row and
-    none of its turns was changed. Its place in the ledger is not part of that, nor are times."""
+    """Whether a trajectory with turns is unchanged since it was written, in all columns of its row
+    and all its turns. Its place in the ledger and times do not count."""
     try:
         facts, *contents = _content(stored.trajectory)
     except _UNSTORABLE:
@@ -257,8 +259,8 @@ def is_as_written(stored: StoredTrajectory) -> bool:
 
 
 def content_digest(trajectory: Trajectory) -> bytes:
-    """sha256 of the whole trajectory except times; log-probs count as float32, as the store keeps
-    them. Raises StoreError for content that can't be stored."""
+    """The sha256 of the whole trajectory except times. Log-probs count as float32, as the store
+    keeps them. Raises StoreError for content that can't be stored."""
     try:
         return sha256(_MSGPACK.encode(_content(trajectory))).digest()
     except _UNSTORABLE as error:
@@ -289,9 +291,8 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
 
 
 def _content(trajectory: Trajectory) -> tuple[Any, ...]:
-    """The whole trajectory except times: columns of its row, its turns and, where there are any,
-    those of remote models as JSON, kept files, and digests of named texts. Raises what is in
-    _UNSTORABLE."""
+    """The whole trajectory except times: columns of its row, turns, turns of remote models as JSON,
+    stored files, and digests of named texts. Raises the errors in _UNSTORABLE."""
     if trajectory.status not in _STATUSES:
         raise ValueError(
             f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}"
@@ -328,7 +329,8 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
 
 
 def _all_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Metrics and parts of the reward. Raises ValueError for a metric with a reserved name."""
+    """The metrics, and the parts of the reward. Raises ValueError for a metric with a reserved
+    name."""
     for name in trajectory.metrics:
         if name.startswith((REWARD_PARTS, TIMINGS)):
             kind = "parts of the reward" if name.startswith(REWARD_PARTS) else "times"
@@ -365,8 +367,8 @@ def _check_finite(numbers: Mapping[str, float]) -> None:
 
 
 def _number(value: float) -> float:
-    """A float as SQLite returns it: SQLite drops the sign of zero, so the digest must not depend on
-    it."""
+    """A float as SQLite returns it. SQLite drops the sign of zero, so the digest must not depend on
+    that sign."""
     return float(value) + 0.0
 
 

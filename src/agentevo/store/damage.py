@@ -1,4 +1,4 @@
-"""Errors of reading rows that were damaged since they were written."""
+"""Errors for rows that were damaged after they were written."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("error", "drop_reason"), (str, type(None))),
     "trained_step": (int, type(None)),
 }
-"""Column -> its allowed types: SQLite stores any type in any column."""
-ABSENT: Mapping[str, tuple[str, ...]] = {"call": ("status", "duration_s")}
-"""Kind of row -> columns that may also be NULL: a running call has no end yet."""
+"""Maps a column to its allowed types, because SQLite stores any type in any column."""
+NULLABLE: Mapping[str, tuple[str, ...]] = {"call": ("status", "duration_s")}
+"""Maps a kind of row to the columns that may also be NULL: a running call has no end."""
 
 
 def readable(kind: str) -> Callable[[D], D]:
-    """Decorator for functions of a row: a row that no store has written raises UnusableStoreError,
-    which names it."""
+    """Decorator for functions that decode a row. A row that no store could have written raises
+    UnusableStoreError, which names the row."""
 
     def wrap(decode: D) -> D:
         @functools.wraps(decode)
@@ -61,7 +61,7 @@ def readable(kind: str) -> Callable[[D], D]:
 
 def _check_types(kind: str, row: Mapping[Any, Any]) -> None:
     for column, value in row.items():
-        if value is None and column in ABSENT.get(kind, ()):
+        if value is None and column in NULLABLE.get(kind, ()):
             continue
         if column in TYPES and not isinstance(value, TYPES[column]):
             raise TypeError(f"{column} is {str(value)[:40]!r}")

@@ -1,17 +1,17 @@
 """Exports and imports a whole store as JSON lines.
 
-`export_jsonl` writes trajectories, for other tools: a line holds the fields of `Trajectory` (with
-its turns: ids, log-probs, versions, messages) and in addition `split`, `step`, `state`,
-`trained_step`, `drop_reason`, `written_at`, `tokens_deleted`, `emptied` and `digest`, which
-identifies the content as written: an import refuses a line with other content.
+`export_jsonl` writes trajectories, for other tools. A line has the fields of `Trajectory` (with its
+turns: ids, log-probs, versions, messages), and `split`, `step`, `state`, `trained_step`,
+`drop_reason`, `written_at`, `tokens_deleted`, `emptied` and `digest`. The digest identifies the
+written content: an import refuses a line with other content.
 
-`export_store` writes all of a store, for `import_store`: the lines above with `"kind":
+`export_store` writes the whole store, for `import_store`: the lines above with `"kind":
 "trajectory"`, and lines of the kinds `task`, `step` and `call`. Tasks come first, then trajectories
-in the order of writing, then steps, then calls, so that an interrupted import can be repeated; a
-store that is exported, imported into any backend and exported again gives the same bytes, except
-for leases, which are not exported.
+in the order of writing, then steps, then calls. So an interrupted import can be repeated. A store
+that is exported, imported into any backend and exported again gives the same bytes, except for
+leases, which are not exported.
 
-The file appears whole or not at all; the same store gives the same bytes.
+The file appears whole or not at all, and the same store gives the same bytes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _JSON = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns
 
 
 class _CallLine(msgspec.Struct):
-    """A call has a field `kind` of its own, so it is nested. The export does not say whether the
-    call is still running, because that may change later."""
+    """A line with a call. The call is nested, because it has a field `kind` of its own. The export
+    does not say whether the call is still running, because that may change later."""
 
     call: Call
 
@@ -52,31 +52,31 @@ _KINDS: dict[str, Any] = {
 
 
 async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[TrajectoryFilter]) -> int:
-    """Writes the matching trajectories to `path` (.jsonl or .jsonl.gz), replacing an existing file;
-    returns how many.
+    """Writes the matching trajectories to `path` (.jsonl or .jsonl.gz), replacing an existing file.
+    Returns the number of trajectories.
 
     Raises StoreError for another extension and for a path that can't be written.
     """
     count = 0
-    with whole_file(Path(path)) as file, bar("trajectories") as written:
+    with atomic_file(Path(path)) as file, bar("trajectories") as written:
         async for stored in store.trajectories(**filters):
-            file.write(_JSON.encode(_flat(stored)) + b"\n")
+            file.write(_JSON.encode(_flatten(stored)) + b"\n")
             count += 1
             written.advance()
     return count
 
 
 async def export_store(store: Store, path: Path | str) -> int:
-    """Writes the whole store to `path`, see the module. Returns the number of lines.
+    """Writes the whole store to `path`. Returns the number of lines.
 
-    The store is read a page at a time, which is consistent only while nothing changes. If the store
-    changes, raises StoreError and leaves the path unchanged.
+    The store is read page by page, so the export is consistent only if nothing changes. If the
+    store changes, raises StoreError and leaves the path unchanged.
     """
     count = 0
     before = await _progress(store)
     total = sum(before[0].get(kind, 0) for kind in ("tasks", "trajectories", "steps"))
     total += await store.num_calls()
-    with whole_file(Path(path)) as file, bar("store export", total) as written:
+    with atomic_file(Path(path)) as file, bar("store export", total) as written:
 
         def write(kind: str, fields: dict[str, Any]) -> None:
             nonlocal count
@@ -87,7 +87,7 @@ async def export_store(store: Store, path: Path | str) -> int:
         async for task in store.tasks():
             write("task", msgspec.structs.asdict(task))
         async for trajectory in store.trajectories():
-            write("trajectory", _flat(trajectory))
+            write("trajectory", _flatten(trajectory))
 
         for step in await store.steps():
             write("step", msgspec.structs.asdict(step))
@@ -105,21 +105,21 @@ async def export_store(store: Store, path: Path | str) -> int:
 
 
 async def _progress(store: Store) -> tuple[dict[str, int], StepRecord | None]:
-    """Numbers that change whenever a task, trajectory or step changes its state."""
+    """Numbers that change whenever the state of a task, trajectory or step changes."""
     return await store.counts(), await store.last_step()
 
 
 def check_export(path: Path | str) -> None:
-    """Raises UnusableStoreError for a file whose first line `export_store` has not written."""
+    """Raises UnusableStoreError for a file whose first line is not from `export_store`."""
     next(_read_lines(Path(path)), None)
 
 
 async def import_store(store: Store, path: Path | str) -> int:
-    """Imports a file of `export_store`. Returns how many rows are new. Existing rows with the same
-    content are left unchanged.
+    """Imports a file from `export_store`. Returns the number of new rows. Existing rows with the
+    same content stay unchanged.
 
     Raises StoreError for a file that can't be read, with the number of the invalid line, and for
-    ids that have other content in this store. The lines before it are imported then.
+    ids that have other content in this store. The lines before the invalid one are then imported.
     """
     new = 0
     page: list[Any] = []
@@ -144,14 +144,14 @@ async def _put(store: Store, page: list[Any]) -> int:
             return await store.put(calls=[line.call for line in page])
 
 
-def _flat(stored: StoredTrajectory) -> dict[str, Any]:
+def _flatten(stored: StoredTrajectory) -> dict[str, Any]:
     ledger = msgspec.structs.asdict(stored)
     trajectory = msgspec.structs.asdict(ledger.pop("trajectory"))
     return trajectory | ledger
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (kind, record) of each line."""
+    """Yields the (kind, record) of each line."""
     check_file(path)
     try:
         with path.open("rb") as raw, bar("store import", path.stat().st_size, "bytes") as read:
@@ -189,8 +189,8 @@ class _Kind(msgspec.Struct):
 
 
 @contextmanager
-def whole_file(target: Path) -> Iterator[IO[bytes]]:
-    """Opens a temporary file, which gets the target's name when the block ends without an error.
+def atomic_file(target: Path) -> Iterator[IO[bytes]]:
+    """Opens a temporary file. The file gets the target's name when the block ends without an error.
     After an error, the file and the folders that were created for it are deleted."""
     if not target.name.endswith((".jsonl", ".jsonl.gz")):
         raise UnusableStoreError(
@@ -214,7 +214,7 @@ def whole_file(target: Path) -> Iterator[IO[bytes]]:
             temporary.replace(target)
         except BaseException:
             temporary.unlink(missing_ok=True)
-            with suppress(OSError):  # another process has created something there
+            with suppress(OSError):  # another process has created a file there
                 for folder in missing:
                     folder.rmdir()
             raise

@@ -1,4 +1,5 @@
-"""The files of a trajectory: checks before storing, and writing them into a folder for people."""
+"""The files of a trajectory: checks before storing, and writing the files to a folder for
+people."""
 
 from __future__ import annotations
 
@@ -7,17 +8,17 @@ from pathlib import Path
 
 from agentevo.files import atomic_folder
 
-LARGEST = 8 * 2**20
-"""Bytes of all files of a trajectory: MongoDB stores no more than 16 MB in one piece."""
-LONGEST_PATH = 1024
-MOST_FILES = 1000
+MAX_FILES_BYTES = 8 * 2**20
+"""The maximum number of bytes of all files of a trajectory. MongoDB limits a document to 16 MB."""
+MAX_PATH_CHARS = 1024
+MAX_FILES = 1000
 
 
 def is_inner_path(path: str) -> bool:
-    """Whether a path stays below the folder that it is put into."""
+    """Whether a path stays inside the folder that it is relative to."""
     parts = path.split("/")
     return (
-        0 < len(path) <= LONGEST_PATH
+        0 < len(path) <= MAX_PATH_CHARS
         and not set(path) & set("\0\\:")
         and not any(part in ("", ".", "..") for part in parts)
     )
@@ -31,21 +32,21 @@ def check_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
             raise TypeError(f"the file {path!r:.100} must have a text as path and bytes as content")
         if not is_inner_path(path):
             raise ValueError(f"the path {path[:100]!r} is not relative to a folder: give `a/b.txt`")
-        path.encode()  # a ValueError for half of a surrogate pair
+        path.encode()  # raises ValueError for half of a surrogate pair
 
     size = sum(map(len, files.values()))
-    if size > LARGEST or len(files) > MOST_FILES:
+    if size > MAX_FILES_BYTES or len(files) > MAX_FILES:
         raise ValueError(
-            f"{len(files)} files of {size:,} bytes: at most {MOST_FILES} files of "
-            f"{LARGEST:,} bytes in all are kept"
+            f"{len(files)} files of {size:,} bytes: at most {MAX_FILES} files of "
+            f"{MAX_FILES_BYTES:,} bytes in all are kept"
         )
 
     return dict(sorted(files.items()))
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Writes them into a new folder, which appears whole or not at all. Raises OSError, and
-    ValueError for paths that leave it."""
+    """Writes the files to a new folder, which appears whole or not at all. Raises OSError, and
+    ValueError for paths that leave the folder."""
     checked = check_files(files)
     with atomic_folder(folder) as staging:
         for path, content in checked.items():

@@ -1,9 +1,9 @@
-"""Leases of tasks in SQL (state diagram in store.py), on a connection that may write. Transactions
-are the caller's; `rules` has the refusals.
+"""Leases of tasks in SQL (store.py has the state diagram), on a connection that may write. The
+caller is responsible for transactions, and `rules` has the refusals.
 
-Rows that are about to move are read `FOR UPDATE`, and those that another worker is about to lease
-are passed over: on PostgreSQL many workers lease at once, and on SQLite, which ignores both words,
-the writer is alone anyway.
+Rows that will change are read `FOR UPDATE`, and rows that another worker is leasing are skipped. So
+on PostgreSQL many workers can lease at the same time. SQLite ignores both clauses and has a single
+writer anyway.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from agentevo.store.codec import decode_history, decode_lease, encode_history
 from agentevo.store.records import Lease, RetryPolicy, TaskEvent, TaskState
 from agentevo.store.tables import BIG, tasks
 
-_LET_GO: dict[str, Any] = {
+_NO_LEASE: dict[str, Any] = {
     "worker": None,
     "lease_started_at": None,
     "lease_expires_at": None,
     "not_before": 0.0,
 }
 
-# Built once: building a statement takes SQLAlchemy longer than SQLite takes to execute it.
+# These statements are built once, because SQLAlchemy takes longer to build a statement than SQLite
+# takes to execute it.
 _QUEUED = (
     select(tasks)
     .where(tasks.c.state == "queued")
@@ -55,7 +56,7 @@ _PLACE = (
     select(tasks.c.state, tasks.c.fencing_id).where(tasks.c.id == bindparam("at")).with_for_update()
 )
 _COMPLETE = (
-    update(tasks).where(tasks.c.id == bindparam("at")).values(_LET_GO | {"state": "completed"})
+    update(tasks).where(tasks.c.id == bindparam("at")).values(_NO_LEASE | {"state": "completed"})
 )
 
 
@@ -77,7 +78,7 @@ async def lease_tasks(
             taken += [(row, {}) for row in rows]
 
     if not taken:
-        await _begin_again(connection, now=now, retries=retries)
+        await _restart_future_leases(connection, now=now, retries=retries)
 
     leases = [decode_lease(row, worker, now=now.steady, lease_s=lease_s) for row, _ in taken]
     changes = {
@@ -114,8 +115,8 @@ async def _take_expired(
     limit: int,
     retries: RetryPolicy,
 ) -> list[tuple[Mapping[Any, Any], dict[str, Any]]]:
-    """(row, changes in addition to the lease) of up to `limit` tasks whose lease ran out. Tasks
-    past the bound are set aside."""
+    """Up to `limit` tasks whose lease expired, as (row, changes in addition to the lease). Tasks
+    with too many expired leases become poison."""
     taken: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
     after = (-math.inf, 0)
     while len(taken) < limit:
@@ -130,8 +131,8 @@ async def _take_expired(
         if not rows:
             break
 
-        # Not by an offset: a row that another worker had locked, and lets go, would move those
-        # behind it.
+        # Continues from a position, not from an offset: if another worker unlocks a row, an offset
+        # would skip rows behind it.
         after = max((row["lease_expires_at"], row["seq"]) for row in rows)
         poisoned = []
         for row in rows:
@@ -144,16 +145,18 @@ async def _take_expired(
                 taken.append((row, changes))
             else:
                 error = f"its leases ran out {row['num_expiries'] + 1} times: {event.error}"
-                poisoned.append((row, _LET_GO | changes | {"state": "poison", "error": error}))
+                poisoned.append((row, _NO_LEASE | changes | {"state": "poison", "error": error}))
 
         await _update(connection, poisoned)
 
     return taken
 
 
-async def _begin_again(connection: AsyncConnection, *, now: Now, retries: RetryPolicy) -> None:
-    """Shortens leases and delays that are too long since the clock was set back (or began again, at
-    a reboot): see clock.py."""
+async def _restart_future_leases(
+    connection: AsyncConnection, *, now: Now, retries: RetryPolicy
+) -> None:
+    """Shortens leases and delays that are too long because the clock was set back, or started again
+    at a reboot: see clock.py."""
     length = tasks.c.lease_expires_at - tasks.c.lease_started_at
     late = update(tasks).where(
         tasks.c.state == "leased", tasks.c.lease_started_at > now.steady + CLOCK_TOLERANCE_S
@@ -168,9 +171,9 @@ async def _begin_again(connection: AsyncConnection, *, now: Now, retries: RetryP
 
 
 async def renew(connection: AsyncConnection, lease: Lease, *, now: Now, lease_s: float) -> float:
-    """Renews the lease; returns when it now runs out."""
+    """Renews the lease and returns its new expiry time."""
     row = await _place(connection, lease)
-    rules.holds(row, lease, ())
+    rules.must_change(row, lease, ())
     expires_at = now.steady + lease_s
     values = {"lease_started_at": now.steady, "lease_expires_at": expires_at}
     await connection.execute(update(tasks).where(tasks.c.id == lease.task.id).values(values))
@@ -180,7 +183,7 @@ async def renew(connection: AsyncConnection, lease: Lease, *, now: Now, lease_s:
 async def finish(connection: AsyncConnection, lease: Lease, *, error: str | None, now: Now) -> None:
     """leased -> completed, or failed with `error`."""
     state = "completed" if error is None else "failed"
-    if rules.holds(await _place(connection, lease), lease, state):
+    if rules.must_change(await _place(connection, lease), lease, state):
         if error is None:
             await connection.execute(_COMPLETE, {"at": lease.task.id})
             return
@@ -198,7 +201,7 @@ async def finish(connection: AsyncConnection, lease: Lease, *, error: str | None
             "history": _append_event(await _history(connection, lease), event),
         }
         await connection.execute(
-            update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes)
+            update(tasks).where(tasks.c.id == lease.task.id).values(_NO_LEASE | changes)
         )
 
 
@@ -206,7 +209,7 @@ async def retry(
     connection: AsyncConnection, lease: Lease, error: str, *, now: Now, retries: RetryPolicy
 ) -> TaskState:
     row = await _place(connection, lease)
-    if not rules.holds(row, lease, ("queued", "poison")):
+    if not rules.must_change(row, lease, ("queued", "poison")):
         return "poison" if row is not None and row.state == "poison" else "queued"
 
     query = select(tasks.c.num_failures, tasks.c.history).where(tasks.c.id == lease.task.id)
@@ -224,34 +227,34 @@ async def retry(
         "not_before": now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0,
     }
     await connection.execute(
-        update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes)
+        update(tasks).where(tasks.c.id == lease.task.id).values(_NO_LEASE | changes)
     )
 
     return state
 
 
 async def give_back(connection: AsyncConnection, lease: Lease) -> None:
-    """leased -> queued, at once and uncounted."""
-    if rules.holds(await _place(connection, lease), lease, "queued"):
+    """leased -> queued, at once and without counting a failure."""
+    if rules.must_change(await _place(connection, lease), lease, "queued"):
         await connection.execute(
-            update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | {"state": "queued"})
+            update(tasks).where(tasks.c.id == lease.task.id).values(_NO_LEASE | {"state": "queued"})
         )
 
 
 async def requeue_old(connection: AsyncConnection, before: float) -> int:
-    """leased -> queued for leases that ran out before that moment of the steady clock; their
+    """leased -> queued for leases that expired before that moment of the steady clock. Their
     holders are refused from now on."""
     old = update(tasks).where(tasks.c.state == "leased", tasks.c.lease_expires_at <= before)
     return (
         await connection.execute(
-            old.values(_LET_GO | {"state": "queued", "fencing_id": tasks.c.fencing_id + 1})
+            old.values(_NO_LEASE | {"state": "queued", "fencing_id": tasks.c.fencing_id + 1})
         )
     ).rowcount
 
 
 async def queue_again(connection: AsyncConnection) -> int:
     """poison, failed -> queued."""
-    fresh = _LET_GO | {
+    fresh = _NO_LEASE | {
         "state": "queued",
         "fencing_id": tasks.c.fencing_id + 1,
         "num_failures": 0,
@@ -287,7 +290,7 @@ async def _history(connection: AsyncConnection, lease: Lease) -> str:
 async def _update(
     connection: AsyncConnection, changes: list[tuple[Mapping[Any, Any], dict[str, Any]]]
 ) -> None:
-    """Updates each row with its values; all rows name the same columns."""
+    """Updates each row with its values. All rows name the same columns."""
     if changes:
         await connection.execute(
             _changing(tuple(changes[0][1])),
@@ -300,7 +303,7 @@ async def _update(
 
 @cache
 def _changing(names: tuple[str, ...]) -> Update:
-    """The update of one row. Its parameters are `at`, the row's seq, and `new_NAME` of each
+    """The update of one row. Its parameters are `at`, the row's seq, and `new_NAME` for each
     column."""
     return (
         update(tasks)

@@ -1,6 +1,6 @@
-"""The ledger's transitions of trajectories and steps in SQL (state diagram in store.py), on a
-connection that may write. Transactions are the caller's; `rules` has the refusals. Repeating a
-transition that has happened changes nothing.
+"""The ledger's transitions of trajectories and steps in SQL (store.py has the state diagram), on a
+connection that may write. The caller is responsible for transactions, and `rules` has the refusals.
+Repeating a transition changes nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def commit_step(
     dropped: Mapping[str, Sequence[str]],
     now: float,
 ) -> int:
-    """`record` is JSON text, `now` Unix time."""
+    """`record` is JSON text, `now` is Unix time."""
     for reason, names in dropped.items():
         await drop(connection, names, reason)
 
@@ -147,10 +147,10 @@ async def _delete_after(connection: AsyncConnection, step: int) -> int:
 
 
 async def delete_dropped_tokens(connection: AsyncConnection) -> int:
-    """Deletes the tokens of dropped trajectories that no trainer will ask for again: `rewind` makes
-    those ready again that were sampled for a step after the last committed one, and a greedy
-    attempt that one step has dropped is read again with a group that another has reserved or finds
-    ready."""
+    """Deletes the tokens of dropped trajectories that no trainer will read again. Two kinds are
+    kept. `rewind` makes trajectories ready again that were sampled for a step after the last
+    committed one. A dropped greedy attempt is read again with a group that another step has
+    reserved or may use."""
     last = await connection.scalar(select(func.max(steps.c.step))) or 0
     sibling = trajectories.alias()
     in_use = exists().where(
@@ -167,8 +167,8 @@ async def delete_dropped_tokens(connection: AsyncConnection) -> int:
 
 
 async def delete_orphans(connection: AsyncConnection) -> int:
-    """Tokens without a trajectory: a foreign key forbids them, so only another program can have
-    left them."""
+    """Deletes tokens without a trajectory. A foreign key forbids them, so only another program can
+    have left them."""
     owner = exists().where(trajectories.c.seq == tokens.c.trajectory_seq)
     return (await connection.execute(delete(tokens).where(~owner))).rowcount
 
@@ -204,7 +204,7 @@ async def read_steps(
 async def _places(
     connection: AsyncConnection, ids: Iterable[str]
 ) -> tuple[dict[str, int], dict[str, rules.TrajectoryPlace]]:
-    """Two mappings, id -> seq and id -> place, without unknown ids."""
+    """Two mappings, id -> seq and id -> place. Unknown ids are absent."""
     rows = await rows_by_id(
         connection,
         trajectories,

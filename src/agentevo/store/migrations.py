@@ -1,7 +1,7 @@
 """Migrations from one version of the schema to the next. All steps run in the transaction that
-opens the store, so all of them take effect or none. A step is plain SQL with the formats of its
-time, and never uses `tables.metadata`, which always has the newest schema. MongoDB has steps of its
-own (mongo_schema.py).
+opens the store, so either all of them take effect or none does. A step is plain SQL with the
+formats of its time. It never uses `tables.metadata`, which always has the newest schema. MongoDB
+has its own migrations (mongo_schema.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALLS_BY_SEEN_3 = "CREATE INDEX calls_by_seen ON calls (seen_at) WHERE seen_at 
 
 
 async def _from_2_to_3(connection: AsyncConnection, *, serial: str, double: str) -> None:
-    """A table for the calls of every attempt."""
+    """Adds a table for the calls of every attempt."""
     await connection.exec_driver_sql(_CALLS_3.format(serial=serial, double=double))
     await connection.exec_driver_sql(_CALLS_BY_SEEN_3)
 
@@ -36,7 +36,7 @@ MIGRATIONS: dict[str, dict[int, Migration]] = {
     },
     "postgresql": {2: partial(_from_2_to_3, serial="BIGSERIAL", double="DOUBLE PRECISION")},
 }
-"""Database -> a version of the schema -> the step from it to the next."""
+"""Maps a database to a mapping from a schema version to the step to the next version."""
 
 
 def migrations(database: str, version: int, where: str) -> list[Migration]:
@@ -46,7 +46,7 @@ def migrations(database: str, version: int, where: str) -> list[Migration]:
     missing = [old for old in range(version, SCHEMA_VERSION) if old not in available]
     if missing:
         raise UnusableStoreError(
-            f"{where} says that its schema is {version}, and the oldest that this AgentEvo can "
+            f"{where} has the schema {version}, and the oldest that this AgentEvo can "
             f"upgrade is {min(available)}: restore it from a copy if it is damaged; it was not "
             "changed"
         )

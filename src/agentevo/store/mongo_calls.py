@@ -1,6 +1,6 @@
-"""Calls in MongoDB: a collection `calls`, a document for a row of tables.py, `_id` being the call's
-id. Each document is written by itself, and writing it again changes nothing, so none of this is a
-transaction."""
+"""Calls in MongoDB: a collection `calls` with a document for each row of tables.py. `_id` is the
+call's id. Each document is written separately, and repeating a write changes nothing, so no
+transaction is needed."""
 
 from __future__ import annotations
 
@@ -47,15 +47,16 @@ class MongoCalls(Transactions, Streaming):
         await self._upsert("write_calls", rows, changing=True)
 
     async def _put_calls(self, calls: Iterable[Call]) -> int:
-        """Store.put."""
+        """The part of `Store.put` for calls."""
         rows = [encode_call(call, NEVER_SEEN) for call in calls]
         return await self._upsert("put", rows, changing=False) if rows else 0
 
     async def _upsert(self, what: str, rows: list[Document], *, changing: bool) -> int:
-        """Returns how many are new. Known ones are left as they are unless `changing`."""
+        """Writes the rows and returns the number of new ones. Known rows change only in the fields
+        `changing`."""
         from pymongo import UpdateOne
 
-        first = await self._numbers("calls", len(rows))
+        first = await self._reserve_numbers("calls", len(rows))
 
         def update(row: Document, seq: int) -> Any:
             fields = {name: value for name, value in row.items() if name != "id"}
@@ -72,7 +73,7 @@ class MongoCalls(Transactions, Streaming):
             result = await self._database["calls"].bulk_write(updates, ordered=True)
             return int(result.upserted_count)
 
-        return await self._again(what, work)
+        return await self._retry(what, work)
 
     async def renew_calls(self, recorder: str) -> None:
         check_recorder(recorder)
@@ -82,14 +83,14 @@ class MongoCalls(Transactions, Streaming):
         async def work() -> None:
             await self._database["calls"].update_many(own_calls, {"$set": {"seen_at": now.steady}})
 
-        await self._again("renew_calls", work)
+        await self._retry("renew_calls", work)
 
     async def _newest_call_seq(self) -> int:
         async def work() -> int:
             newest = await self._database["calls"].find_one({}, ["seq"], sort=[("seq", -1)])
             return int(newest["seq"]) if newest else 0
 
-        return await self._again("calls", work)
+        return await self._retry("calls", work)
 
     async def _call_page(
         self,
@@ -112,18 +113,18 @@ class MongoCalls(Transactions, Streaming):
             documents: list[Document] = await cursor.limit(limit).to_list()
             return documents
 
-        documents = await self._again("calls", work)
+        documents = await self._retry("calls", work)
         return [(d["seq"], decode_call({**d, "id": d["_id"]}, now.steady)) for d in documents]
 
     async def num_calls(self) -> int:
         async def work() -> int:
             return int(await self._database["calls"].count_documents({}))
 
-        return await self._again("num_calls", work)
+        return await self._retry("num_calls", work)
 
     async def _delete_calls(self, *, grace_s: float, dropped: bool) -> int:
-        """Store.gc: a page after the other in the order of seq, and of a trajectory with many calls
-        perhaps not all in the same one."""
+        """The part of `Store.gc` for calls. It reads the calls page by page in the order of seq.
+        The calls of one trajectory may be on several pages."""
         now = await self._now()
         deleted = 0
         after = 0
@@ -149,7 +150,7 @@ class MongoCalls(Transactions, Streaming):
                 result = await self._database["calls"].delete_many({"_id": {"$in": ids}})
                 return int(result.deleted_count)
 
-            deleted += await self._again("gc", work) if ids else 0
+            deleted += await self._retry("gc", work) if ids else 0
             if len(page) < CHUNK:
                 return deleted
 
@@ -163,10 +164,10 @@ class MongoCalls(Transactions, Streaming):
             documents: list[Document] = await cursor.limit(CHUNK).to_list()
             return documents
 
-        return await self._again("gc", work)
+        return await self._retry("gc", work)
 
     async def _find_doomed(self, names: Iterable[str], *, dropped: bool) -> dict[str, str]:
-        """Trajectory id -> `absent`, or `dropped` if its turns are deleted too."""
+        """Maps a trajectory's id to `absent`, or to `dropped` if its turns are deleted too."""
         candidates = list(names)
         chosen = {"_id": {"$in": candidates}}
 
@@ -186,4 +187,4 @@ class MongoCalls(Transactions, Streaming):
             }
             return absent | emptied
 
-        return await self._again("gc", work)
+        return await self._retry("gc", work)

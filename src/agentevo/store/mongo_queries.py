@@ -1,4 +1,4 @@
-"""Writing and reading rows in MongoDB: the counterpart of queries.py. Each method runs inside the
+"""Writes and reads rows in MongoDB: the counterpart of queries.py. Each method runs inside the
 transaction of `session`."""
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Queries:
         self.meta = database["meta"]
 
     async def take_turn(self) -> None:
-        """Orders transactions: if two take a turn at the same time, one of them begins again."""
+        """Orders transactions: if two of them take a turn at the same time, one of them starts
+        again."""
         await self.meta.update_one(
             {"_id": "trainer"}, {"$inc": {"turn": 1}}, upsert=True, session=self.session
         )
@@ -98,7 +99,8 @@ class Queries:
     async def insert_tasks(
         self, items: Sequence[EncodedTask], first: int, *, queue: bool = True
     ) -> int:
-        """The new rows take the numbers from `first` on. Without `queue`, see `Store.add_tasks`."""
+        """The numbers of the new rows start at `first`. `Store.add_tasks` describes a call without
+        `queue`."""
         new = await self._new("tasks", items)
         place = {} if queue else {"state": "completed"}
         if new:
@@ -152,7 +154,7 @@ class Queries:
         return len(new)
 
     async def read_task(self, task_id: str) -> tuple[int, StoredTask]:
-        """(seq, task)."""
+        """The task as (seq, task)."""
         document = await self.tasks.find_one({"_id": task_id}, session=self.session)
         if document is None:
             raise StoreError(f"no task {task_id!r} in this store: add it with add_tasks")

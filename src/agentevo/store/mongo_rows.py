@@ -8,9 +8,9 @@ the transaction of `session`.
     meta                  {_id: "schema", version}, {_id: "tasks", "trajectories" or "calls", seq},
                           {_id: "trainer", turn}
 
-A transaction sees a snapshot, and one that writes a document which another has written since then
-is retried. A transaction that only reads what another one writes is not retried; so reserve,
-commit, release, drop, rewind and gc all write `meta.trainer`, and run one after the other.
+A transaction sees a snapshot. If it writes a document that another transaction has changed since
+then, it is retried. If it only reads such a document, it is not retried. So reserve, commit,
+release, drop, rewind and gc all write `meta.trainer`, and run one after the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentevo.store.mongo_queries import Document, Queries
 from agentevo.store.records import Lease, RetryPolicy, TaskEvent, TaskState
 from agentevo.store.streams import CHUNK, chunks
 
-LET_GO: Document = {
+NO_LEASE: Document = {
     "worker": None,
     "lease_started_at": None,
     "lease_expires_at": None,
@@ -38,14 +38,14 @@ class MongoRows(Queries):
     """All operations of a transaction on the collections of a database."""
 
     async def _leased_task(self, lease: Lease, target: str | tuple[str, ...]) -> Document | None:
-        """The lease's task if it must still move to `target`."""
+        """The lease's task if it must still change to `target`."""
         document: Document | None = await self.tasks.find_one(
             {"_id": lease.task.id}, session=self.session
         )
         place = (
             None if document is None else rules.TaskPlace(document["state"], document["fencing_id"])
         )
-        return document if rules.holds(place, lease, target) else None
+        return document if rules.must_change(place, lease, target) else None
 
     async def _set_task(self, name: str, changes: Document) -> None:
         await self.tasks.update_one({"_id": name}, {"$set": changes}, session=self.session)
@@ -62,7 +62,7 @@ class MongoRows(Queries):
         state = "completed" if error is None else "failed"
         document = await self._leased_task(lease, state)
         if document is not None:
-            changes = LET_GO | {"state": state}
+            changes = NO_LEASE | {"state": state}
             if error is not None:
                 changes |= {
                     "error": error,
@@ -82,13 +82,13 @@ class MongoRows(Queries):
         changes["not_before"] = (
             now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0
         )
-        await self._set_task(lease.task.id, LET_GO | changes)
+        await self._set_task(lease.task.id, NO_LEASE | changes)
 
         return state
 
     async def give_back(self, lease: Lease) -> None:
         if await self._leased_task(lease, "queued") is not None:
-            await self._set_task(lease.task.id, LET_GO | {"state": "queued"})
+            await self._set_task(lease.task.id, NO_LEASE | {"state": "queued"})
 
     async def _places(self, ids: Iterable[str]) -> dict[str, rules.TrajectoryPlace]:
         documents = await self.by_id(
@@ -203,7 +203,7 @@ class MongoRows(Queries):
             {"trained_step": {"$gt": step}}, {"$set": _READY}, session=self.session
         )
         await self.steps.delete_many({"_id": {"$gt": step}}, session=self.session)
-        fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
+        fresh = NO_LEASE | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
         requeue = {"$set": fresh, "$inc": {"fencing_id": 1}}
         await self.tasks.update_many({"state": "leased"}, requeue, session=self.session)
 
@@ -222,7 +222,7 @@ class MongoRows(Queries):
         return len(later)
 
     async def queue_again(self) -> int:
-        fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
+        fresh = NO_LEASE | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
         where = {"state": {"$in": ["poison", "failed"]}}
         return int(
             (
@@ -234,14 +234,14 @@ class MongoRows(Queries):
 
     async def requeue_old(self, before: float) -> int:
         where = {"state": "leased", "lease_expires_at": {"$lte": before}}
-        requeue = {"$set": LET_GO | {"state": "queued"}, "$inc": {"fencing_id": 1}}
+        requeue = {"$set": NO_LEASE | {"state": "queued"}, "$inc": {"fencing_id": 1}}
         return int(
             (await self.tasks.update_many(where, requeue, session=self.session)).modified_count
         )
 
     async def delete_orphans(self, after: str | None) -> tuple[int, str | None]:
-        """Tokens without a trajectory, of the next CHUNK by id: how many, and the id after which to
-        continue, None at the end."""
+        """Deletes tokens without a trajectory, of the next CHUNK by id. Returns the number, and the
+        id after which to continue, or None at the end."""
         where = {} if after is None else {"_id": {"$gt": after}}
         cursor = self.tokens.find(where, ["_id"], session=self.session).sort("_id", 1).limit(CHUNK)
         page = [document["_id"] for document in await cursor.to_list()]
@@ -251,7 +251,7 @@ class MongoRows(Queries):
 
     async def delete_dropped_tokens(self, after: int | None) -> tuple[int, int | None]:
         """Deletes the tokens of the next CHUNK of dropped trajectories in the order of seq, as
-        ledger.py does; returns the same."""
+        ledger.py does. Returns the same pair as `delete_orphans`."""
         newest = (
             await self.steps.find({}, ["_id"], session=self.session)
             .sort("_id", -1)

@@ -1,5 +1,5 @@
 """The collections and indexes of a store in MongoDB, and the migration from an older version. Every
-step may be repeated, and several processes may take it at once."""
+step may be repeated, and several processes may run it at once."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ async def check_or_make(
     create: bool,
     read_only: bool = False,
 ) -> None:
-    """Ensures a store of this version. Raises StoreError, and changes nothing, for a server without
-    transactions, a newer version, other content, and an empty database unless `create`; with
-    `read_only` also for an older version."""
+    """Ensures that the database holds a store of this version. Raises StoreError, and changes
+    nothing, for a server without transactions, a newer version, other content, and an empty
+    database unless `create` is true. With `read_only`, also raises it for an older version."""
     from pymongo.errors import OperationFailure
 
     hello = await client.admin.command("hello")
@@ -104,8 +104,8 @@ async def check_or_make(
 
 
 async def _refuse_foreign(database: Any, where: str) -> None:
-    """Raises StoreError if a collection of one of our names is filled. (A store that another
-    process is making right now has none of them filled.)"""
+    """Raises StoreError if a collection has one of our names and is not empty. (If another process
+    is creating a store now, its collections are still empty.)"""
     own_collections = {"tasks", "trajectories", "tokens", "steps", "calls"}
     for name in sorted(own_collections & set(await database.list_collection_names())):
         if await database[name].find_one({}) is not None:
@@ -122,7 +122,7 @@ async def _make_counter(database: Any, name: str) -> None:
 
 
 async def _make_calls(database: Any) -> None:
-    """Creates the parts of version 2 that version 1 lacks. It can be repeated safely."""
+    """Creates the parts of version 2 that version 1 lacks. It may be repeated."""
     for columns in CALL_INDEXES:
         await database["calls"].create_index([(column, 1) for column in columns])
     await _make_counter(database, "calls")

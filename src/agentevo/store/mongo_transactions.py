@@ -1,5 +1,5 @@
-"""Transactions in MongoDB: how a call of the store is retried while its error is transient,
-until its deadline, and where the database's failures become AgentEvo's errors."""
+"""Transactions in MongoDB. A call of the store is retried until its deadline while its error is
+transient. The database's failures become AgentEvo's errors."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ READS = frozenset(
         "trajectories",
     }
 )
-"""The calls that change nothing, by the names that messages give them."""
+"""The calls that change nothing, by their names in messages."""
 _PAUSE_S = 0.01
 _LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult")
 _DUPLICATE_KEY = 11000
 
 
 class Transactions:
-    """A database, and how calls run on it."""
+    """A database, and the transactions that run on it."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Transactions:
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[PyMongoError]]:
-        """Turns the database's failures into AgentEvo's errors; no other code does. Yields a list
+        """Converts the database's failures to AgentEvo's errors. No other code does. Yields a list
         for the failures that were retried."""
         from pymongo.errors import ConnectionFailure, PyMongoError
 
@@ -98,9 +98,9 @@ class Transactions:
             f"repeat the call"
         )
 
-    async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Retries `work` while its error is transient, until the deadline and for AWAY_S at
-        most."""
+    async def _retry(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Retries `work` while its error is transient, until the deadline and for at most AWAY_S
+        seconds."""
         if self._read_only and what not in READS:
             raise only_read(self.where, what)
 
@@ -129,8 +129,8 @@ class Transactions:
                 await asyncio.sleep(_PAUSE_S * (1.0 + random.random()))
 
     async def _run(self, what: str, work: Work[T], *, turn: bool = False) -> T:
-        """`work` in a transaction; with `turn`, one after the other with all others that take
-        one."""
+        """Runs `work` in a transaction. With `turn`, all transactions that take a turn run one
+        after the other."""
         from pymongo.read_concern import ReadConcern
 
         async def transaction() -> T:
@@ -144,14 +144,14 @@ class Transactions:
                     await rows.take_turn()
                 return await work(rows)
 
-        return await self._again(what, transaction)
+        return await self._retry(what, transaction)
 
-    async def _in_pieces(
+    async def _delete_in_pieces(
         self, piece: Callable[[MongoRows, Any], Awaitable[tuple[int, Any]]], *, turn: bool
     ) -> int:
-        """Deletes in several transactions, because one transaction has a limited lifetime. `piece`
-        returns how many rows it deleted and after which one the next begins, None at the end.
-        Returns the sum."""
+        """Deletes in several transactions, because a transaction has a limited lifetime. `piece`
+        returns the number of rows that it deleted and the row after which to continue, None at the
+        end. Returns the sum."""
         done = 0
         after = None
 
@@ -163,10 +163,10 @@ class Transactions:
             done += deleted
             if after is None:
                 return done
-            await asyncio.sleep(_PAUSE_S)  # a trainer has its turn
+            await asyncio.sleep(_PAUSE_S)  # lets a trainer have its turn between two pieces
 
     async def _now(self) -> Now:
-        return await self._again("clock", self._read_clock)
+        return await self._retry("clock", self._read_clock)
 
     async def _read_clock(self) -> Now:
         if self._clock is not None:
@@ -174,9 +174,9 @@ class Transactions:
         seconds = (await self._client.admin.command("hello"))["localTime"].timestamp()
         return Now(seconds, seconds)
 
-    async def _numbers(self, kind: str, count: int) -> int:
-        """The first of `count` numbers for new rows, which no other caller gets. Outside
-        transactions: a gap does no harm, a queue would."""
+    async def _reserve_numbers(self, kind: str, count: int) -> int:
+        """The first of `count` numbers for new rows. No other caller gets these numbers. It runs
+        outside transactions: a gap in the numbers does no harm, but waiting would."""
         if not count:
             return 0
 
@@ -186,4 +186,4 @@ class Transactions:
             )
             return int(document["seq"]) + 1 if document else 1
 
-        return await self._again("numbers", work)
+        return await self._retry("numbers", work)

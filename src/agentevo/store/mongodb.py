@@ -1,11 +1,11 @@
-"""A store in MongoDB, for workers on many machines:
-`mongodb://USER@HOST/DATABASE?replicaSet=NAME`, a database for each store.
+"""A store in MongoDB, for workers on many machines: `mongodb://USER@HOST/DATABASE?replicaSet=NAME`.
+Each store is a database.
 
-The server must be a member of a replica set (one is enough) or a sharded cluster, because only
-those have transactions; anything else is refused. Each call is one transaction with snapshot reads
-and majority writes. Only leasing takes one document at a time, each atomically, so that workers
+The server must be a member of a replica set (a single member is enough) or of a sharded cluster.
+Only those have transactions, so all others are refused. Each call is one transaction with snapshot
+reads and majority writes. Only leasing changes each document by itself, atomically, so that workers
 don't block each other. Conflicts and lost connections are transient: the call is retried until its
-deadline. Leases are timed by the server's clock.
+deadline. The server's clock times leases.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agentevo.store.codec import (
 )
 from agentevo.store.mongo_calls import MongoCalls
 from agentevo.store.mongo_queries import Document, row_of
-from agentevo.store.mongo_rows import LET_GO, MongoRows
+from agentevo.store.mongo_rows import NO_LEASE, MongoRows
 from agentevo.store.mongo_schema import check_or_make
 from agentevo.store.records import (
     RETRIES,
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 
 class MongoDBStore(MongoCalls):
-    """See `Store` for the guarantees of the methods; make one with `MongoDBStore.open` or
-    `open_store`."""
+    """`Store` describes the guarantees of the methods. `MongoDBStore.open` and `open_store` create
+    a store object."""
 
     @classmethod
     async def open(
@@ -70,9 +70,9 @@ class MongoDBStore(MongoCalls):
         clock: Clock | None = None,
         read_only: bool = False,
     ) -> Self:
-        """Opens a database. Creates its collections and indexes if needed, unless `create` is
+        """Opens a database. Creates the collections and indexes if needed, unless `create` is
         false. Raises StoreError for a server without transactions and for a database with other
-        content, which is left unchanged.
+        content, which stays unchanged.
         """
         try:
             from pymongo import AsyncMongoClient
@@ -94,7 +94,8 @@ class MongoDBStore(MongoCalls):
                 url, serverSelectionTimeoutMS=int(400 * min(timeout_s, AWAY_S)), w="majority"
             )
         except (PyMongoError, ValueError) as error:
-            # Its text may contain parts of a password, if the URL was split at the wrong place.
+            # pymongo's message may contain a part of the password, if the URL was split at the
+            # wrong place.
             why = type(error).__name__ if "@" in url else error
             raise UnusableStoreError(
                 f"{without_password(url)!r} is not the URL of a MongoDB database: {why}; write "
@@ -122,7 +123,7 @@ class MongoDBStore(MongoCalls):
 
     async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
         encoded = [encode_task(task) for task in tasks]
-        first = await self._numbers("tasks", len(encoded))
+        first = await self._reserve_numbers("tasks", len(encoded))
         return await self._run(
             "add_tasks", lambda rows: rows.insert_tasks(encoded, first, queue=queue)
         )
@@ -141,16 +142,16 @@ class MongoDBStore(MongoCalls):
         async def work() -> list[Lease]:
             now = await self._read_clock()
             leases: list[Lease] = []
-            while len(leases) < limit and (lease := await self._take(worker, now, lease_s)):
+            while len(leases) < limit and (lease := await self._lease_next(worker, now, lease_s)):
                 leases.append(lease)
             if not leases:
-                await self._begin_again(now)
+                await self._restart_future_leases(now)
             return leases
 
-        return await self._again("lease_tasks", work)
+        return await self._retry("lease_tasks", work)
 
-    async def _take(self, worker: str, now: Now, lease_s: float) -> Lease | None:
-        """Leases one task: one whose lease ran out, one whose retry is due, or the oldest."""
+    async def _lease_next(self, worker: str, now: Now, lease_s: float) -> Lease | None:
+        """Leases a task: one whose lease expired, one whose retry is due, or the oldest."""
         tasks = self._database["tasks"]
         times = {"lease_started_at": now.steady, "lease_expires_at": now.steady + lease_s}
         taken: Document = {"state": "leased", "worker": worker, "not_before": 0.0, **times}
@@ -169,7 +170,7 @@ class MongoDBStore(MongoCalls):
             if rules.after_expiry(count, self._retries) == "poison":
                 error = f"its leases ran out {count} times: {event.error}"
                 await tasks.update_one(
-                    same, {"$set": LET_GO | expiry_values | {"state": "poison", "error": error}}
+                    same, {"$set": NO_LEASE | expiry_values | {"state": "poison", "error": error}}
                 )
             elif (
                 await tasks.update_one(same, {"$set": taken | expiry_values, **increments})
@@ -191,8 +192,8 @@ class MongoDBStore(MongoCalls):
 
         return None
 
-    async def _begin_again(self, now: Now) -> None:
-        """Shortens leases and delays that are too long since the clock was set back: see
+    async def _restart_future_leases(self, now: Now) -> None:
+        """Shortens leases and delays that are too long because the clock was set back: see
         clock.py."""
         tasks = self._database["tasks"]
         longest = now.steady + self._retries.max_delay_s
@@ -247,7 +248,7 @@ class MongoDBStore(MongoCalls):
         lease: Lease | None = None,
     ) -> int:
         encoded = await in_thread(encode_trajectories, list(trajectories), split, step)
-        first = await self._numbers("trajectories", len(encoded))
+        first = await self._reserve_numbers("trajectories", len(encoded))
         now = await self._now()
 
         async def work(rows: MongoRows) -> int:
@@ -344,7 +345,7 @@ class MongoDBStore(MongoCalls):
         return await self._run("counts", lambda rows: rows.count())
 
     async def size_bytes(self) -> int:
-        statistics = await self._again("size_bytes", lambda: self._database.command("dbStats"))
+        statistics = await self._retry("size_bytes", lambda: self._database.command("dbStats"))
         return int(statistics["storageSize"]) + int(statistics.get("indexSize", 0))
 
     async def put(
@@ -358,8 +359,8 @@ class MongoDBStore(MongoCalls):
         encoded_tasks = [encode_stored_task(stored) for stored in tasks]
         encoded = await in_thread(lambda: [encode_stored(stored) for stored in trajectories])
         new_steps = [encode_step(step) for step in steps]
-        first_task = await self._numbers("tasks", len(encoded_tasks))
-        first = await self._numbers("trajectories", len(encoded))
+        first_task = await self._reserve_numbers("tasks", len(encoded_tasks))
+        first = await self._reserve_numbers("trajectories", len(encoded))
 
         async def work(rows: MongoRows) -> int:
             new = await rows.insert_tasks(encoded_tasks, first_task) if encoded_tasks else 0
@@ -369,7 +370,7 @@ class MongoDBStore(MongoCalls):
         return await self._run("put", work, turn=True) + await self._put_calls(calls)
 
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
-        """The server keeps the space of deleted documents for new ones: `bytes` is the reduction of
+        """The server keeps the space of deleted documents for new ones. `bytes` is the reduction of
         its files, if any."""
         before = await self.size_bytes()
         now = await self._now()
@@ -378,8 +379,8 @@ class MongoDBStore(MongoCalls):
                 "leases": await self._run(
                     "gc", lambda rows: rows.requeue_old(now.steady - lease_grace_s), turn=True
                 ),
-                "orphans": await self._in_pieces(MongoRows.delete_orphans, turn=False),
-                "tokens": await self._in_pieces(MongoRows.delete_dropped_tokens, turn=True)
+                "orphans": await self._delete_in_pieces(MongoRows.delete_orphans, turn=False),
+                "tokens": await self._delete_in_pieces(MongoRows.delete_dropped_tokens, turn=True)
                 if dropped
                 else 0,
                 "calls": await self._delete_calls(grace_s=lease_grace_s, dropped=dropped),
@@ -388,8 +389,8 @@ class MongoDBStore(MongoCalls):
         return done | {"bytes": before - await self.size_bytes()}
 
     async def clear(self) -> int:
-        """Outside of transactions, whose lifetime a large store exceeds. Tokens go first: `counts`
-        says so until nothing is left."""
+        """Runs outside of transactions, because a large store takes longer than a transaction may
+        last. Tokens are deleted first, so `counts` shows trajectories until nothing is left."""
         deleted = 0
 
         async def work() -> int:
@@ -400,7 +401,7 @@ class MongoDBStore(MongoCalls):
                 deleted += (await self._database[name].delete_many({})).deleted_count
             return deleted
 
-        return await self._again("clear", work)
+        return await self._retry("clear", work)
 
 
 stores.register("mongodb")(MongoDBStore.open)

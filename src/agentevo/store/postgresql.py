@@ -1,8 +1,8 @@
 """A store in PostgreSQL, for workers on many machines:
 `postgresql://USER@HOST/DATABASE?schema=NAME` (default `agentevo`).
 
-Each store is a schema of its own, so one database holds many. Transactions run at READ COMMITTED
-and lock what they move:
+Each store is a schema, so a database can hold many stores. Transactions run at READ COMMITTED and
+lock the rows that they change:
 
     workers    a shared lock of the whole store; the rows of the tasks that they lease or finish,
                with SKIP LOCKED when leasing
@@ -11,9 +11,9 @@ and lock what they move:
     alone      the whole store exclusively: rewind, gc, import, migrations
 
 Reads see one snapshot (REPEATABLE READ, read only). Deadlocks, clashes of two inserts and lost
-connections are transient: the call is retried until its deadline, for AWAY_S at most, so a restart
-of the server only makes clients wait. Commits are durable as the server is configured
-(`synchronous_commit`). Leases are timed by the server's clock.
+connections are transient. The call is retried until its deadline, for at most AWAY_S seconds, so
+clients wait while the server restarts. The server's configuration decides how durable commits are
+(`synchronous_commit`). The server's clock times leases.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 DEFAULT_SCHEMA = "agentevo"
 POOL_SIZE = 8
-"""Number of connections of one store object."""
+"""The maximum number of connections of a store object."""
 
 _PAUSE_S = 0.05
-"""Seconds between two tries."""
-_PASSING = ("08", "40001", "40P01", "23505", "53300", "57P0")
-"""Beginnings of SQLSTATEs: lost connections, serialization, deadlock, a clash of inserts, too many
-clients, a server that stops."""
-_GONE = ("08", "53300", "57P0")
-"""The ones that mean that the server can't be reached."""
-_LATE = ("57014", "25P03", "55P03")
+"""The time between two tries, in seconds."""
+_TRANSIENT_STATES = ("08", "40001", "40P01", "23505", "53300", "57P0")
+"""The beginnings of SQLSTATEs for transient errors: lost connections, serialization, deadlock, a
+clash of inserts, too many clients, a server that stops."""
+_UNREACHABLE_STATES = ("08", "53300", "57P0")
+"""The beginnings that mean that the server can't be reached."""
+_TIMEOUT_STATES = ("57014", "25P03", "55P03")
 _KEEPALIVES = {
     "tcp_keepalives_idle": "15",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "4",
     "tcp_user_timeout": "35000",
 }
-"""Keepalive settings of the server: a client whose machine or network is gone loses its session,
-and its locks, after 35 seconds. They have no effect on a unix socket."""
+"""Keepalive settings of the server. If a client's machine or network is gone, the client loses its
+session and locks after 35 seconds. The settings have no effect on a unix socket."""
 _OPTIONS = ("host", "port", "ssl", "sslmode")
 _TABLES = ("tasks", "trajectories", "tokens", "steps", "calls")
 
 
 class PostgreSQLStore(SQLStore):
-    """See `Store` for the guarantees of the methods; make one with `PostgreSQLStore.open` or
-    `open_store`."""
+    """`Store` describes the guarantees of the methods. `PostgreSQLStore.open` and `open_store`
+    create a store object."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class PostgreSQLStore(SQLStore):
             "lock_timeout": str(int(900 * away_s)),
             "statement_timeout": str(
                 int(900 * timeout_s)
-            ),  # in milliseconds: a little before the caller stops waiting
+            ),  # in milliseconds, a little less than the time that the caller waits
             "idle_in_transaction_session_timeout": str(int(2000 * timeout_s)),
             "application_name": "agentevo",
             **_KEEPALIVES,
@@ -117,10 +117,10 @@ class PostgreSQLStore(SQLStore):
         clock: Clock | None = None,
         read_only: bool = False,
     ) -> Self:
-        """Opens a schema of a database that exists. Creates schema and tables if needed, unless
-        `create` is false. Raises StoreError for a schema with other tables, or those of a newer
-        AgentEvo; it is left unchanged. `read_only`: every transaction is read only, and takes no
-        lock.
+        """Opens a schema of an existing database. Creates the schema and tables if needed, unless
+        `create` is false. Raises StoreError for a schema with other tables, or with those of a
+        newer AgentEvo. The schema stays unchanged. `read_only`: every transaction is read only and
+        takes no lock.
         """
         address, schema = _parse(url)
         load_extra("asyncpg", "postgresql", f"the store {address.render_as_string()}")
@@ -156,8 +156,8 @@ class PostgreSQLStore(SQLStore):
     async def _run(
         self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
     ) -> T:
-        """Repeats a call while its errors are transient. A call happens whole or not at all, so a
-        retry is safe."""
+        """Repeats a call while its errors are transient. A call takes effect whole or not at all,
+        so a retry is safe."""
         if write and self._read_only:
             raise only_read(self.where, what)
 
@@ -170,7 +170,7 @@ class PostgreSQLStore(SQLStore):
                 except (DBAPIError, OSError) as error:
                     now = time.monotonic()
                     first = now if first is None else first
-                    if not self._is_passing(error) or now - first > self._away_s:
+                    if not self._is_transient(error) or now - first > self._away_s:
                         raise
                     retried_errors[:] = [error]
 
@@ -203,25 +203,25 @@ class PostgreSQLStore(SQLStore):
         return Now(seconds, seconds)
 
     def _is_late(self, error: BaseException) -> bool:
-        return _sqlstate(error).startswith(_LATE)
+        return _sqlstate(error).startswith(_TIMEOUT_STATES)
 
     def _is_unreachable(self, error: BaseException) -> bool:
-        if not isinstance(error, DBAPIError):  # no connection could be made
+        if not isinstance(error, DBAPIError):  # no connection was possible
             return True
         return (
-            _sqlstate(error).startswith(_GONE)
+            _sqlstate(error).startswith(_UNREACHABLE_STATES)
             or error.connection_invalidated
             or isinstance(error, InterfaceError)
             or _is_client_broken(error)
         )
 
-    def _is_passing(self, error: BaseException) -> bool:
+    def _is_transient(self, error: BaseException) -> bool:
         """Whether the same call may succeed soon."""
-        if not isinstance(error, DBAPIError):  # no connection could be made
+        if not isinstance(error, DBAPIError):  # no connection was possible
             return self._is_open
         is_lost = error.connection_invalidated or isinstance(error, InterfaceError)
         is_lost = is_lost or _is_client_broken(error)
-        return _sqlstate(error).startswith(_PASSING) or (is_lost and self._is_open)
+        return _sqlstate(error).startswith(_TRANSIENT_STATES) or (is_lost and self._is_open)
 
     async def size_bytes(self) -> int:
         names = ", ".join(f"pg_total_relation_size('{name}')::bigint" for name in _TABLES)
@@ -239,8 +239,8 @@ class PostgreSQLStore(SQLStore):
 
 
 def _is_client_broken(error: DBAPIError) -> bool:
-    """Whether a connection that a server left half-open is in a state that asyncpg does not know:
-    "cannot switch to state 11; another operation (2) is in progress"."""
+    """Whether the error is asyncpg's "cannot switch to state 11; another operation (2) is in
+    progress". asyncpg raises it if the server left the connection half-open."""
     cause: BaseException | None = error
     while cause is not None:
         if type(cause).__name__ == "InternalClientError":
@@ -250,7 +250,7 @@ def _is_client_broken(error: DBAPIError) -> bool:
 
 
 def _parse(url: str) -> tuple[URL, str]:
-    """The address without our own parameter, and the schema."""
+    """The address without AgentEvo's own parameter, and the schema."""
     try:
         address = make_url(url)
     except (ArgumentError, ValueError) as error:

@@ -1,11 +1,11 @@
-"""Tasks, trajectories and their tokens in SQL: bulk inserts and reads on an open connection.
-Transactions and deadlines are the caller's.
+"""Tasks, trajectories and their tokens in SQL: bulk inserts and reads on an open connection. The
+caller is responsible for transactions and deadlines.
 
-Inserts are idempotent by id: a row that is there with the same digest is skipped, one with another
-digest is refused.
+Inserts are idempotent by id. If the id exists with the same digest, the row is skipped. If it
+exists with another digest, the row is refused.
 
-Statements of what every attempt goes through are built once: building one takes SQLAlchemy longer
-than SQLite takes to execute it.
+The statements that every attempt needs are built once, because SQLAlchemy takes longer to build a
+statement than SQLite takes to execute it.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ Encoded = TypeVar("Encoded", EncodedTask, EncodedTrajectory)
 _INSERT_TASKS = insert(tasks)
 _INSERT_TRAJECTORIES = insert(trajectories)
 _INSERT_TOKENS = insert(tokens)
-_ALL = 2**31 - 1
-"""Number of rows that means no limit."""
+_NO_LIMIT = 2**31 - 1
+"""The number of rows that means no limit."""
 _TOKENS = select(tokens).where(tokens.c.trajectory_seq.in_(bindparam("seqs", expanding=True)))
 
 
-_NARROW = frozenset({"group_id", "task_id", "step", "trained_step"})
+_SELECTIVE_COLUMNS = frozenset({"group_id", "task_id", "step", "trained_step"})
 """Columns in which few rows of a large store share a value."""
 
 
 def _without_index(column: ColumnElement[str]) -> ColumnElement[str]:
-    """The value of a column in a form that no index can use. PostgreSQL, until it has analyzed a
-    table that grew quickly, takes a split for as rare as a group, and walks over all rows of it to
-    find those of both."""
+    """The value of a column in a form that no index can use. PostgreSQL analyzes a table that grew
+    quickly only later. Until then it takes a split to be as rare as a group, and walks over all
+    rows of the split to find those that match both."""
     return func.coalesce(column, "")
 
 
@@ -87,12 +87,12 @@ def _matching(
     bounded: bool,
     newest_first: bool,
 ) -> Select[Any]:
-    """Rows in the order of writing. Parameters: `limit`, each of `filled` under its own name, and
-    `first` and `end` if bounded."""
+    """The rows in the order of writing. Parameters: `limit`, each of `filled` under its own name,
+    and `first` and `end` if bounded."""
     query = select(*(trajectories.c[name] for name in columns)).where(
         *(trajectories.c[name].is_(None) for name in empty)
     )
-    narrow = _NARROW.intersection(filled)
+    narrow = _SELECTIVE_COLUMNS.intersection(filled)
     for name in filled:
         column = trajectories.c[name]
         query = query.where(
@@ -111,7 +111,7 @@ def _matching(
 async def rows_by_id(
     connection: AsyncConnection, table: Table, columns: Sequence[str], ids: Iterable[str]
 ) -> dict[str, Row[Any]]:
-    """id -> its row, with `columns` and the id; unknown ids are absent."""
+    """Maps an id to its row, with `columns` and the id. Unknown ids are absent."""
     rows: dict[str, Row[Any]] = {}
     for chunk in chunks(ids):
         rows.update(
@@ -121,7 +121,7 @@ async def rows_by_id(
     return rows
 
 
-async def _not_there_yet(
+async def _missing_items(
     connection: AsyncConnection, table: Table, items: Sequence[Encoded]
 ) -> list[Encoded]:
     """The items that must be inserted, each id once. Refuses an id with two contents."""
@@ -145,8 +145,8 @@ async def _not_there_yet(
 async def insert_tasks(
     connection: AsyncConnection, items: Sequence[EncodedTask], *, queue: bool = True
 ) -> int:
-    """Inserts the new tasks; without `queue`, see `Store.add_tasks`."""
-    new = await _not_there_yet(connection, tasks, items)
+    """Inserts the new tasks. `Store.add_tasks` describes a call without `queue`."""
+    new = await _missing_items(connection, tasks, items)
     if new:
         await connection.execute(
             _INSERT_TASKS,
@@ -165,7 +165,7 @@ async def insert_trajectories(
     connection: AsyncConnection, items: Sequence[EncodedTrajectory], now: float
 ) -> int:
     """`now` is Unix time, for rows that don't say when they were written."""
-    new = await _not_there_yet(connection, trajectories, items)
+    new = await _missing_items(connection, trajectories, items)
     if not new:
         return 0
 
@@ -208,7 +208,7 @@ async def insert_steps(connection: AsyncConnection, rows: Sequence[dict[str, Any
 
 
 async def read_task(connection: AsyncConnection, task_id: str) -> tuple[int, StoredTask]:
-    """(seq, task)."""
+    """The task as (seq, task)."""
     row = (await connection.execute(select(tasks).where(tasks.c.id == task_id))).first()
     if row is None:
         raise StoreError(f"no task {task_id!r} in this store: add it with add_tasks")
@@ -240,14 +240,14 @@ async def _read(
     limit: int | None,
     newest_first: bool,
 ) -> Sequence[Row[Any]]:
-    """Rows with these properties, in the order of writing."""
+    """The rows with these properties, in the order of writing."""
     filled = {name: value for name, value in properties.items() if value is not None}
     empty = tuple(name for name in properties if name not in filled)
     query = _matching(
         columns, tuple(filled), empty, bounded=seqs is not None, newest_first=newest_first
     )
     bounds = {} if seqs is None else {"first": seqs.start, "end": seqs.stop}
-    values = {**filled, **bounds, "limit": _ALL if limit is None else limit}
+    values = {**filled, **bounds, "limit": _NO_LIMIT if limit is None else limit}
     rows: Sequence[Row[Any]] = (await connection.execute(query, values)).all()
     return rows
 
@@ -260,8 +260,8 @@ async def read_page(
     limit: int,
     newest_first: bool,
 ) -> list[tuple[int, StoredTrajectory]]:
-    """At most `limit` matching (seq, trajectory), with seq in `seqs` unless None, with their
-    turns."""
+    """At most `limit` matching (seq, trajectory) with their turns, with seq in `seqs` unless that
+    is None."""
     columns = tuple(trajectories.c.keys())
     rows = await _read(
         connection, columns, properties, seqs=seqs, limit=limit, newest_first=newest_first

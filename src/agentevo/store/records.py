@@ -1,5 +1,5 @@
 """Records of the store: tasks, trajectories and steps with their places in the ledger, leases, and
-filters. store.py describes the changes of their states."""
+filters. store.py describes how their states change."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: Trajectory
     split: Split
     step: int
-    """The step for which it was sampled."""
+    """The step that the trajectory was sampled for."""
     state: TrajectoryState
     trained_step: int | None = None
-    """The step that it is reserved for or committed to."""
+    """The step that the trajectory is reserved for or committed to."""
     drop_reason: str | None = None
     written_at: float
     """Unix time in seconds."""
     tokens_deleted: bool = False
-    """True if `gc` has deleted the turns; `trajectory.turns` is then empty."""
+    """Whether `gc` has deleted the turns. `trajectory.turns` is then empty."""
     emptied: Emptied | None = None
     """Facts about the deleted turns, if they were deleted."""
     digest: bytes = b""
-    """Digest of the whole content as it was written; empty if no store has written it.
-    `codec.is_as_written` compares."""
+    """The digest of the whole content as it was written. Empty if no store has written it.
+    `codec.is_as_written` compares the digest with the content."""
 
 
 class TaskEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,15 +68,15 @@ class StoredTask(msgspec.Struct, frozen=True, kw_only=True):
     fencing_id: int
     num_leases: int
     num_failures: int
-    """Number of leases given back by `retry_task`."""
+    """The number of leases that `retry_task` returned."""
     num_expiries: int
-    """Number of leases that ran out and were taken over."""
+    """The number of leases that expired and were leased again."""
     error: str | None
-    """Why it failed, was set aside, or was last retried."""
+    """The error of its failure, of its poisoning, or of its last retry."""
     history: list[TaskEvent]
     digest: bytes = b""
-    """Digest of the task as it was added; empty if no store has it. `codec.is_as_added`
-    compares."""
+    """The digest of the task as it was added. Empty if no store has it. `codec.is_as_added`
+    compares the digest with the task."""
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,10 +84,10 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_delay_s)."""
 
     max_failures: int = 5
-    """`retry_task` sets the task aside at this many."""
+    """With this many failures, `retry_task` makes the task poison."""
     max_expiries: int = 20
-    """A task with so many expired leases is also set aside, because it may kill its workers. The
-    number is larger than above, since workers also die of other causes."""
+    """A task with this many expired leases becomes poison too, because it may kill its workers. The
+    number is larger than max_failures, since workers also end for other reasons."""
     first_delay_s: float = 1.0
     max_delay_s: float = 60.0
 
@@ -99,8 +99,8 @@ RETRIES = RetryPolicy()
 
 
 class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a stored trajectory but its turns: cheap to list by the thousand. Fields as
-    in Trajectory and StoredTrajectory."""
+    """Everything about a stored trajectory except its turns, so thousands of summaries are cheap to
+    read. The fields are those of Trajectory and StoredTrajectory."""
 
     id: str
     task_id: str
@@ -126,19 +126,19 @@ class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to work on a task, until another worker takes it over."""
+    """The right to work on a task, until another worker leases the task."""
 
     task: Task
     fencing_id: int
-    """Grows with every lease of the task; only the newest holder may finish it."""
+    """Grows with every lease of the task. Only the newest holder may finish the task."""
     attempt: int
-    """How often the task has been leased, this time included."""
+    """How often the task has been leased, this lease included."""
     worker: str
     lease_s: float
     expires_at: float
-    """On the store's clock for leases, in seconds (not Unix time, in general): compare it with
-    other leases only, and renew every `lease_s` / 3. Until another worker takes the task over, an
-    expired lease still counts."""
+    """In seconds, on the store's clock for leases, which in general is not Unix time. Compare it
+    only with other leases, and renew a lease every `lease_s` / 3. An expired lease stays valid
+    until another worker leases the task."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,13 +154,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrajectoryFilter(TypedDict, total=False):
-    """A filter of trajectories, in the order they were written. An absent key or None matches any
+    """A filter of trajectories, in the order of writing. An absent key or None matches any
     value."""
 
     step: int | None
-    """The step that they were sampled for."""
+    """The step that the trajectories were sampled for."""
     trained_step: int | None
-    """The step that they are reserved for or committed to."""
+    """The step that the trajectories are reserved for or committed to."""
     split: Split | None
     status: Status | None
     state: TrajectoryState | None
@@ -171,7 +171,7 @@ class TrajectoryFilter(TypedDict, total=False):
 
 
 def checked_filters(filters: TrajectoryFilter) -> tuple[dict[str, object], int | None, bool]:
-    """(column -> value of the given properties, limit, newest_first). Refuses unknown words, so a
+    """The filters as (column -> required value, limit, newest_first). Refuses unknown words, so a
     typo never reads as 'no rows'."""
     properties: dict[str, object] = {
         key: value for key, value in filters.items() if value is not None

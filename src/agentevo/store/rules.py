@@ -1,8 +1,8 @@
 """The refusals of the ledger, the same for every backend: pure functions of rows that a transaction
 has read and locked.
 
-Each returns the rows to change, and refuses, naming a row, if any is not in the start state of the
-transition. A refusal therefore changes nothing.
+Each function returns the rows to change. If a row is not in the start state of the transition, the
+function refuses the call and names the row. So a refusal changes nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class TrajectoryPlace(NamedTuple):
     drop_reason: str | None
 
 
-def holds(row: TaskPlace | None, lease: Lease, target: str | tuple[str, ...]) -> bool:
-    """Whether the lease's task must still move to `target`; False if it is there already. Refuses a
-    lease that is lost."""
+def must_change(row: TaskPlace | None, lease: Lease, target: str | tuple[str, ...]) -> bool:
+    """Whether the lease's task must still change to `target`. False if it already has that state.
+    Refuses a lease that is lost."""
     name = lease.task.id
     states = (target,) if isinstance(target, str) else target
     if row is None:
@@ -64,7 +64,7 @@ def after_failure(num_failures: int, retries: RetryPolicy) -> TaskState:
 
 
 def after_expiry(num_expiries: int, retries: RetryPolicy) -> TaskState:
-    """The state of a task after this many expired leases, when the next worker asks for it."""
+    """The state of a task after this many expired leases, when the next worker requests a task."""
     return "poison" if num_expiries >= retries.max_expiries else "leased"
 
 
@@ -90,7 +90,7 @@ def _refusal(name: str, move: str, reason: str) -> StoreError:
 def _stored_places(
     ids: Iterable[str], rows: Mapping[str, TrajectoryPlace], move: str
 ) -> Iterator[tuple[str, TrajectoryPlace]]:
-    """Each of the ids once, with its row. Raises StoreError for one that is not in the store."""
+    """Each of the ids once, with its row. Raises StoreError for an id that is not in the store."""
     for name in dict.fromkeys(ids):
         if name not in rows:
             raise _refusal(name, move, "it is not in the store; write it first")
@@ -124,8 +124,8 @@ def must_commit(
     ids: Iterable[str] | None,
     step_ids: set[str],
 ) -> bool:
-    """Whether the step must still be written. `stored_record` is its record if it is there,
-    `step_ids` what is reserved for it or committed to it."""
+    """Whether the step must still be written. `stored_record` is the step's record if the step is
+    stored. `step_ids` are the trajectories that are reserved for it or committed to it."""
     if ids is not None:
         expected_ids = set(ids)
         for problem, names in (
@@ -184,7 +184,7 @@ def check_group(split: Split, size: int, limit: int) -> None:
 
 
 def is_ready_group(states: Iterable[str], size: int) -> bool:
-    """See `Store.ready_groups`; `states` are those of the members that have been written."""
+    """See `Store.ready_groups`. `states` are those of the members that have been written."""
     members = list(states)
     return (
         len(members) >= size
@@ -194,8 +194,8 @@ def is_ready_group(states: Iterable[str], size: int) -> bool:
 
 
 def lacks_members(attempts: Iterable[int], size: int) -> bool:
-    """Whether a group, which is written whole, is no longer complete: its attempts are numbered
-    from 0 on, and are at least `size`."""
+    """Whether a group has lost members. A group is written whole: its attempts are numbered from 0,
+    and there are at least `size`."""
     numbers = sorted(attempts)
     return numbers != list(range(max(size, len(numbers))))
 
@@ -203,7 +203,6 @@ def lacks_members(attempts: Iterable[int], size: int) -> bool:
 def check_same_content(kind: str, name: str, digest: bytes, stored_digest: bytes) -> None:
     if digest != stored_digest:
         raise StoreError(
-            f"{kind}: {name!r} is already there with other content: ids must differ for "
-            "different attempts "
-            "(after going back to an older checkpoint, call rewind first)"
+            f"{kind}: {name!r} is already stored with other content: use different ids for "
+            "different attempts (after a resume from an older checkpoint, call rewind first)"
         )

@@ -54,15 +54,15 @@ from agentevo.store.streams import Streaming
 from agentevo.types import Call, Task, Trajectory
 
 Lock = Literal["worker", "trainer", "alone"]
-"""How a call writes: as one of any number of workers, as the one trainer among them, or alone.
-(SQLite has one writer anyway.)"""
+"""The role in which a call writes: as one of any number of workers, as the single trainer next to
+them, or alone. (SQLite has a single writer anyway.)"""
 
 T = TypeVar("T")
 Work = Callable[[AsyncConnection], Awaitable[T]]
 
 
 class SQLStore(Streaming):
-    """See `Store` for the guarantees of the methods."""
+    """`Store` describes the guarantees of the methods."""
 
     def __init__(self, where: str, *, timeout_s: float, retries: RetryPolicy) -> None:
         self.where = where
@@ -74,14 +74,14 @@ class SQLStore(Streaming):
     async def _run(
         self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
     ) -> T:
-        """`work` in a transaction, within the deadline. `what` names the call in messages."""
+        """Runs `work` in a transaction, within the deadline. `what` names the call in messages."""
 
     @abstractmethod
     async def _now(self, connection: AsyncConnection) -> Now: ...
 
     @abstractmethod
     def _is_late(self, error: BaseException) -> bool:
-        """Whether the database gave up waiting."""
+        """Whether the database reports that the call took too long."""
 
     @abstractmethod
     def _is_unreachable(self, error: BaseException) -> bool:
@@ -99,7 +99,7 @@ class SQLStore(Streaming):
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[BaseException]]:
-        """Turns the database's failures into AgentEvo's errors; no other code does. Yields a list
+        """Converts the database's failures to AgentEvo's errors. No other code does. Yields a list
         for the failures that were retried."""
         retried_errors: list[BaseException] = []
         started_at = time.monotonic()
@@ -109,10 +109,10 @@ class SQLStore(Streaming):
         except TimeoutError as error:
             if retried_errors and self._is_unreachable(retried_errors[-1]):
                 raise self._unavailable(what, retried_errors[-1]) from retried_errors[-1]
-            raise self._too_late(what, started_at) from error
+            raise self._timeout_error(what, started_at) from error
         except (DBAPIError, OSError, UnicodeDecodeError) as error:
             if self._is_late(error):
-                raise self._too_late(what, started_at) from error
+                raise self._timeout_error(what, started_at) from error
             if self._is_unreachable(error):
                 raise self._unavailable(what, error) from error
 
@@ -132,7 +132,7 @@ class SQLStore(Streaming):
             f"repeat the call"
         )
 
-    def _too_late(self, what: str, started_at: float) -> DeadlineExceededError:
+    def _timeout_error(self, what: str, started_at: float) -> DeadlineExceededError:
         waited_s = time.monotonic() - started_at
         limit_s = self._away_s if waited_s < 2 * self._away_s else self._timeout_s
         return DeadlineExceededError(

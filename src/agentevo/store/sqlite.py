@@ -1,12 +1,12 @@
-"""The default store: one SQLite file, safe for any number of processes on one machine.
+"""The default store: an SQLite file, safe for any number of processes on one machine.
 
-Write-ahead log, `synchronous=NORMAL`: a commit survives the death of every process; a power cut may
-undo the newest commits, whole, but never tears one. Readers see a snapshot and never wait for the
-writer. Writers queue: inside a process at a lock, between processes at SQLite's, which each takes
-at BEGIN, so that no transaction fails half-way because it read before it wrote. A call runs its
-whole transaction in one visit to a thread; an asynchronous driver would switch threads some twenty
-times. The file is a store if it has AgentEvo's `application_id`; `user_version` is the schema's
-version.
+It uses a write-ahead log with `synchronous=NORMAL`. A commit survives the end of every process. A
+power failure may undo the newest commits, each as a whole. Readers see a snapshot and never wait
+for the writer. Writers wait for each other, inside a process at a lock and between processes at
+SQLite's lock. Each takes SQLite's lock at BEGIN, so no transaction fails half-way because it read
+before it wrote. A call runs its whole transaction in one visit to a thread. An asynchronous driver
+would switch threads about twenty times. The file is a store if it has AgentEvo's `application_id`.
+Its `user_version` is the version of the schema.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 APPLICATION_ID = 0x41676576  # "Agev"
 THREADS = 8
-"""Number of calls of a store object that run at the same time; one of them may write."""
+"""The number of calls of a store object that run at the same time. Only one of them may write."""
 
 _SETTINGS = (
     "page_size=16384",
@@ -55,8 +55,8 @@ _SETTINGS = (
     "wal_autocheckpoint=1000",
     "journal_size_limit=67108864",
 )
-"""Settings of every connection. Large pages (in bytes, fixed when the file is made) halve the time
-of a bulk write: a turn's blobs are kilobytes."""
+"""Settings of every connection. Large pages halve the time of a bulk write, because a turn's blobs
+have kilobytes. The page size (in bytes) is fixed when the file is created."""
 _SHARES = {
     "tasks": {
         "sqlite_autoindex_tasks_1": "1",
@@ -78,27 +78,30 @@ _SHARES = {
     },
     "calls": {"sqlite_autoindex_calls_1": "10 1", "calls_by_seen": "100"},
 }
-"""Index -> rows that share its first column, its first two, ..., of a million."""
-_STEPS_BETWEEN_LOOKS = 100_000
-"""Instructions of SQLite's virtual machine (some milliseconds) between two looks at the clock."""
-_NO_ROOM_FOR_READERS = ("SQLITE_READONLY", "SQLITE_CANTOPEN")
-"""SQLite's message if it can't create the files that readers of a write-ahead log share."""
+"""Maps an index to the number of rows, of a million, that share its first column, its first two
+columns, and so on."""
+_STEPS_BETWEEN_CHECKS = 100_000
+"""The number of instructions of SQLite's virtual machine between two checks of the clock (some
+milliseconds)."""
+_SHARED_MEMORY_ERRORS = ("SQLITE_READONLY", "SQLITE_CANTOPEN")
+"""SQLite's error codes if it can't create the files that readers of a write-ahead log share."""
 _PAUSE_S = 0.02
-_PATIENCE = 0.9
-"""Share of a deadline after which SQLite stops by itself."""
+_DEADLINE_SHARE = 0.9
+"""The share of a deadline after which SQLite stops by itself."""
 _URL_PREFIX = "sqlite:///"
 
 
 class _Limit:
-    """When the running statement of a call is stopped, on the clock of `time.monotonic`."""
+    """The time at which the running statement of a call is stopped, on the clock of
+    `time.monotonic`."""
 
     def __init__(self, stop_at: float) -> None:
         self.stop_at = stop_at
 
 
 class _SqliteConnection:
-    """A blocking connection with the methods of an asynchronous one, which never wait: `_drive`
-    runs coroutines that await only these."""
+    """A blocking connection with the methods of an asynchronous one. These never wait, so `_drive`
+    can run coroutines that await only them."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -127,8 +130,8 @@ def _drive(work: Coroutine[Any, Any, T]) -> T:
 
 
 class SQLiteStore(SQLStore):
-    """See `Store` for the guarantees of the methods; make one with `SQLiteStore.open` or
-    `open_store`."""
+    """`Store` describes the guarantees of the methods. `SQLiteStore.open` and `open_store` create a
+    store object."""
 
     def __init__(
         self,
@@ -145,10 +148,10 @@ class SQLiteStore(SQLStore):
         self.path = path
         self._read_only = read_only
         self._engine = engine
-        self._is_still = False
-        """Whether the file is opened as one that no process writes to."""
+        self._is_immutable = False
+        """Whether the file is opened as a file that no process writes to."""
         self._copy: TemporaryDirectory[str] | None = None
-        """The folder from which the file is read, if not its own."""
+        """The folder with the copy that is read, if the file itself is not read."""
         self._clock = clock or MachineClock()
         self._writer = asyncio.Lock()
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="agentevo-store")
@@ -165,11 +168,12 @@ class SQLiteStore(SQLStore):
         read_only: bool = False,
     ) -> Self:
         """Opens `sqlite:///PATH`. Creates the file and its folder if needed, unless `create` is
-        false. Raises StoreError for a path with other content than an AgentEvo store, or with one
-        of a newer schema; such a file is left unchanged. One of an older schema is migrated, unless
-        `read_only`. Then the file is opened with mode=ro; where SQLite can't make what readers of a
-        write-ahead log share, on a medium that can't be written, as one that no process writes to,
-        or, with a log that a killed writer has left, as a copy in a temporary folder.
+        false. Raises StoreError for a path with other content than an AgentEvo store, or with a
+        store of a newer schema. Such a file stays unchanged. Migrates a store of an older schema,
+        unless `read_only`. With `read_only`, opens the file with mode=ro. On a read-only medium,
+        SQLite can't create the files that readers of a write-ahead log share. There, opens the file
+        as one that no process writes to. If a killed writer has left a log, copies both to a
+        temporary folder and reads the copy.
         """
         path = _path_of(url)
         _check_file(path, create=create)
@@ -184,7 +188,7 @@ class SQLiteStore(SQLStore):
         )
         try:
             if read_only:
-                await store._look()
+                await store._check_for_reading()
             else:
                 await store._run(
                     "open",
@@ -203,22 +207,22 @@ class SQLiteStore(SQLStore):
 
         return store
 
-    async def _look(self) -> None:
+    async def _check_for_reading(self) -> None:
         """Checks the schema of a file that is only read."""
         check = partial(_check_schema, path=self.path)
         try:
             await self._run("open", check)
         except StoreError as error:
-            if not _sqlite_name(error).startswith(_NO_ROOM_FOR_READERS):
+            if not _sqlite_name(error).startswith(_SHARED_MEMORY_ERRORS):
                 raise
-            if self._log_bytes():  # of a writer that was killed: only SQLite reads it
-                await in_thread(self._copy_elsewhere)
+            if self._log_bytes():  # the log of a writer that was killed: only SQLite can read it
+                await in_thread(self._copy_to_temporary)
             else:
-                self._read_as(still=True)
+                self._reopen(still=True)
             await self._run("open", check)
 
-    def _copy_elsewhere(self) -> None:
-        """Reads a copy in a temporary folder from here on."""
+    def _copy_to_temporary(self) -> None:
+        """From now on, reads a copy in a temporary folder."""
         self._copy = TemporaryDirectory(prefix="agentevo-store-")
         for suffix in ("", "-wal"):
             name = f"{self.path.name}{suffix}"
@@ -228,15 +232,15 @@ class SQLiteStore(SQLStore):
         before.dispose()
 
     def _log_bytes(self) -> int:
-        """The size of the write-ahead log: above 0 while a process writes."""
+        """The size of the write-ahead log in bytes: above 0 while a process writes."""
         try:
             return self.path.with_name(f"{self.path.name}-wal").stat().st_size
         except OSError:
             return 0
 
-    def _read_as(self, *, still: bool) -> None:
+    def _reopen(self, *, still: bool) -> None:
         before = self._engine
-        self._is_still = still
+        self._is_immutable = still
         self._engine = _engine(self.path, self._timeout_s, "still" if still else "ro")
         before.dispose()
 
@@ -250,14 +254,14 @@ class SQLiteStore(SQLStore):
     async def _run(
         self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
     ) -> T:
-        """Runs the whole transaction in one thread. A call that is cancelled, or late, stops the
-        statement that is running (see `_engine`), and is not committed afterwards."""
+        """Runs the whole transaction in one thread. If the call is cancelled or late, its running
+        statement stops (see `_engine`), and the transaction is not committed."""
         if write and self._read_only:
             raise only_read(str(self.path), what)
-        if self._is_still and self._log_bytes():
-            self._read_as(still=False)  # a process writes after all
+        if self._is_immutable and self._log_bytes():
+            self._reopen(still=False)  # a process writes to the file after all
 
-        limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
+        limit = _Limit(time.monotonic() + _DEADLINE_SHARE * self._timeout_s)
         engine = self._engine.execution_options(write=write, limit=limit)
 
         def transaction() -> T:
@@ -269,7 +273,7 @@ class SQLiteStore(SQLStore):
                     )
                 )
                 if time.monotonic() > limit.stop_at:
-                    raise TimeoutError  # the caller has learned that there is no answer
+                    raise TimeoutError  # the caller already has an error
 
                 return result
 
@@ -304,13 +308,13 @@ class SQLiteStore(SQLStore):
 
         name = str(getattr(raised, "sqlite_errorname", None))
         return name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_FORMAT")) or (
-            # Raised by this module's statements: the schema is no longer a store's.
+            # Raised by statements of this package: the schema is no longer a store's.
             name == "SQLITE_ERROR"
         )
 
     async def _use_write_ahead_log(self) -> None:
-        """Sets the journal mode. Only a change takes a lock, for which SQLite ignores busy_timeout:
-        of processes that open a file together, the losers retry."""
+        """Sets the journal mode. Only a change of the mode takes a lock, and SQLite ignores
+        busy_timeout for it. So if processes open a file together, those without the lock retry."""
         ends = time.monotonic() + self._away_s
         async with self._deadline("switch to a write-ahead log"):
             while True:
@@ -354,10 +358,10 @@ def _path_of(url: str) -> Path:
 
 
 def _check_file(path: Path, *, create: bool) -> None:
-    """Refuses a path that can't be a database's; makes the folder of a new one.
+    """Refuses a path that can't be a database's. Creates the folder of a new database.
 
-    The file itself is opened by SQLite alone. Other code that closes it in this process releases
-    the process's POSIX locks on it, and another process that then closes the store deletes the
+    Only SQLite opens the file itself. If other code in this process closed the file, the process
+    would lose its POSIX locks on it. Another process that then closes the store would delete the
     write-ahead log while others write (sqlite.org/howtocorrupt.html, 2.2)."""
     try:
         if path.exists() and not path.is_dir() and not path.is_file():
@@ -384,18 +388,19 @@ def _check_file(path: Path, *, create: bool) -> None:
 
 
 def _sqlite_name(error: BaseException) -> str:
-    """SQLite's name of the error behind one of our errors."""
+    """SQLite's name of the error that caused the error."""
     raised = getattr(error.__cause__, "orig", None)
     return str(getattr(raised, "sqlite_errorname", None))
 
 
 def _is_no_database(error: BaseException) -> bool:
-    """Whether SQLite reports this error."""
+    """Whether SQLite reports that the file is not a database."""
     return _sqlite_name(error) == "SQLITE_NOTADB"
 
 
 Mode = Literal["rwc", "ro", "still"]
-"""How a file is opened: to write, to read, to read one that no process writes to."""
+"""How a file is opened: for writing, for reading, or for reading a file that no process writes
+to."""
 
 
 def _connect(path: Path, mode: Mode) -> sqlite3.Connection:
@@ -405,9 +410,9 @@ def _connect(path: Path, mode: Mode) -> sqlite3.Connection:
 
 def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
     """SQLite's thread stops by itself, a little before the caller stops waiting for it."""
-    busy_ms = int(_PATIENCE * min(timeout_s, AWAY_S) * 1000)
-    # No rollback when a connection goes back to the pool: `begin()` has always ended its
-    # transaction by then.
+    busy_ms = int(_DEADLINE_SHARE * min(timeout_s, AWAY_S) * 1000)
+    # There is no rollback when a connection returns to the pool, because `begin()` has always ended
+    # its transaction by then.
     engine = create_engine(
         URL.create("sqlite", database=str(path)),
         creator=partial(_connect, path, mode),
@@ -421,10 +426,10 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
         def is_late() -> bool:
             return bool(time.monotonic() > record.info["limit"].stop_at)
 
-        connection.isolation_level = None  # we send BEGIN ourselves, below
+        connection.isolation_level = None  # the listener below sends BEGIN
         record.info["limit"] = _Limit(math.inf)
 
-        connection.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS)
+        connection.set_progress_handler(is_late, _STEPS_BETWEEN_CHECKS)
         for setting in (f"busy_timeout={busy_ms}", *settings):
             connection.execute(f"PRAGMA {setting}")
 
@@ -432,7 +437,7 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
     def begin(connection: Connection) -> None:
         options = connection.get_execution_options()
         connection.info["limit"] = options.get("limit") or _Limit(
-            time.monotonic() + _PATIENCE * timeout_s
+            time.monotonic() + _DEADLINE_SHARE * timeout_s
         )
         if not options.get("autocommit"):
             connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("write") else "BEGIN")
@@ -441,7 +446,8 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
 
 
 async def _schema_of(connection: AsyncConnection, path: Path) -> tuple[int, int]:
-    """(application, version). Raises UnusableStoreError for a newer AgentEvo's."""
+    """The file's (application, version). Raises UnusableStoreError for a schema of a newer
+    AgentEvo."""
     application = (await connection.exec_driver_sql("PRAGMA application_id")).scalar_one()
     version = (await connection.exec_driver_sql("PRAGMA user_version")).scalar_one()
     if application == APPLICATION_ID and version > SCHEMA_VERSION:
@@ -454,7 +460,7 @@ async def _schema_of(connection: AsyncConnection, path: Path) -> tuple[int, int]
     return application, version
 
 
-def _foreign(path: Path) -> UnusableStoreError:
+def _foreign_file_error(path: Path) -> UnusableStoreError:
     return UnusableStoreError(
         f"{path} is a SQLite database but not an AgentEvo store: give another path; the file "
         "was left as it is"
@@ -464,7 +470,7 @@ def _foreign(path: Path) -> UnusableStoreError:
 async def _check_schema(connection: AsyncConnection, path: Path) -> None:
     application, version = await _schema_of(connection, path)
     if application != APPLICATION_ID:
-        raise _foreign(path)
+        raise _foreign_file_error(path)
     if version < SCHEMA_VERSION:
         raise older_schema(str(path), version)
 
@@ -479,24 +485,24 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
             with bar("store: new schema"):
                 await migrate(connection)
         if version < SCHEMA_VERSION:
-            await _tell_the_planner(connection)
+            await _set_index_statistics(connection)
             await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
         return
 
     if application or version or not empty or not create:
-        raise _foreign(path)
+        raise _foreign_file_error(path)
 
     await connection.run_sync(metadata.create_all)
-    await _tell_the_planner(connection)
+    await _set_index_statistics(connection)
     await connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
     await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
 
 
-async def _tell_the_planner(connection: AsyncConnection) -> None:
-    """Gives SQLite an estimate of how many rows share a value in a large store. Without this SQLite
+async def _set_index_statistics(connection: AsyncConnection) -> None:
+    """Gives SQLite an estimate of how many rows share a value in a large store. Without it, SQLite
     considers every index equally good, and searches for a group among all ready rows. See "manual
     control of query plans" in SQLite's documentation of `sqlite_stat1`."""
-    await connection.exec_driver_sql("ANALYZE")  # makes the table
+    await connection.exec_driver_sql("ANALYZE")  # creates the table sqlite_stat1
     await connection.exec_driver_sql("DELETE FROM sqlite_stat1")
     rows = [
         (table, index, f"1000000 {shares}")
@@ -504,7 +510,7 @@ async def _tell_the_planner(connection: AsyncConnection) -> None:
         for index, shares in indexes.items()
     ]
     await connection.exec_driver_sql("INSERT INTO sqlite_stat1 VALUES (?, ?, ?)", rows)
-    await connection.exec_driver_sql("ANALYZE sqlite_schema")  # has it read
+    await connection.exec_driver_sql("ANALYZE sqlite_schema")  # makes SQLite read it
 
 
 stores.register("sqlite")(SQLiteStore.open)

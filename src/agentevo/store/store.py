@@ -17,20 +17,20 @@ them.
                                       they are never trained on
 
 Invariants. (1) A trajectory is committed to at most one step, in the transaction that writes the
-step's record. (2) Only trajectories of the split `train` can be reserved. (3) Every call happens
-whole or not at all, and repeating one that has happened changes nothing, so a caller that got
-`DeadlineExceededError` or `StoreUnavailableError` may simply call again (`lease_task` then leaves a
-lease behind, to run out; on MongoDB `gc` and `clear` happen in pieces, and the second call does the
-rest). (4) What is read back equals what was written, except that log-probs are rounded to float32.
+step's record. (2) Only trajectories of the split `train` can be reserved. (3) Every call takes
+effect whole or not at all, and repeating a call changes nothing. So after `DeadlineExceededError`
+or `StoreUnavailableError` a caller may repeat its call. (`lease_task` then leaves a lease that
+expires. On MongoDB, `gc` and `clear` run in pieces, and the second call completes them.) (4) A
+record reads back as it was written, except that log-probs are rounded to float32.
 
-Only `rewind` deletes facts: it undoes steps whose weights a resume from an older checkpoint has
-lost. `clear` deletes all of them.
+Only `rewind` deletes facts: it undoes steps whose weights were lost by a resume from an older
+checkpoint. `clear` deletes all facts.
 
-Leases are timed by a clock that all holders share and that no one sets (clock.py). No lease has
-more time left than its own length, and no task waits for longer than RetryPolicy's longest delay,
-even if a clock jumps.
+All holders of leases share a clock that no process sets (clock.py). No lease has more time left
+than its own length, and no task waits longer than RetryPolicy's longest delay, even if a clock
+jumps.
 
-A store object belongs to one event loop; any number of processes may open the same store.
+A store object belongs to one event loop. Any number of processes may open the same store.
 """
 
 from __future__ import annotations
@@ -60,29 +60,30 @@ from agentevo.store.records import (
 from agentevo.types import Call, Task, Trajectory
 
 AWAY_S = 60.0
-"""How long a call waits, at most, for a database that can't be reached or for another process's
-lock, however long its work may take: a deadline is long where the work is."""
+"""The maximum time in seconds that a call waits for a database that can't be reached or for another
+process's lock. The call's deadline may be longer, because its work may take long."""
 NONE_DROPPED: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 class Store(Protocol):
     """The operations of every backend. All calls raise `StoreError` for refusals,
-    `StoreUnavailableError` (one of them) while the database can't be reached, and
-    `DeadlineExceededError` when it is too slow."""
+    `StoreUnavailableError` (a subclass) while the database can't be reached, and
+    `DeadlineExceededError` when the database is too slow."""
 
     async def close(self) -> None:
-        """Closes connections and files; the object can't be used afterwards."""
+        """Closes connections and files. The object can't be used afterwards."""
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exception: object) -> None: ...
 
     async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
-        """Queues tasks; returns how many are new. Where a known id has other content, none is.
+        """Queues tasks and returns the number of new ones. If a known id has other content, no task
+        is queued.
 
-        Without `queue` they are completed from the start, for a caller that makes the attempts
-        itself: no worker ever leases them. Known ones that are queued are completed too; known
-        ones in any other state stay there.
+        Without `queue`, tasks are completed from the start, for a caller that makes the attempts
+        itself. No worker ever leases them. Known tasks that are queued become completed too. Known
+        tasks in any other state keep it.
         """
 
     async def task(self, task_id: str) -> Task: ...
@@ -92,35 +93,38 @@ class Store(Protocol):
     def tasks(
         self, *, state: TaskState | None = None, after: str | None = None
     ) -> AsyncIterator[StoredTask]:
-        """Streams tasks in the order in which they were added, from behind task `after` on."""
+        """Streams tasks in the order in which they were added, starting behind task `after`."""
 
     async def lease_task(self, worker: str, *, lease_s: float) -> Lease | None:
-        """`lease_tasks` with a limit of one; None when there is none."""
+        """`lease_tasks` with a limit of one. None if no task is available."""
 
     async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]:
-        """Up to `limit` tasks: of lost leases first, then due retries, then the oldest queued."""
+        """Leases up to `limit` tasks: first those with lost leases, then due retries, then the
+        oldest queued tasks."""
 
     async def renew(self, lease: Lease, *, lease_s: float | None = None) -> Lease:
-        """The heartbeat: `lease_s` more seconds (by default as many as before) from now on. Refused
-        when the lease is lost."""
+        """The heartbeat: from now on, the lease lasts `lease_s` more seconds (by default as many as
+        before). Refused if the lease is lost."""
 
     async def complete_task(self, lease: Lease) -> None:
-        """Completes the task. Refused when it has been leased again since."""
+        """Completes the task. Refused if the task was leased again in the meantime."""
 
     async def fail_task(self, lease: Lease, error: str) -> None:
-        """The task failed, and trying again would not help. Refused when the task has been leased
-        again since."""
+        """Fails the task, because another try would not help. Refused if the task was leased again
+        in the meantime."""
 
     async def retry_task(self, lease: Lease, error: str) -> TaskState:
-        """The infrastructure failed: back to the queue after a delay, or set aside. Returns
-        "queued" or "poison". Refused as above."""
+        """Returns the task to the queue after a delay, or makes it poison, because the
+        infrastructure failed. Returns "queued" or "poison". Refused if the task was leased again in
+        the meantime."""
 
     async def return_task(self, lease: Lease) -> None:
-        """The worker stops: back to the queue at once, uncounted. Refused as above."""
+        """Returns the task to the queue at once and without counting a failure, because the worker
+        stops. Refused if the task was leased again in the meantime."""
 
     async def queue_again(self) -> int:
-        """poison, failed -> queued, after the cause was fixed; returns how many. Retries and
-        expiries are counted from 0 again, the history stays."""
+        """poison, failed -> queued, after the cause was fixed. Returns the number of tasks.
+        Failures and expiries count from 0 again, and the history stays."""
 
     async def write_trajectories(
         self,
@@ -130,16 +134,16 @@ class Store(Protocol):
         step: int,
         lease: Lease | None = None,
     ) -> int:
-        """Writes all or none; returns how many are new. `step` is the one that they were sampled
-        for.
+        """Writes all trajectories or none, and returns the number of new ones. `step` is the step
+        that they were sampled for.
 
-        A known id is a no-op when its content is the same (timings aside: `started_at`,
-        `duration_s`) and refused when it differs. With `lease` the task is completed in the same
-        transaction, and a holder that has lost the task writes nothing.
+        A known id with the same content (except the timings `started_at` and `duration_s`) changes
+        nothing. A known id with other content is refused. With `lease`, the same transaction
+        completes the task. A holder that has lost the lease writes nothing.
         """
 
     async def reserve(self, ids: Iterable[str], step: int) -> int:
-        """ready -> reserved(step), all or none; returns how many were newly reserved."""
+        """ready -> reserved(step), for all ids or none. Returns how many were newly reserved."""
 
     async def commit_step(
         self,
@@ -149,73 +153,74 @@ class Store(Protocol):
         ids: Iterable[str] | None = None,
         dropped: Mapping[str, Sequence[str]] = NONE_DROPPED,
     ) -> int:
-        """Records the step and turns every trajectory reserved for it to committed(step); returns
-        how many. In the same transaction it drops the trajectories that the step leaves out:
-        `dropped` is reason -> ids, see `drop`.
+        """Records the step and changes every trajectory reserved for it to committed(step). Returns
+        the number of trajectories. The same transaction drops the trajectories that the step leaves
+        out: `dropped` maps a reason to ids, see `drop`.
 
-        With `ids`, refused unless exactly those are reserved for the step. Committing again with
-        the same record is a no-op. A trainer that saves a checkpoint of the step puts its identity
-        into the same record, and so into the same transaction: `record["checkpoint"] = {"path":
-        ..., "sha256": ...}`, after the files are on disk. A checkpoint that no record names is
-        torn.
+        With `ids`, the call is refused unless exactly these ids are reserved for the step.
+        Repeating the call with the same record changes nothing. A trainer that saves a checkpoint
+        of the step writes the files first. Then it commits the checkpoint's identity in the same
+        record, and so in the same transaction: `record["checkpoint"] = {"path": ..., "sha256":
+        ...}`. A checkpoint that no record names is incomplete.
         """
 
     async def release(self, step: int | None = None) -> int:
-        """reserved(step) -> ready, after a crash; None releases every reservation. Returns how
-        many."""
+        """reserved(step) -> ready, after a crash. None releases every reservation. Returns the
+        number of trajectories."""
 
     async def drop(self, ids: Iterable[str], reason: str) -> int:
-        """ready or reserved -> dropped(reason); returns how many. Failed ones keep their own
-        reason; committed ones are refused."""
+        """ready or reserved -> dropped(reason). Returns the number of trajectories. Failed
+        trajectories keep their own reason, and committed ones are refused."""
 
     async def rewind(self, step: int, *, keep: bool = False) -> int:
-        """Back to the moment when `step` was committed, to resume from its checkpoint; returns how
-        many trajectories were deleted.
+        """Returns the store to the moment when `step` was committed, to resume from its checkpoint.
+        Returns the number of deleted trajectories.
 
-        Later steps and all trajectories sampled for them are deleted (their weights are lost, so
-        nothing could replay them); earlier trajectories that had gone into later steps are ready
-        again; tasks that are leased, or lost their only trajectories and had some to train on, are
-        queued again, and late writers refused.
+        Later steps and all trajectories sampled for them are deleted: their weights are lost, so
+        they could not be replayed. Earlier trajectories that were trained on in later steps become
+        ready again. Tasks are queued again if they are leased, or if they lost their only
+        trajectories and had some to train on. Late writers are refused.
 
-        With `keep` nothing is deleted and no lease taken away. Later steps lose their records and
-        what went into them, and what was dropped of the trajectories sampled for them is ready
-        again, unless `gc` has deleted its tokens. Returns how many became ready.
+        With `keep`, nothing is deleted and leases stay. Later steps lose their records and
+        trajectories. Dropped trajectories that were sampled for later steps become ready again,
+        unless `gc` has deleted their tokens. Returns the number of trajectories that became ready.
         """
 
     async def trajectory(self, trajectory_id: str) -> Trajectory: ...
 
     def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> AsyncIterator[StoredTrajectory]:
-        """Streams trajectories, without those written after the first one was asked for."""
+        """Streams trajectories, without those that are written after the first one is read."""
 
     async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]: ...
 
     async def written(self, seqs: range, *, limit: int) -> list[tuple[int, StoredTrajectory]]:
-        """At most `limit` of the trajectories whose numbers are in `seqs`, with these, in order.
-        Numbers grow as rows are written, from 1 on, may be left out, and are given again only after
-        a `rewind` or `clear`."""
+        """At most `limit` of the trajectories whose numbers are in `seqs`, as (number, trajectory)
+        in order. Numbers start at 1 and grow as rows are written. They may have gaps, and a number
+        is used again only after a `rewind` or `clear`."""
 
     async def written_summaries(
         self, seqs: range, *, limit: int
     ) -> list[tuple[int, TrajectorySummary]]: ...
 
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
-        """Ids of up to `limit` groups that can be trained on, those whose first ready member was
-        written first in front.
+        """Ids of up to `limit` groups that can be trained on, in the order of their first ready
+        members.
 
-        Such a group has at least `size` members, at least one of them ready, and none reserved or
-        committed: what failed, was cancelled or dropped counts as a member. Read it with
-        `trajectories(group_id=...)`; once none of its members is ready it is not listed again.
+        Such a group has at least `size` members. At least one is ready, and none is reserved or
+        committed. Failed, cancelled and dropped attempts count as members. Read the group with
+        `trajectories(group_id=...)`. When none of its members is ready, it is no longer listed.
         """
 
     async def outstanding(self, split: Split) -> int:
-        """Tasks on their way: queued or leased, and those with a trajectory of `split` that is
-        ready or reserved. The cost grows with the answer and not with the store."""
+        """The number of outstanding tasks: those that are queued or leased, and those with a
+        trajectory of `split` that is ready or reserved. The cost grows with the answer and not with
+        the store."""
 
     async def steps(
         self, *, after: int | None = None, limit: int | None = None
     ) -> list[StepRecord]:
-        """Committed steps in order of their number, those above `after` or all, at most `limit`.
-        The cost grows with the answer only."""
+        """Committed steps in the order of their numbers, at most `limit`. With `after`, only those
+        with larger numbers. The cost grows only with the answer."""
 
     async def last_step(self) -> StepRecord | None: ...
 
@@ -224,11 +229,12 @@ class Store(Protocol):
         `steps`."""
 
     async def write_calls(self, calls: Iterable[Call]) -> None:
-        """Writes calls that have begun, or writes them again once they have ended. Those that have
-        not ended count as running for LOST_S seconds (calls.py)."""
+        """Writes calls that have started, or writes them again after they have ended. Calls without
+        an end count as running for LOST_S seconds (calls.py)."""
 
     async def renew_calls(self, recorder: str) -> None:
-        """Marks the unended calls of this recorder as running for LOST_S seconds more."""
+        """Marks the calls of this recorder that have not ended as running for LOST_S more
+        seconds."""
 
     def calls(self, **filters: Unpack[CallFilter]) -> AsyncIterator[StoredCall]:
         """Streams calls, as `trajectories` streams trajectories."""
@@ -246,31 +252,32 @@ class Store(Protocol):
         steps: Iterable[StepRecord] = (),
         calls: Iterable[Call] = (),
     ) -> int:
-        """Imports rows with their places in the ledger, in this order; returns how many are new.
-        Content is compared as on writing, and known calls stay as they are.
+        """Imports rows with their places in the ledger, in this order. Returns the number of new
+        rows. Content is compared as in a write, and known calls stay unchanged.
 
-        Leases are not imported: a leased task is queued here, and a running call is lost.
+        Leases are not imported: a leased task is queued, and a running call is lost.
         """
 
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
-        """Tidies up: `leases` that ran out longer ago than the grace are queued again, `orphans`
-        (tokens without a trajectory) deleted, and so are the `calls` of attempts that began longer
-        ago than the grace and never became a trajectory.
+        """Cleans the store. Tasks whose `leases` expired longer ago than the grace period are
+        queued again. `orphans` (tokens without a trajectory) are deleted. So are the `calls` of
+        attempts that started longer ago than the grace period and never became a trajectory.
 
-        With `dropped` the turns of dropped trajectories are deleted too (`tokens`), and their
-        calls, but for those that a resumed trainer may ask for: that were sampled for a step after
-        the last committed one, or while another attempt at their task is ready or reserved. Then
-        the space is given back to the disk (`bytes`: how much less). Returns these numbers.
+        With `dropped`, the turns of dropped trajectories (`tokens`) and their calls are deleted
+        too. Those that a resumed trainer may read stay: they were sampled for a step after the last
+        committed one, or another attempt at their task is ready or reserved. Then the disk gets the
+        space back (`bytes`: how much). Returns these numbers.
         """
 
     async def clear(self) -> int:
-        """Deletes all calls, tasks, trajectories and steps, for a run that replaces another;
-        returns how many of the last three. No other process may use the store: a worker with an old
-        lease could not be distinguished from one of the new run."""
+        """Deletes all calls, tasks, trajectories and steps, for a run that replaces another.
+        Returns how many tasks, trajectories and steps were deleted. No other process may use the
+        store: a worker with an old lease could not be distinguished from a worker of the new
+        run."""
 
 
 class StoreOpener(Protocol):
-    """Opens a store of one kind; registered under the scheme of its URL."""
+    """Opens a store of one kind. Registered under the scheme of its URL."""
 
     async def __call__(
         self,
@@ -293,8 +300,8 @@ SCHEMES = {
     "mongodb": "mongodb",
     "mongodb+srv": "mongodb",
 }
-"""Scheme of a URL -> the module of this package that registers its opener, imported when it is
-asked for."""
+"""Maps a URL's scheme to the module of this package that registers its opener. The module is
+imported when it is needed."""
 
 
 async def open_store(
@@ -306,13 +313,13 @@ async def open_store(
     clock: Clock | None = None,
     read_only: bool = False,
 ) -> Store:
-    """Opens the store at `url`, made on the spot unless `create` is false: `sqlite:///PATH`,
-    `postgresql://USER@HOST/DATABASE?schema=NAME` or `mongodb://HOST/DATABASE`.
+    """Opens the store at `url`: `sqlite:///PATH`, `postgresql://USER@HOST/DATABASE?schema=NAME` or
+    `mongodb://HOST/DATABASE`. Creates the store if needed, unless `create` is false.
 
-    `${env:NAME}` in the URL is an environment variable's value. `timeout_s` is the deadline of each
-    call on it, this one included; it waits for an unavailable database for at most AWAY_S. `clock`
-    replaces the store's own, for tests. `read_only` needs no write permission: nothing is created
-    or changed, an older schema is refused, and so is every call that writes.
+    `${env:NAME}` in the URL is replaced by the environment variable. `timeout_s` is the deadline of
+    each call on the store, this one included. A call waits for an unavailable database for at most
+    AWAY_S seconds. `clock` replaces the store's own clock, for tests. `read_only` needs no write
+    permission and creates or changes nothing. An older schema and calls that write are refused.
     """
     address = with_environment(url)
     scheme, separator, _ = address.partition("://")

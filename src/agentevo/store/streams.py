@@ -1,4 +1,4 @@
-"""Reads many rows a page at a time, on any backend that can read one page."""
+"""Reads many rows page by page, on any backend that can read a page."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from agentevo.store.records import (
 from agentevo.types import Task, Trajectory
 
 PAGE = 64
-"""Rows read with one query while streaming."""
+"""The number of rows that a query reads while streaming."""
 CALL_PAGE = 500
 CHUNK = 500
-"""Ids in one IN list: below every database's limit on bound parameters."""
+"""The number of ids in an IN list, below every database's limit on bound parameters."""
 
 T = TypeVar("T")
 
@@ -43,11 +43,11 @@ async def whole_groups(
     size: int,
     limit: int,
 ) -> list[str]:
-    """`Store.ready_groups`, by a walk over ready rows until enough groups are complete: the cost
+    """`Store.ready_groups`, by a walk over ready rows until enough groups are complete. The cost
     depends on the answer, not on the table.
 
-    `page(after, length)` gives (seq, group id) of ready trajectories in the order of seq,
-    `members(groups)` (group id, state) of each one.
+    `page(after, length)` returns (seq, group id) of ready trajectories in the order of seq.
+    `members(groups)` returns (group id, state) of each member.
     """
     ready: list[str] = []
     states: dict[str, list[str]] = {}
@@ -90,7 +90,7 @@ class Streaming(ABC):
         limit: int,
         newest_first: bool,
     ) -> list[tuple[int, StoredTrajectory]]:
-        """At most `limit` matching (seq, trajectory), with seq in `seqs` unless None."""
+        """At most `limit` matching (seq, trajectory), with seq in `seqs` unless that is None."""
 
     @abstractmethod
     async def written_summaries(
@@ -116,11 +116,11 @@ class Streaming(ABC):
         limit: int,
         newest_first: bool,
     ) -> list[tuple[int, StoredCall]]:
-        """At most `limit` matching (seq, call), with seq in `seqs` unless None."""
+        """At most `limit` matching (seq, call), with seq in `seqs` unless that is None."""
 
     @abstractmethod
     async def _numbered_task(self, task_id: str) -> tuple[int, StoredTask]:
-        """(seq, task)."""
+        """The task as (seq, task)."""
 
     @abstractmethod
     async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]: ...
@@ -202,8 +202,8 @@ async def _pages(
     limit: int | None,
     newest_first: bool,
 ) -> AsyncIterator[T]:
-    """At most `limit` rows in the order of seq, a page at a time. Rows that are written after the
-    first page was read are not among them."""
+    """At most `limit` rows in the order of seq, page by page. Rows that are written after the first
+    page was read are left out."""
     remaining = limit
     seqs: range | None = None
     while remaining != 0 and (seqs is None or seqs):

@@ -1,15 +1,15 @@
-"""The tables, shared by the SQL backends. `SCHEMA_VERSION` grows with each change; `migrations.py`
-says how to come from the one before.
+"""The tables, shared by the SQL backends. `SCHEMA_VERSION` grows with each change, and
+`migrations.py` has the steps between versions.
 
 `seq` is the order of writing. `tokens.data` is a trajectory's turns (blobs.py). `metrics`,
-`record`, `task` and `history` are JSON text; `metrics` holds the reward's parts too, as
-`reward_parts/NAME`. Times of leases are on the store's steady clock (clock.py), all others Unix
-times. `not_before` is 0 for a task that waits for nothing, and never NULL, so that an index can
-distinguish those and keep their order.
+`record`, `task` and `history` are JSON text. `metrics` includes the parts of the reward as
+`reward_parts/NAME`. Times of leases are on the store's steady clock (clock.py). All other times are
+Unix times. `not_before` is 0 for a task that does not wait. It is never NULL, so an index can
+distinguish such tasks and keep their order.
 
-A call names its trajectory and refers to no row: it is written before the trajectory is.
-`calls.seen_at` is when, on the steady clock, its recorder last said that it is running; NULL once
-it has ended.
+A call names its trajectory without a foreign key, because it is written before the trajectory.
+`calls.seen_at` is the time on the steady clock when its recorder last reported the call as running.
+It is NULL after the call has ended.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ SCHEMA_VERSION = 3
 metadata = MetaData()
 
 BIG = BigInteger().with_variant(Integer(), "sqlite")
-"""64 bits: SQLite's own integers are, and only they count as a primary key there."""
+"""64 bits. SQLite's own integers have 64 bits, and only they count as a primary key there."""
 
 
 class ExactText(TypeDecorator[str]):
-    """Text that may hold NUL, which tools print and PostgreSQL refuses: there alone, a backslash is
-    doubled and NUL is backslash and 0."""
+    """Text that may contain NUL, which tools print and PostgreSQL refuses. On PostgreSQL alone, a
+    backslash is doubled, and NUL becomes backslash and 0."""
 
     impl = Text
     cache_ok = True
@@ -125,7 +125,7 @@ trajectories = Table(
     Index("trajectories_by_state", "state", "seq"),
     Index(
         "trajectories_by_place", "state", "split", "seq", "num_turns"
-    ),  # counts, and the walk over ready rows
+    ),  # for counts, and for the walk over ready rows
     Index("trajectories_by_status", "status", "seq"),
     Index("trajectories_by_task", "task_id", "seq"),
     Index("trajectories_by_group", "group_id", "seq"),

@@ -1,11 +1,12 @@
 """The place of a call in a trace, and the header `traceparent` of W3C's Trace Context
-(https://www.w3.org/TR/trace-context/) that identifies it to other programs, in any language.
+(https://www.w3.org/TR/trace-context/). The header identifies the place to other programs, in any
+language.
 
     trace id = 16 bytes of BLAKE2b(run, attempt)        span id = 8 bytes of BLAKE2b(call id)
 
 So every process of a run that takes part in an attempt uses the same trace without communication.
-Whether an attempt is traced at all follows from its trace id, as OpenTelemetry's sampler
-TraceIdRatioBased decides it.
+The trace id alone decides whether an attempt is traced, by the rule of OpenTelemetry's sampler
+TraceIdRatioBased.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ if TYPE_CHECKING:
 
 _LOW_64 = 2**64 - 1
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-LONGEST = 512
-"""Characters of a header that is read."""
+MAX_HEADER_CHARS = 512
+"""The maximum number of characters of a header that is read."""
 
 
 class AttemptTrace(NamedTuple):
-    """The trace of one attempt. One that is not sampled has no spans, and programs are informed of
-    that."""
+    """The trace of an attempt. A trace that is not sampled has no spans, and the header informs
+    other programs about it."""
 
     trace_id: int
     is_sampled: bool
 
 
 class TracePlace(NamedTuple):
-    """One span in a trace."""
+    """A span in a trace."""
 
     trace_id: int
     span_id: int
@@ -49,26 +50,26 @@ class TracePlace(NamedTuple):
 
 
 def trace_of(run: str, attempt: str, share: float) -> AttemptTrace:
-    """The trace of an attempt, where `share` of all attempts are traced."""
+    """The trace of an attempt. `share` is the share of all attempts that are traced."""
     trace_id = _id(f"{run}\n{attempt}", 16)
     return AttemptTrace(trace_id, trace_id & _LOW_64 < round(share * 2**64))
 
 
 def span_of(call_id: str) -> int:
-    """The id of the span that a recorded call is."""
+    """The span id of a recorded call."""
     return _id(call_id, 8)
 
 
 def _id(text: str, size: int) -> int:
-    """Never 0, which no id may be."""
+    """An id from a text. It is never 0, because 0 is not a valid id."""
     digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=size).digest()
     return int.from_bytes(digest, "big") or 1
 
 
 def read_traceparent(text: str) -> TracePlace | None:
-    """The place that a header names. None for a header that is not of this form: the standard
-    treats an invalid header like a missing one."""
-    match = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= LONGEST else None
+    """The place that a header names. None for a header of another form: the standard treats an
+    invalid header like a missing one."""
+    match = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= MAX_HEADER_CHARS else None
     if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
         return None
     trace_id, span_id, flags = (int(match[number], 16) for number in (2, 3, 4))
@@ -76,7 +77,7 @@ def read_traceparent(text: str) -> TracePlace | None:
 
 
 class Tracing(Protocol):
-    """Makes spans of the calls that are recorded (tracing/tracer.py)."""
+    """Makes spans of recorded calls (tracing/tracer.py)."""
 
     @property
     def contents(self) -> bool:
@@ -85,43 +86,43 @@ class Tracing(Protocol):
 
     @property
     def token2text(self) -> bool:
-        """Whether they have the texts of tokens."""
+        """Whether spans contain the texts of tokens."""
         ...
 
     def trace_of(self, trajectory_id: str) -> AttemptTrace: ...
 
     def end_span(self, call: RunningCall) -> None:
-        """A call of a sampled trace has ended. Takes no time, and never fails."""
+        """Makes a span of a call that has ended, if its trace is sampled. Takes no time, and never
+        fails."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedMessage:
-    """The messages of the call of a model, for its span. The store has them in the trajectory."""
+    """The messages of a model's call, for its span. The store has them in the trajectory."""
 
     messages: Sequence[Message] = ()
     answers: Sequence[Message] = ()
     tools: str = ""
-    """Their JSON schemas."""
+    """The JSON schemas of the tools."""
     finish_reasons: Sequence[str] = ()
     temperature: float | None = None
     texts: Callable[[], tuple[str, list[str]]] | None = None
-    """Decodes the tokens of the prompt and of each answer; called by the thread that makes
-    spans."""
+    """Decodes the tokens of the prompt and of each answer. The thread that makes spans calls it."""
 
 
 @dataclass(eq=False)
 class Asker:
-    """A program for which a call is made: the place in a trace that its request named, and the
-    resulting call."""
+    """A program for which a call is made: the place in a trace that its request named, and the call
+    that resulted."""
 
     place: TracePlace | None
     outer: RunningCall | None
-    """The current call at the request's arrival."""
+    """The current call when the request arrived."""
     call: RunningCall | None = None
 
     @property
     def answer(self) -> str | None:
-        """The header of its answer: the place of the call."""
+        """The header of the answer: the place of the call."""
         place = None if self.call is None else self.call.place
         return None if place is None else place.header

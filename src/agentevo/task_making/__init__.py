@@ -1,2 +1,2 @@
-"""Makes tasks from a tool server's schemas and answers, or from documents. Start with
+"""Makes tasks from a tool server's schemas and results, or from documents. Start with
 `making.py`."""

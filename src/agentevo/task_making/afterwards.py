@@ -1,5 +1,5 @@
-"""The remaining tasks of a run with a curriculum: the retired ones, and those that it solves
-sometimes. The next tasks are made from them."""
+"""The tasks that a run with a curriculum leaves: the retired tasks, and the tasks that it solves
+only sometimes. The next tasks are made from both."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from agentevo.task_making.scenario import CONTENT, PARENT
 from agentevo.tools.state_checks import SOLVED_BY_CALLS
 
 
-class QuestionsLeft(NamedTuple):
+class RemainingQuestions(NamedTuple):
     """The questions about documents that a run leaves."""
 
     solved: list[dict[str, Any]]
-    """The retired rows."""
+    """The rows of retired tasks."""
     unsolved: list[dict[str, Any]]
     asked_questions: set[str]
-    """All rows that it trained on or holds out."""
+    """The questions of all rows, trained on or held out."""
 
 
-def questions_left(run: Path) -> QuestionsLeft:
-    """The questions that a run leaves. Raises ConfigError like `left_by`."""
-    solved, unsolved = left_by(run, (PASSAGE, CONTENT))
+def remaining_questions(run: Path) -> RemainingQuestions:
+    """The questions that a run leaves. Raises ConfigError like `remaining_rows`."""
+    solved, unsolved = remaining_rows(run, (PASSAGE, CONTENT))
     held_out = made_rows(run_config(run).tasks.eval, (PASSAGE, CONTENT))
     asked_questions = {str(row["query"]) for row in [*solved, *unsolved, *held_out]}
-    return QuestionsLeft(solved, unsolved, asked_questions)
+    return RemainingQuestions(solved, unsolved, asked_questions)
 
 
-def left_by(
+def remaining_rows(
     run: Path, keys: Iterable[str] = (SOLVED_BY_CALLS, CONTENT)
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of the run's retired tasks, and of its other tasks, which no longer wait for a
-    retired parent. `keys`: the keys of every generated row. Raises ConfigError for a run without a
-    curriculum, and for tasks that were not generated."""
+    """The rows of the run's retired tasks, and those of its other tasks, which no longer wait for a
+    retired parent. `keys`: the keys that every generated row has. Raises ConfigError for a run
+    without a curriculum, and for tasks that were not generated."""
     config = run_config(check_run_folder(run))
     if config.tasks.curriculum is None:
         raise ConfigError(f"{run} was trained without tasks.curriculum, so it has no retired tasks")
@@ -54,7 +54,7 @@ def left_by(
     return (
         [rows[name] for name in rows if name in retired],
         [
-            free(row) if row.get(PARENT) in retired else row
+            without_parent(row) if row.get(PARENT) in retired else row
             for name, row in rows.items()
             if name not in retired
         ],
@@ -67,6 +67,7 @@ def retired_ids(curriculum: TaskCurriculum) -> set[str]:
     return {task.id for task, is_retired in zip(curriculum.tasks, state, strict=True) if is_retired}
 
 
-def free(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row without its reference to a parent, so that it waits for none."""
+def without_parent(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without the reference to its parent, so that the task does not wait for the
+    parent."""
     return {key: value for key, value in row.items() if key != PARENT}

@@ -1,4 +1,5 @@
-"""Real calls of the server that tasks are made for, in the same kind of session as an attempt's."""
+"""Real calls of the server that tasks are made for. A session is of the same kind as an
+attempt's."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from agentevo.tools.state_checks import StateCheck
 from agentevo.tools.toolbox import UNANSWERED, AttemptTools, Toolbox
 from agentevo.types import Task
 
-REFUSED = ("num_wrong_arguments",)
-_SAYS_ERROR = re.compile(r"\s*(?:[a-z]+ )?error\b\s*:", re.IGNORECASE)
-"""The start of results by which some servers report an error."""
+REFUSAL_FACTS = ("num_wrong_arguments",)
+_ERROR_PREFIX = re.compile(r"\s*(?:[a-z]+ )?error\b\s*:", re.IGNORECASE)
+"""The start of a result with which some servers report an error."""
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,25 +28,26 @@ class CallResult(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     is_error: bool = False
     is_refused: bool = False
-    """The tool does not take these arguments."""
+    """Whether the tool refused the arguments."""
     is_lost: bool = False
-    """There was no answer."""
+    """Whether the server sent no result."""
 
 
 class ToolWorld:
     """Opens sessions at the server."""
 
     def __init__(self, sections: Sequence[ToolSection]) -> None:
-        """Raises ConfigError for tools that can't be made."""
+        """Raises ConfigError if the tools can't be created."""
         self._toolbox = Toolbox(sections)
 
     def open(self, world: int, seed: int = 0) -> AbstractAsyncContextManager[AttemptTools]:
-        """A session like that of an attempt at a task of that world, with its own seed."""
+        """Opens a session like that of an attempt at a task in that world, with the seed of this
+        session."""
         task = Task(id=f"making-{world}", metadata={"world": world})
         return self._toolbox.open(task, seed=seed)
 
     async def close(self) -> None:
-        """Ends everything that the sessions share."""
+        """Closes everything that the sessions share."""
         await self._toolbox.close()
 
 
@@ -60,7 +62,7 @@ async def call_tool(tools: AttemptTools, tool: str, arguments: Mapping[str, Any]
         tool=tool,
         arguments=dict(arguments),
         text=result.text,
-        is_error=result.is_error or bool(_SAYS_ERROR.match(result.text)),
-        is_refused=bool(rose.intersection(REFUSED)),
+        is_error=result.is_error or bool(_ERROR_PREFIX.match(result.text)),
+        is_refused=bool(rose.intersection(REFUSAL_FACTS)),
         is_lost=bool(rose.intersection(UNANSWERED)),
     )

@@ -1,9 +1,9 @@
-"""Detects a tool that answers SQL with a query for a number, and then reads its tables, columns,
-keys and values, which questions are made from (questions.py).
+"""Detects a tool that accepts SQL by a query for a number. Then reads the tables, columns, keys and
+values from which questions are made (questions.py).
 
 Servers show rows in many forms (JSON, Python's, lines, Markdown), and some return an error as a
-result. So the queries return marked values in hexadecimal digits, which can be read from any form.
-The SQL is SQLite's; other databases do not answer it and are ignored.
+result. So the queries return hexadecimal digits between marks, which can be read in any form. The
+SQL is SQLite's. Other databases do not answer it and are ignored.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from agentevo.tools.toolbox import AttemptTools
 
 MAX_TABLES = 20
 MAX_COLUMNS = 30
-"""Of a table."""
+"""The maximum number of columns of a table."""
 MAX_VALUES = 30
-"""Of a column: what conditions name."""
-LONGEST_VALUE = 40
+"""The maximum number of values of a column. Conditions use these values."""
+MAX_VALUE_CHARS = 40
 MAX_CONDITIONS = 2
-LINKED = 0.3
-"""How often a condition is on the row that a foreign key refers to, if there is one."""
+LINK_PROBABILITY = 0.3
+"""The probability that a condition applies to the row that a foreign key refers to, if there is a
+foreign key."""
 _NAMES = re.compile(r"sql|query|statement", re.IGNORECASE)
-_MARKED = re.compile(r"made:((?:[0-9A-Fa-f]{2})*):made")
+_MARKED_VALUE = re.compile(r"made:((?:[0-9A-Fa-f]{2})*):made")
 _MAKES_A_TABLE = {
     sqlite3.SQLITE_CREATE_TABLE,
     sqlite3.SQLITE_CREATE_INDEX,
@@ -55,7 +56,7 @@ _NUMBERS = ("INT", "REAL", "FLOA", "DOUB", "NUM", "DEC")
 
 
 class TableColumn(NamedTuple):
-    """Of a table."""
+    """A column of a table."""
 
     name: str
     is_number: bool
@@ -65,7 +66,7 @@ class TableColumn(NamedTuple):
 
 
 class DatabaseTable(NamedTuple):
-    """Of a database."""
+    """A table of a database."""
 
     name: str
     columns: tuple[TableColumn, ...]
@@ -73,14 +74,14 @@ class DatabaseTable(NamedTuple):
 
 
 class SurveyedDatabase(NamedTuple):
-    """The database of a tool that answers SQL."""
+    """The database behind a tool that accepts SQL."""
 
     parameter: str
-    """The tool's parameter for the SQL."""
+    """The tool's parameter with the SQL."""
     tables: tuple[DatabaseTable, ...]
 
     def draw(self, draw: random.Random, before: DatabaseQuestion | None = None) -> DatabaseQuestion:
-        """A question; `before`: a question to extend with further conditions."""
+        """A random question. `before`: a question to extend with further conditions."""
         if before is not None:
             table = next((each for each in self.tables if each.name == before.table), None)
             if table is None:  # the question was for another database
@@ -137,10 +138,10 @@ def _with_conditions(
     primary = {column.name for column in table.columns if column.is_key} - foreign
     for _ in range(number - len(conditions)):
         if any(condition.column in primary and condition.link is None for condition in conditions):
-            break  # one row is identified
+            break  # a single row is identified
 
-        link = draw.choice(links) if links and draw.random() < LINKED else None
-        # Keys are only used for single values: their sums have no meaning.
+        link = draw.choice(links) if links and draw.random() < LINK_PROBABILITY else None
+        # A condition on a key is only an equality, because a range of keys has no meaning.
         takes_key = question.what == "value" and not question.most and not conditions
         fit = [
             column
@@ -169,7 +170,7 @@ def _with_conditions(
 async def find_database(
     tools: AttemptTools, name: str, schema: Mapping[str, Any]
 ) -> tuple[SurveyedDatabase, CallResult] | None:
-    """The database of a tool, with a call that it answered; None if the tool does not answer
+    """The database of a tool, with a call that returned a result. None if the tool does not accept
     SQL."""
     needed = schema.get("required") or ()
     parameters = [parameter for parameter in properties(schema) if _NAMES.search(parameter)]
@@ -187,7 +188,7 @@ async def find_database(
     names = f"SELECT json_group_array(name) FROM (SELECT name {listed} LIMIT {MAX_TABLES})"
     tables = []
     for each in filter(lambda value: isinstance(value, str), _read(await ask(names))):
-        # One by one, since a result has at most the section's max_result_chars.
+        # Each table has its own query, since a result has at most the section's max_result_chars.
         table = _table(await ask(f"SELECT sql {listed} AND name = {literal(each)}"))
         if table is None:
             continue
@@ -207,17 +208,18 @@ async def find_database(
 async def _with_values(
     ask: Callable[[str], Awaitable[str | None]], table: str, columns: Sequence[TableColumn]
 ) -> tuple[TableColumn, ...]:
-    """The columns of a table with some of their values, read by one query. If that fails (a result
-    that is too long, or a column that can't be read), two queries read half of the columns each."""
-    drawn = []
+    """The columns of a table with some of their values. A single query reads them all. If it fails
+    (the result is too long, or a column can't be read), two queries read half of the columns
+    each."""
+    expressions = []
     for column in columns:
         name = quote_identifier(column.name)
-        is_value = f"{name} IS NOT NULL AND {name} <> '' AND length({name}) <= {LONGEST_VALUE}"
+        is_value = f"{name} IS NOT NULL AND {name} <> '' AND length({name}) <= {MAX_VALUE_CHARS}"
         values = f"SELECT DISTINCT {name} AS one FROM {quote_identifier(table)} WHERE {is_value}"
         values += f" ORDER BY 1 LIMIT {MAX_VALUES}"
-        drawn.append(f"json((SELECT json_group_array(one) FROM ({values})))")
+        expressions.append(f"json((SELECT json_group_array(one) FROM ({values})))")
 
-    columns_values = _read(await ask(f"json_array({', '.join(drawn)})"))
+    columns_values = _read(await ask(f"json_array({', '.join(expressions)})"))
     if len(columns_values) == len(columns):
         return tuple(
             column._replace(
@@ -239,7 +241,7 @@ async def _with_values(
 async def answer_of(
     tools: AttemptTools, tool: str, parameter: str, question: DatabaseQuestion
 ) -> str | None:
-    """The answer to a question, as SQLite writes it; None if there is none, or if several rows
+    """The answer to a question, as SQLite writes it. None if there is no answer, or if several rows
     match."""
     meant = question.meant_sql
     if meant is not None and await _value(tools, tool, parameter, meant) != "1":
@@ -248,16 +250,16 @@ async def answer_of(
 
 
 async def _value(tools: AttemptTools, tool: str, parameter: str, sql: str) -> str | None:
-    """The value of an expression, or of a statement with one value; empty for NULL, None if the
-    result is not an answer."""
-    got = await call_tool(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
-    match = _MARKED.search(got.text)
+    """The value of an expression, or of a statement with a single value. Empty for NULL, None if
+    the result contains no value."""
+    result = await call_tool(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
+    match = _MARKED_VALUE.search(result.text)
     return bytes.fromhex(match[1]).decode("utf-8", "replace") if match else None
 
 
 def _mark(expression: str) -> str:
-    """The expression's text as hexadecimal digits between marks that are not in the SQL itself;
-    nothing for NULL."""
+    """The expression's text as hexadecimal digits between marks that the SQL itself does not
+    contain. NULL gives NULL."""
     return f"'made' || ':' || hex(CAST({expression} AS TEXT)) || ':' || 'made'"
 
 
@@ -270,12 +272,12 @@ def _read(text: str | None) -> Sequence[Any]:
 
 
 def _table(sql: Any) -> DatabaseTable | None:
-    """A table from its CREATE statement, which SQLite parses."""
+    """The table that a CREATE statement defines. SQLite parses the statement."""
     if not isinstance(sql, str):
         return None
 
     with closing(sqlite3.connect(":memory:")) as connection:
-        connection.set_authorizer(_only_a_table)
+        connection.set_authorizer(_allow_only_tables)
         try:
             connection.execute(sql)
             connection.set_authorizer(None)
@@ -310,5 +312,5 @@ def _table(sql: Any) -> DatabaseTable | None:
     )
 
 
-def _only_a_table(action: int, *_: Any) -> int:
+def _allow_only_tables(action: int, *_: Any) -> int:
     return sqlite3.SQLITE_OK if action in _MAKES_A_TABLE else sqlite3.SQLITE_DENY

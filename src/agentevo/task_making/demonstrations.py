@@ -1,9 +1,9 @@
-"""Conversations that solve generated tasks, for `agentevo sft`. They use the recorded calls and
-results of the task's making; for tasks from documents, a search for words of the question, with the
-agent's tool and corpus.
+"""Conversations that solve generated tasks, for `agentevo sft`. They use the calls and results that
+were recorded when the task was made. For a task from documents, they search for words of the
+question with the agent's tool and corpus.
 
-A task whose passage is not in the search results is left out: a model should not learn to answer
-without having read the passage.
+A task is left out if its passage is not in the search results, because a model should not learn to
+answer without having read the passage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from agentevo.config.tools import ToolSection
 from agentevo.task_making.calls import ToolWorld, call_tool
-from agentevo.task_making.documents import what_to_look_for
+from agentevo.task_making.documents import search_query
 from agentevo.task_making.scenario import ScenarioStep, steps_of
 from agentevo.tools.corpus import Passage
 from agentevo.tools.state_checks import SOLVED_BY_CALLS
@@ -29,8 +29,8 @@ SEARCH = "search"
 def demonstration(
     row: Mapping[str, Any], specs: Sequence[Mapping[str, Any]], system: str = ""
 ) -> dict[str, Any]:
-    """The conversation of one task. `specs`: the tools in OpenAI's form; `system`: the agent's
-    system message."""
+    """The conversation that solves a task. `specs`: the tools in OpenAI's form. `system`: the
+    agent's system message."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": row["query"]})
     for number, step in enumerate(steps_of(row)):
@@ -57,8 +57,8 @@ async def show_lookups(
     system: str = "",
 ) -> tuple[list[dict[str, Any]], int]:
     """`count` conversations about random `rows`, and the number of rows whose passage the search
-    does not find. `sections`: the tool `search`; `system`: the agent's system message. Raises
-    ConfigError for a tool that can't be made."""
+    does not return. `sections`: the configuration of the tool `search`. `system`: the agent's
+    system message. Raises ConfigError if the tool can't be created."""
     if not count:
         return [], 0
 
@@ -69,7 +69,7 @@ async def show_lookups(
         async with world.open(0) as tools:
             specs = list(tools.schemas)
             for row in rows:
-                query = what_to_look_for(str(row["query"]))
+                query = search_query(str(row["query"]))
                 answered = await call_tool(tools, SEARCH, {"query": query})
                 if texts[row["passage"]] in " ".join(answered.text.split()):
                     step = ScenarioStep(

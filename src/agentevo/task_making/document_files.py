@@ -1,9 +1,9 @@
-"""Reads documents as passages: plain texts, corpora and folders of them.
+"""Reads documents as passages: plain texts, corpora and folders of both.
 
-A plain text is cut at the ends of paragraphs and sentences; a corpus (.jsonl) has its own passages.
-A folder is read with its subfolders, except hidden ones (.git) and linked ones. Files without the
-ending of a text are left out and reported. Texts that can't be read are errors, all reported
-together.
+The reader splits a plain text at the ends of paragraphs and sentences. A corpus (.jsonl) has its
+own passages. The files of a folder include those of its subfolders, except hidden ones (.git) and
+symbolic links. Files without the ending of a text are left out and reported. Texts that can't be
+read are errors, which are reported together.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from agentevo.tools.corpus import Passage, read_corpus
 CORPUS_ENDING = ".jsonl"
 ENDINGS = (".txt", ".text", ".md", ".markdown", ".rst", ".org", ".adoc", CORPUS_ENDING)
 """The endings of the files that are read from a folder."""
-LONGEST_PASSAGE = 1_200
+MAX_PASSAGE_CHARS = 1_200
 """The maximum number of characters of a passage of a plain text."""
 MAX_BYTES = 32_000_000
 """The maximum size of one plain text."""
-MOST_BYTES = 512_000_000
+MAX_TOTAL_BYTES = 512_000_000
 """The maximum size of all files together."""
-MOST_FILES = 20_000
-SHOWN = 5
+MAX_FILES = 20_000
+MAX_SHOWN = 5
 """The number of problems, or endings, that a message names."""
 SENTENCE = re.compile(
     r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])|\n\s*\n"
@@ -49,20 +49,20 @@ class Documents:
     digests: dict[str, str]
     """The sha256 of every file that was read, by its path."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """The reason why files of a folder were not read -> their number."""
+    """Maps the reason why files of a folder were not read to their number."""
 
     def note(self) -> str:
-        """A description of the files that were left out; empty if all were read."""
+        """A description of the files that were left out. Empty if all were read."""
         if not self.left_out:
             return ""
-        why = ", ".join(f"{many} {what}" for what, many in list(self.left_out.items())[:SHOWN])
-        num_hidden = len(self.left_out) - SHOWN
+        why = ", ".join(f"{many} {what}" for what, many in list(self.left_out.items())[:MAX_SHOWN])
+        num_hidden = len(self.left_out) - MAX_SHOWN
         return f"left out: {why}{f' and {num_hidden} further kinds' if num_hidden > 0 else ''}"
 
 
 def is_document(word: str) -> bool:
-    """Whether a command-line argument is a document: a folder, or the name of a text. A program's
-    name is not, even if a folder has that name."""
+    """Whether a command-line argument is a document: a folder, or the name of a text. The name of a
+    program is not a document, even if a folder has the same name."""
     if not word or "://" in word or name_problem(word) or ("/" not in word and shutil.which(word)):
         return False
     path = Path(word).expanduser()
@@ -85,7 +85,7 @@ def read_documents(sources: Sequence[Path]) -> Documents:
             problems.append(f"{str(path)!a}: its name is not UTF-8: rename it")
 
     if not files:
-        problems.append(_nothing_in(sources, left_out))
+        problems.append(_no_text_message(sources, left_out))
 
     _check_sizes(files, problems)
     for path, name in files.items() if not problems else ():
@@ -104,24 +104,24 @@ def read_documents(sources: Sequence[Path]) -> Documents:
         passages += found_passages
 
     if not (passages or problems):
-        problems.append(_nothing_in(sources, left_out))
+        problems.append(_no_text_message(sources, left_out))
 
     twice = [name for name, many in Counter(passage.id for passage in passages).items() if many > 1]
     if twice and not problems:
         problems.append(f"two passages have the id {twice[0]!r}: give each a different id")
 
     if problems:
-        num_hidden = len(problems) - SHOWN
+        num_hidden = len(problems) - MAX_SHOWN
         rest = [f"and {num_hidden} more that can't be read"] if num_hidden > 0 else []
-        raise ConfigError("\n".join([*problems[:SHOWN], *rest]))
+        raise ConfigError("\n".join([*problems[:MAX_SHOWN], *rest]))
 
     return Documents(passages, digests, dict(left_out.most_common()))
 
 
 def _name_files(sources: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
-    """The files with the names in passages: the path within the folder, after the folder's name if
-    another file has the same path. A file that is given twice, also by another path, counts
-    once."""
+    """Maps each file to the name that its passages have: the path within the folder. If another
+    file has the same path, the folder's name comes first. A file counts once, even if it is named
+    twice or by several paths."""
     files = dict[Path, str]()
     seen_paths = set[Path]()
     for source in sources:
@@ -146,7 +146,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def digest_of(path: Path) -> str:
-    """sha256 of a file's content. Raises ConfigError."""
+    """The sha256 of a file's content. Raises ConfigError if the file can't be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -155,7 +155,7 @@ def digest_of(path: Path) -> str:
 
 
 def changed_files(digests: dict[str, str]) -> list[str]:
-    """The files that have changed since they were read, or are gone."""
+    """The files that were changed or deleted since they were read."""
     changed = []
     for path, digest in digests.items():
         try:
@@ -168,10 +168,10 @@ def changed_files(digests: dict[str, str]) -> list[str]:
     return changed
 
 
-def _nothing_in(sources: Sequence[Path], left_out: Counter[str]) -> str:
+def _no_text_message(sources: Sequence[Path], left_out: Counter[str]) -> str:
     where = ", ".join(map(str, sources)) or "documents"
     other_kinds = (
-        f" (it has {', '.join(f'{many} {what}' for what, many in left_out.most_common(SHOWN))})"
+        f" (it has {', '.join(f'{many} {what}' for what, many in left_out.most_common(MAX_SHOWN))})"
     )
     return (
         f"{where}: there is no text in it{other_kinds if left_out else ''}: give files that end in "
@@ -181,8 +181,8 @@ def _nothing_in(sources: Sequence[Path], left_out: Counter[str]) -> str:
 
 
 def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
-    """The texts of a folder with their relative names, in order. Raises ConfigError for a folder
-    that can't be read, and for more than MOST_FILES."""
+    """The texts of a folder with their relative names, in order. Raises ConfigError if the folder
+    can't be read or has more than MAX_FILES texts."""
 
     def unreadable(error: OSError) -> None:
         raise ConfigError(f"{error.filename}: can't be read: {error.strerror}") from error
@@ -197,9 +197,9 @@ def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
                 continue
 
             texts[path] = path.relative_to(folder).as_posix()
-            if len(texts) > MOST_FILES:
+            if len(texts) > MAX_FILES:
                 raise ConfigError(
-                    f"{folder}: has more than {MOST_FILES:,} texts: give a part of them, or one "
+                    f"{folder}: has more than {MAX_FILES:,} texts: give a part of them, or one "
                     f"corpus ({CORPUS_ENDING}) with a line for each passage"
                 )
 
@@ -207,7 +207,7 @@ def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
 
 
 def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
-    """Checks the sizes before any file is read; appends to `problems`."""
+    """Checks the sizes before any file is read, and appends to `problems`."""
     num_bytes = 0
     for path in files:
         try:
@@ -223,15 +223,16 @@ def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
                 f"it, or make a corpus ({CORPUS_ENDING}) of it, with a line for each passage"
             )
 
-    if num_bytes > MOST_BYTES and not problems:
+    if num_bytes > MAX_TOTAL_BYTES and not problems:
         problems.append(
-            f"the documents have {num_bytes:,} bytes together, and the limit is {MOST_BYTES:,}: "
+            f"the documents have {num_bytes:,} bytes together, and the limit is "
+            f"{MAX_TOTAL_BYTES:,}: "
             "give a part of them"
         )
 
 
 def _passages_of(path: Path, name: str) -> Iterator[Passage]:
-    """Raises ConfigError."""
+    """The passages of a file. Raises ConfigError if it can't be read."""
     if path.suffix.lower() == CORPUS_ENDING:
         yield from read_corpus(str(path))
         return
@@ -240,7 +241,7 @@ def _passages_of(path: Path, name: str) -> Iterator[Passage]:
 
 
 def _text_of(path: Path) -> str:
-    """Raises ConfigError."""
+    """The text of a file. Raises ConfigError if it can't be read as text."""
     text = read_text(path, at_most=MAX_BYTES).removeprefix("\ufeff")
     if "\0" in text:
         raise ConfigError(
@@ -250,15 +251,15 @@ def _text_of(path: Path) -> str:
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """The passages of a text: short paragraphs are joined up to the limit; longer ones are cut at
-    the ends of sentences, or anywhere if there is none."""
+    """The passages of a text. Short paragraphs are joined up to the limit. Longer ones are split at
+    the ends of sentences, or anywhere if there is no such end."""
     paragraphs = filter(None, (paragraph.strip() for paragraph in re.split(r"\n\s*\n", text)))
     pieces = (
         piece
         for paragraph in paragraphs
         for piece in (
             [paragraph]
-            if len(paragraph) <= LONGEST_PASSAGE
+            if len(paragraph) <= MAX_PASSAGE_CHARS
             else _pack_neighbours(_sentences(paragraph), " ")
         )
     )
@@ -267,15 +268,15 @@ def parts_of(text: str) -> Iterator[str]:
 
 def _sentences(paragraph: str) -> Iterator[str]:
     for sentence in SENTENCE.split(paragraph):
-        for first in range(0, len(sentence), LONGEST_PASSAGE):
-            yield sentence[first : first + LONGEST_PASSAGE]
+        for first in range(0, len(sentence), MAX_PASSAGE_CHARS):
+            yield sentence[first : first + MAX_PASSAGE_CHARS]
 
 
 def _pack_neighbours(pieces: Iterable[str], joint: str) -> Iterator[str]:
     """Joins neighbouring pieces up to the limit."""
     packed = ""
     for piece in pieces:
-        if packed and len(packed) + len(joint) + len(piece) > LONGEST_PASSAGE:
+        if packed and len(packed) + len(joint) + len(piece) > MAX_PASSAGE_CHARS:
             yield packed
             packed = ""
         packed = f"{packed}{joint}{piece}" if packed else piece

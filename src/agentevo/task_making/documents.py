@@ -1,14 +1,14 @@
-"""Tasks from documents: the answer to a question is a literal part of a passage, so it can be
+"""Tasks from documents. The answer to a question is a literal part of a passage, so it can be
 checked.
 
-Without a model the question is a sentence with a gap in place of a number, a name of several
-words, or a title between 《》 that occurs once in that sentence. A model writes its own questions
-instead; a question is accepted if its answer is in the passage, is short, and is not in the
+Without a model, the question is a sentence with a gap. The gap replaces a number, a name of
+several words, or a title between 《》 that occurs once in that sentence. A model writes questions
+of its own. A question is accepted if its answer is in the passage, is short, and is not in the
 question.
 
-All tasks of a passage are on one side of the split, which depends only on the passage's text, and a
-sentence in passages of both sides gives no question. So no sentence in training answers a held-out
-task, in any round. All random choices are from the seed.
+All tasks of a passage are on the same side of the split, which depends only on the passage's text.
+A sentence that is in passages of both sides gives no question. So no sentence in training answers a
+held-out task, in any round. All random choices come from the seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from agentevo.data.asked import asked_key
+from agentevo.data.asked import question_key
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.models.answer_form import AnswerForm
 from agentevo.remote_models.model import RemoteModel
@@ -34,14 +34,14 @@ from agentevo.task_making.scenario import CONTENT, is_held_out
 from agentevo.tools.corpus import Passage
 from agentevo.tools.unspaced import WORD_LETTER, contains_words, num_words
 
-LONGEST_ANSWER = 120
-LONGEST_QUESTION = 1_000
-WORDS = (6, 50)
-"""The maximum length of a sentence with a gap."""
-AT_ONCE = 8
+MAX_ANSWER_CHARS = 120
+MAX_QUESTION_CHARS = 1_000
+GAP_SENTENCE_WORDS = (6, 50)
+"""The fewest and most words of a sentence with a gap."""
+CONCURRENCY = 8
 GAP = "____"
 PASSAGE = "passage"
-"""Key of a made task's metadata: the passage with its answer."""
+"""The key in a task's metadata with the passage that contains the answer."""
 _NUMBER = re.compile(
     rf"(?<!{WORD_LETTER})(?<![.,])(?:\d[\d,.]*\d(?!{WORD_LETTER})|\d(?!{WORD_LETTER})(?![.,]))"
 )
@@ -50,12 +50,12 @@ _TITLE = re.compile("(?<=《)[^《》]{2,30}(?=》)|(?<=『)[^『』]{2,30}(?=�
 """A name between marks in East Asian texts."""
 _MARKS = "?\uff1f\u061f"
 _TOO_FEW = "too few sentences with a number, a name of several words or a title between 《》"
-_BEGINS = {
+_QUESTION_WORDS = {
     "en": "(What|Who|When|Where|Which|How many|How long|How) ",
     "de": "(Was|Wer|Wann|Wo|Welche|Wie viele|Wie) ",
 }
-"""The question words that constrain a local model."""
-_GAPPED = (
+"""The words that the questions of a local model must start with."""
+_GAP_QUESTION = (
     "A sentence of the documents has a gap: “{sentence}” What stands there in place of {gap}? Say "
     "it, and nothing else."
 )
@@ -69,18 +69,18 @@ nothing else: {{"questions": [{{"answer": "...", "question": "..."}}]}}"""
 
 
 class ReadDocuments(msgspec.Struct, kw_only=True):
-    """The made tasks."""
+    """The tasks that were made from documents."""
 
     train: list[dict[str, Any]] = []
-    """The rows of the files of tasks."""
+    """The rows of the task file."""
     held_out: list[dict[str, Any]] = []
     reasons: dict[str, int] = {}
-    """The reason why a model's questions were rejected -> their number."""
+    """Maps the reason why a model's questions were rejected to their number."""
     asked_questions: set[str] = set()
-    """Every question so far."""
+    """All questions that exist now."""
 
 
-def tasks_from(
+def tasks_from_gaps(
     passages: Sequence[Passage],
     *,
     train: int,
@@ -90,7 +90,7 @@ def tasks_from(
     earlier_questions: Iterable[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> ReadDocuments:
-    """Makes tasks of sentences with gaps. `earlier_questions` are not repeated."""
+    """Makes tasks from sentences with gaps. Questions in `earlier_questions` are not made again."""
     tasks = ReadDocuments(asked_questions=set(earlier_questions))
     order = _shuffle(passages, seed)
     on_both = _on_both_sides(passages)
@@ -100,9 +100,9 @@ def tasks_from(
 
         draw = random.Random(f"gaps-{seed}-{passage.id}")
         gaps = [
-            (_GAPPED.format(sentence=gapped, gap=GAP), answer)
+            (_GAP_QUESTION.format(sentence=gapped, gap=GAP), answer)
             for sentence, gapped, answer in _gaps(passage.text)
-            if asked_key(sentence) not in on_both
+            if question_key(sentence) not in on_both
         ]
         gaps = [gap for gap in gaps if gap[0] not in tasks.asked_questions]
         for question, answer in draw.sample(gaps, min(per_passage, len(gaps))):
@@ -113,7 +113,7 @@ def tasks_from(
     return tasks
 
 
-async def asked_from(
+async def tasks_from_model(
     passages: Sequence[Passage],
     model: RemoteModel,
     *,
@@ -125,7 +125,7 @@ async def asked_from(
     earlier_questions: Iterable[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> ReadDocuments:
-    """Makes tasks of a model's questions. Raises AgentEvoError if the model answers nothing."""
+    """Makes tasks from a model's questions. Raises AgentEvoError if the model never replies."""
     documents = ReadDocuments(asked_questions=set(earlier_questions))
     reasons = Counter[str]()
     on_both = _on_both_sides(passages)
@@ -157,13 +157,13 @@ async def asked_from(
 
         return [pair for pair in listed[:per_passage] if isinstance(pair, dict)]
 
-    for first in range(0, len(order), AT_ONCE):
+    for first in range(0, len(order), CONCURRENCY):
         if len(documents.train) >= train and len(documents.held_out) >= held_out:
             break
 
         batch = [
             passage
-            for passage in order[first : first + AT_ONCE]
+            for passage in order[first : first + CONCURRENCY]
             if _is_wanted(documents, passage, train, held_out)
         ]
         answers = await asyncio.gather(
@@ -190,7 +190,7 @@ def _without_problems(
     on_both: Container[bytes],
     reasons: Counter[str],
 ) -> Iterator[tuple[str, str]]:
-    """The accepted questions about a passage, with their answers; counts the reasons for
+    """The accepted questions about a passage, with their answers. Counts the reasons for
     rejections."""
     pairs = [(_text_of(pair, "question"), _text_of(pair, "answer")) for pair in question_pairs]
     for question, answer in pairs:
@@ -210,10 +210,10 @@ def _text_of(pair: Mapping[str, Any], key: str) -> str:
 
 
 def _problem(question: str, answer: str, passage: Passage, on_both: Container[bytes]) -> str:
-    """Why a question is rejected; empty if it is accepted."""
+    """The reason why a question is rejected. Empty if it is accepted."""
     if not question or not answer:
         return "a question or an answer is missing"
-    if len(question) > LONGEST_QUESTION or len(answer) > LONGEST_ANSWER:
+    if len(question) > MAX_QUESTION_CHARS or len(answer) > MAX_ANSWER_CHARS:
         return "a question or an answer is too long"
     if not contains_words(answer, passage.contents):
         return "an answer does not stand in the passage"
@@ -223,7 +223,7 @@ def _problem(question: str, answer: str, passage: Passage, on_both: Container[by
         return "a question holds its answer"
 
     matches = [sentence for sentence in _sentences(passage) if contains_words(answer, sentence)]
-    if matches and all(asked_key(sentence) in on_both for sentence in matches):
+    if matches and all(question_key(sentence) in on_both for sentence in matches):
         return "its sentence stands on both sides of the split"
 
     return ""
@@ -278,17 +278,17 @@ def check_made(documents: ReadDocuments, held_out: int) -> None:
 
 
 def _on_both_sides(passages: Sequence[Passage]) -> set[bytes]:
-    """Digests of sentences in both training and held-out passages."""
+    """Digests of the sentences that are both in training and in held-out passages."""
     sides: tuple[set[bytes], set[bytes]] = (set(), set())
     for passage in passages:
         side = sides[is_held_out(_content(passage))]
-        keys = map(asked_key, _sentences(passage))
+        keys = map(question_key, _sentences(passage))
         side.update(key for key in keys if key is not None)
     return sides[0] & sides[1]
 
 
 def _sentences(passage: Passage) -> list[str]:
-    """The sentences of its text, and the title as a separate one."""
+    """The sentences of the passage's text, and its title as a separate sentence."""
     return [*filter(None, [passage.title]), *SENTENCE.split(passage.text)]
 
 
@@ -299,10 +299,13 @@ def _shuffle(passages: Sequence[Passage], seed: int) -> list[Passage]:
 
 
 def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
-    """(sentence, the sentence with a gap, the text of the gap)."""
+    """The gaps of a text, as (sentence, the sentence with a gap, the text of the gap)."""
     for raw in SENTENCE.split(text):
         sentence = " ".join(raw.split())
-        if not WORDS[0] <= num_words(sentence) <= WORDS[1] or GAP in sentence:
+        if (
+            not GAP_SENTENCE_WORDS[0] <= num_words(sentence) <= GAP_SENTENCE_WORDS[1]
+            or GAP in sentence
+        ):
             continue
 
         matches = (pattern.finditer(sentence) for pattern in (_NUMBER, _NAME, _TITLE))
@@ -314,8 +317,8 @@ def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
                 yield sentence, f"{before}{GAP}{after}", answer
 
 
-def what_to_look_for(question: str) -> str:
-    """The search query for a question; for a sentence with a gap, its longer part."""
+def search_query(question: str) -> str:
+    """The search query for a question. For a sentence with a gap, its longer part."""
     if GAP not in question:
         return question
     sentence = question.partition("“")[2].rpartition("”")[0]
@@ -323,13 +326,13 @@ def what_to_look_for(question: str) -> str:
 
 
 def _form(passage: Passage, count: int, language: str) -> AnswerForm:
-    """The form that constrains a local model, since small models don't keep to a form: the JSON,
-    with a number or a name of the passage as each answer, if there are any, and a question with the
-    start and end of one."""
+    """The form that constrains a local model, because small models don't keep to a form on their
+    own. It requires the JSON. If the passage has numbers or names, each answer is one of them, and
+    the question has a fixed start and end."""
     spans = sorted({answer for *_, answer in _gaps(passage.text)})
-    text = {"type": "string", "minLength": 1, "maxLength": LONGEST_ANSWER}
+    text = {"type": "string", "minLength": 1, "maxLength": MAX_ANSWER_CHARS}
     answer = {"enum": spans} if spans else text
-    begins = _BEGINS.get(language, "")
+    begins = _QUESTION_WORDS.get(language, "")
     question = {"type": "string", "pattern": f"^{begins}[^{_MARKS}]{{8,160}}[{_MARKS}]$"}
     pair = _object({"answer": answer, "question": question})
     listed = {"type": "array", "items": pair, "minItems": 1, "maxItems": count}
@@ -347,7 +350,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 def _messages(passage: Passage, count: int, language: str) -> list[dict[str, str]]:
     mark = hashlib.sha256(passage.contents.encode("utf-8", "replace")).hexdigest()[:12]
-    rules = _RULES.format(count=count, language=language, longest=LONGEST_ANSWER, mark=mark)
+    rules = _RULES.format(count=count, language=language, longest=MAX_ANSWER_CHARS, mark=mark)
     return [
         {"role": "system", "content": rules},
         {"role": "user", "content": f"<<<{mark}\n{passage.contents}\n{mark}>>>"},

@@ -7,7 +7,7 @@
     documents.jsonl             the documents that these were read from, with their sha256
     made.json                   the account; written last
 
-The folder appears complete. An existing folder is never extended: it is refused.
+The folder appears complete or not at all. An existing folder is refused, never extended.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ACCOUNT = "made.json"
 
 
 def check_new(folder: Path) -> None:
-    """Raises ConfigError for a folder that holds something."""
+    """Raises ConfigError for a folder that is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already: give another --out, or delete it")
+        raise ConfigError(f"{folder} exists already: give another --out, or delete it")
 
 
 def write_made(
@@ -48,7 +48,7 @@ def write_made(
     documents: Sequence[dict[str, Any]] = (),
     account: Mapping[str, Any],
 ) -> None:
-    """Writes all of it, or nothing."""
+    """Writes the whole folder, or nothing."""
     check_new(folder)
     files = {
         TRAIN: train,
@@ -71,11 +71,11 @@ def write_made(
 def made_rows(
     sources: Iterable[str], keys: Iterable[str] = (SOLVED_BY_CALLS, CONTENT)
 ) -> list[dict[str, Any]]:
-    """Rows of generated files, with these keys. Raises ConfigError for any other row."""
+    """The rows of generated files that have these keys. Raises ConfigError for any other row."""
     rows = []
     for source in sources:
         for row in read_rows(source):
             if not isinstance(row.value, dict) or {*keys} - row.value.keys():
-                raise ConfigError(f"{row.where}: this is no task of `agentevo data make`")
+                raise ConfigError(f"{row.where}: `agentevo data make` did not make this task")
             rows.append(row.value)
     return rows

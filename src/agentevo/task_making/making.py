@@ -1,11 +1,11 @@
-"""Makes tasks for a tool server from the server alone: real calls explore its tools (survey.py),
-random call sequences are run (walks.py), their final state or the value that they find is recorded
-as the truth (grounding.py), and a text asks the agent to reach it (wording.py).
+"""Makes tasks for a tool server from the server alone. Real calls explore its tools (survey.py).
+Random call sequences run on the server (walks.py). Their final state, or the value that they find,
+becomes the truth (grounding.py). A text asks the agent to reach it (wording.py).
 
-All random choices are from the seed: the same server, seed and counts give the same tasks. Walks
-run in rounds of AT_ONCE, each in its own session; the preferred tools of a round depend on the
-rounds before it. A task's content alone decides whether it is held out (scenario.py), so no content
-is ever both trained on and held out, also with later tasks.
+All random choices come from the seed, so the same server, seed and counts give the same tasks.
+Walks run in rounds of CONCURRENCY, each walk in its own session. The tools that a round prefers
+depend on earlier rounds. Only a task's content decides whether the task is held out (scenario.py).
+So no content is both trained on and held out, even in later sets of tasks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from agentevo.config.tools import ToolSection
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.task_making.calls import CallResult, ToolWorld, call_tool
 from agentevo.task_making.grounding import UngroundedError, ground_scenario
-from agentevo.task_making.scenario import HARDEST, Scenario, ScenarioStep, is_held_out, steps_of
+from agentevo.task_making.scenario import (
+    MAX_DIFFICULTY,
+    Scenario,
+    ScenarioStep,
+    is_held_out,
+    steps_of,
+)
 from agentevo.task_making.survey import Survey, survey
-from agentevo.task_making.walks import MAX_CALLS, Coverage, asked_further, prune_steps, walk
+from agentevo.task_making.walks import MAX_CALLS, Coverage, extend_question, prune_steps, walk
 from agentevo.task_making.wording import (
     LANGUAGES,
     PERSONAS,
@@ -34,19 +40,19 @@ from agentevo.task_making.wording import (
     word_scenario,
 )
 
-AT_ONCE = 8
+CONCURRENCY = 8
 MAX_MISSES = 400
 """The number of walks in a row without a new task, after which the search ends."""
-LONGEST_QUERY = 4000
-"""The maximum number of characters of a task: descriptions can have any length."""
-MOST_ALIKE = 0.4
-"""Share of the tasks that have one difficulty, as long as others are found: beyond it one is taken
-after MAX_MISSES / 2 unsuccessful walks, the next one after half as many, and so on, so that looking
-for others costs MAX_MISSES walks altogether."""
+MAX_QUERY_CHARS = 4000
+"""The maximum number of characters of a task. Descriptions can have any length."""
+MAX_DIFFICULTY_SHARE = 0.4
+"""The share of the tasks that may have the same difficulty while others are found. Beyond it, one
+more task of that difficulty is accepted after MAX_MISSES / 2 unsuccessful walks, the next one after
+half as many, and so on. So the search for other difficulties costs MAX_MISSES walks altogether."""
 SAME_ANSWER = 4
 SAME_SHARE = 0.03
-"""The maximum number of tasks with the same last call and answer, or this share of all wanted
-tasks: with more, an agent could guess the answer."""
+"""The maximum number of tasks with the same last call and answer is SAME_ANSWER, or SAME_SHARE of
+all wanted tasks. With more, an agent could guess the answer."""
 
 
 class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,28 +62,28 @@ class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
     held_out: int = 50
     seed: int = 0
     worlds: int = 1
-    """The number of worlds; each task's `world` has its world's number. 1 for a server with only
-    one."""
+    """The number of worlds. Each task's `world` is the number of its world. 1 for a server with a
+    single world."""
     max_calls: int = MAX_CALLS
     languages: tuple[str, ...] = ("en",)
     personas: tuple[str, ...] = ("",)
-    """The persona that asks; "" is no particular one."""
+    """The personas that ask. "" is no particular persona."""
     kinds: tuple[str, ...] = ("state", "answer")
     min_difficulty: int = 1
-    max_difficulty: int = HARDEST
+    max_difficulty: int = MAX_DIFFICULTY
     values: Mapping[str, Sequence[Any]] = {}
-    """Parameter -> values that the user names."""
+    """Maps a parameter to the values that the user names."""
 
 
 class MadeTasks(msgspec.Struct, kw_only=True):
-    """The made tasks."""
+    """The tasks that were made for a server."""
 
     train: list[dict[str, Any]] = []
-    """The rows of the files of tasks."""
+    """The rows of the task file."""
     held_out: list[dict[str, Any]] = []
     survey: Survey
     reasons: dict[str, int] = {}
-    """The reason why walks gave no task -> their number."""
+    """Maps the reason why walks gave no task to their number."""
 
     @property
     def account(self) -> dict[str, Any]:
@@ -91,7 +97,7 @@ class MadeTasks(msgspec.Struct, kw_only=True):
             "difficulty": dict(sorted(Counter(row["difficulty"] for row in rows).items())),
             "tools": {name: tools[name] for name in self.survey.schemas},
             "pairs": sorted(f"{first} -> {then}" for first, then in pairs),
-            "silent": self.survey.silent,
+            "silent": self.survey.unresponsive,
             "changing": sorted(self.survey.changing),
             "reasons": self.reasons,
         }
@@ -109,10 +115,10 @@ def check_wanted(request: WantedTasks) -> None:
             names = ", ".join(filter(None, allowed))
             raise ConfigError(f"{what} {unknown or 'nothing'}: there are {names}")
 
-    if not 1 <= request.min_difficulty <= request.max_difficulty <= HARDEST:
+    if not 1 <= request.min_difficulty <= request.max_difficulty <= MAX_DIFFICULTY:
         raise ConfigError(
             f"--difficulty: {request.min_difficulty} to {request.max_difficulty}: give 1 to "
-            f"{HARDEST}"
+            f"{MAX_DIFFICULTY}"
         )
 
 
@@ -125,16 +131,18 @@ async def make_tasks(
     on_note: Callable[[str], None] = lambda line: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> MadeTasks:
-    """The tasks. `taken`: contents that are not made again; `harder_than`: rows of generated tasks,
-    one of which every new task extends by further calls. Raises ToolUnavailableError if the server
-    can't be reached, ConfigError if none of its tools answers, and AgentEvoError if no task can be
-    made."""
+    """Makes the tasks. `taken`: contents that are not made again. `harder_than`: rows of generated
+    tasks. Every new task extends one of these tasks by further calls. Raises ToolUnavailableError
+    if the server can't be reached, ConfigError if none of its tools returns a result, and
+    AgentEvoError if no task can be made."""
     check_wanted(request)
     world = ToolWorld(sections)
     try:
         surveyed = await survey(world, request.values, seed=request.seed)
-        for name, why in surveyed.silent.items():
-            on_note(f"no task needs {name}: it refuses or fails what its schema allows ({why})")
+        for name, why in surveyed.unresponsive.items():
+            on_note(
+                f"no task needs {name}: it refuses calls that its schema allows, or fails ({why})"
+            )
         return await _Maker(world, surveyed, request, taken, harder_than, progress).make()
     finally:
         await world.close()
@@ -153,15 +161,15 @@ class _Maker:
         progress: Callable[[int], None],
     ) -> None:
         self._world = world
-        self._known = surveyed
-        self._wanted = request
+        self._survey = surveyed
+        self._request = request
         self._progress = progress
         self._reasons = Counter[str]()
-        self._used = Coverage()
-        self._taken = set(taken)
+        self._coverage = Coverage()
+        self._taken_contents = set(taken)
         self._queries = set[str]()
         self._made = MadeTasks(survey=surveyed)
-        self._graded = Counter[int]()
+        self._num_by_difficulty = Counter[int]()
         self._misses = 0
         self._patience = MAX_MISSES // 2
         self._parents = parents
@@ -169,21 +177,21 @@ class _Maker:
     async def make(self) -> MadeTasks:
         """See make_tasks."""
         tasks = self._made
-        request = self._wanted
+        request = self._request
         number = 0
         while self._misses < MAX_MISSES and (
             len(tasks.train) < request.train or len(tasks.held_out) < request.held_out
         ):
-            numbers = range(number, number + AT_ONCE)
-            number += AT_ONCE
+            numbers = range(number, number + CONCURRENCY)
+            number += CONCURRENCY
 
             walked = await asyncio.gather(*map(self._walk, numbers))
             for (scenario, results), draw in zip(walked, map(self._draw, numbers), strict=True):
-                for got in results:
-                    self._known.learn(got)
+                for result in results:
+                    self._survey.learn(result)
                 is_kept = scenario is not None and self._keep(scenario, draw)
                 if results and not is_kept:
-                    self._used.fruitless[results[-1].tool] += 1
+                    self._coverage.fruitless[results[-1].tool] += 1
                 self._misses = 0 if is_kept else self._misses + 1
 
             self._progress(len(tasks.train) + len(tasks.held_out))
@@ -192,20 +200,20 @@ class _Maker:
         if not tasks.train or (request.held_out and not tasks.held_out):
             why = "; ".join(f"{reason}: {count}" for reason, count in self._reasons.most_common(5))
             raise AgentEvoError(
-                f"nothing that the server can be asked could be made a task ({why or 'no walk'}): "
+                f"no call of the server could become a task ({why or 'no walk'}): "
                 "give values of its parameters by --value, or other tools by --include"
             )
 
         return tasks
 
     def _draw(self, number: int, purpose: str = "words") -> random.Random:
-        return random.Random(f"{purpose}-{self._wanted.seed}-{number}")
+        return random.Random(f"{purpose}-{self._request.seed}-{number}")
 
     async def _walk(self, number: int) -> tuple[Scenario | None, list[CallResult]]:
-        """One walk of a round: its scenario, and the results of its calls. It uses only knowledge
-        of earlier rounds, so concurrent walks do not affect each other."""
+        """A walk of a round: its scenario, and the results of its calls. It uses only knowledge
+        from earlier rounds, so concurrent walks do not affect each other."""
         draw = self._draw(number, "walk")
-        request = self._wanted
+        request = self._request
 
         parent = ""
         world = draw.randrange(request.worlds)
@@ -224,9 +232,11 @@ class _Maker:
                 await call_tool(tools, step.tool, step.arguments)
             is_question = bool(start) and start[-1].question is not None
             if is_question:
-                walked, results = await asked_further(tools, self._known, start, draw)
+                walked, results = await extend_question(tools, self._survey, start, draw)
             else:
-                walked, results = await walk(tools, self._known, self._used, draw, num_calls, start)
+                walked, results = await walk(
+                    tools, self._survey, self._coverage, draw, num_calls, start
+                )
 
         steps = prune_steps(walked) if walked else []
         if not steps or (len(steps) <= len(start) and not is_question):
@@ -239,26 +249,26 @@ class _Maker:
         self, steps: list[ScenarioStep], world: int, parent: str, draw: random.Random
     ) -> Scenario | None:
         planned = Scenario(steps=steps, world=world)
-        takes_open = "open" in self._wanted.kinds
-        if planned.kind not in self._wanted.kinds and not takes_open:
+        takes_open = "open" in self._request.kinds
+        if planned.kind not in self._request.kinds and not takes_open:
             self._reasons["of a kind that is not wanted"] += 1
             return None
 
-        least = self._wanted.min_difficulty
-        most = self._wanted.max_difficulty
+        least = self._request.min_difficulty
+        most = self._request.max_difficulty
         if not least <= planned.difficulty <= most:
             self._reasons["of a difficulty that is not wanted"] += 1
             return None
 
         is_known = planned.kind == "state" or steps[-1].question is not None
-        reason = self._superfluous(planned) if is_known else self._too_many_alike(planned)
-        if reason:  # what others have an answer of is not asked for
+        reason = self._why_not_needed(planned) if is_known else self._too_many_alike(planned)
+        if reason:  # makes no calls for a scenario that is not needed
             self._reasons[reason] += 1
             return None
 
         try:
-            grounded = await ground_scenario(self._world, self._known, steps, world, draw)
-            if grounded.kind not in self._wanted.kinds:
+            grounded = await ground_scenario(self._world, self._survey, steps, world, draw)
+            if grounded.kind not in self._request.kinds:
                 self._reasons["of a kind that is not wanted"] += 1
                 return None
             return msgspec.structs.replace(grounded, parent=parent)
@@ -269,37 +279,38 @@ class _Maker:
             return None
 
     def _keep(self, scenario: Scenario, draw: random.Random) -> bool:
-        """Whether it becomes a task."""
-        request = self._wanted
+        """Adds the scenario to the tasks if it is acceptable, and returns whether it did."""
+        request = self._request
         language = draw.choice(request.languages)
         persona = draw.choice(request.personas)
         query = word_scenario(
-            scenario, self._known.descriptions, language=language, persona=persona
+            scenario, self._survey.descriptions, language=language, persona=persona
         )
-        reason = self._superfluous(scenario) or self._problem(scenario, query)
+        reason = self._why_not_needed(scenario) or self._problem(scenario, query)
         if reason:
             self._reasons[reason] += 1
             return False
 
-        self._taken.add(scenario.content)
+        self._taken_contents.add(scenario.content)
         self._queries.add(query)
-        self._used.add([step.tool for step in scenario.steps], scenario.answer)
+        self._coverage.add([step.tool for step in scenario.steps], scenario.answer)
 
         if self._is_common(scenario.difficulty):
             self._patience //= 2
 
-        self._graded[scenario.difficulty] += 1
+        self._num_by_difficulty[scenario.difficulty] += 1
         rows = self._made.held_out if is_held_out(scenario.content) else self._made.train
         rows.append(scenario.row(query, language=language, persona=persona, worlds=request.worlds))
         return True
 
-    def _superfluous(self, scenario: Scenario) -> str:
-        """Why the scenario is not needed, independent of its results; empty if it is needed."""
+    def _why_not_needed(self, scenario: Scenario) -> str:
+        """The reason why the scenario is not needed, independent of its results. Empty if it is
+        needed."""
         tasks = self._made
-        request = self._wanted
+        request = self._request
 
         content = scenario.content
-        if content in self._taken:
+        if content in self._taken_contents:
             return "there already"
 
         is_apart = is_held_out(content)
@@ -316,9 +327,9 @@ class _Maker:
     def _problem(self, scenario: Scenario, query: str) -> str:
         if query in self._queries:
             return "there already"
-        if len(query) > LONGEST_QUERY:
+        if len(query) > MAX_QUERY_CHARS:
             return "its words are too long"
-        if named_tools(query, self._known.names):
+        if named_tools(query, self._survey.names):
             return "its words name a tool"
         if values_left_out(query, scenario):
             return "its words leave out what has to be told"
@@ -326,9 +337,9 @@ class _Maker:
             return "its words say what is to be found"
 
         last = scenario.steps[-1].tool
-        num_wanted = self._wanted.train + self._wanted.held_out
+        num_wanted = self._request.train + self._request.held_out
         most = max(SAME_ANSWER, SAME_SHARE * num_wanted)
-        if scenario.answer is not None and self._used.answers[last, scenario.answer] >= most:
+        if scenario.answer is not None and self._coverage.answers[last, scenario.answer] >= most:
             return "too many have the same answer"
 
         return ""
@@ -338,5 +349,5 @@ class _Maker:
         return self._is_common(difficulty) and self._misses < self._patience
 
     def _is_common(self, difficulty: int) -> bool:
-        most = MOST_ALIKE * (self._wanted.train + self._wanted.held_out)
-        return self._graded[difficulty] >= most
+        most = MAX_DIFFICULTY_SHARE * (self._request.train + self._request.held_out)
+        return self._num_by_difficulty[difficulty] >= most

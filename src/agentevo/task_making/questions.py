@@ -1,7 +1,8 @@
 """Questions to a database in SQL and in words: counts, sums, averages, extremes and single values
-of the rows that meet conditions, also conditions on the row of a foreign key.
+of the rows that meet conditions. A condition can apply to the row that a foreign key refers to.
 
-A question is data, from which its SQL and its words are made. A harder one has further conditions.
+A question is data, from which its SQL and its words are made. A harder question has further
+conditions.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _SIGNS = {"=": "", ">": "over ", "<": "under "}
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A foreign key."""
+    """A foreign key of a table."""
 
     column: str
     table: str
-    """The table with the row that it refers to."""
+    """The table that the key refers to."""
     key: str
     """The column of that table."""
 
@@ -66,22 +67,22 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
     table: str
     what: What = "count"
     column: str = ""
-    """The column whose value, sum, average or extreme is asked for. Empty for a count."""
+    """The column whose value, sum, average or extreme the question asks for. Empty for a count."""
     conditions: tuple[QueryCondition, ...] = ()
     most: str = ""
-    """With `value`: the question is about the row with the largest value in this column."""
+    """For `value`: the question is about the row with the largest value in this column."""
 
     @property
     def sql(self) -> str:
-        """One SELECT statement that gives one value."""
+        """A SELECT statement that returns a single value."""
         selection = _FUNCTIONS.get(self.what, "count(*)").format(quote_identifier(self.column))
         last = f" ORDER BY {quote_identifier(self.most)} DESC LIMIT 1" if self.most else ""
         return f"SELECT {selection} {self._rows}{last}"
 
     @property
     def meant_sql(self) -> str | None:
-        """With `value`: a SELECT statement that counts the rows that the question can mean. None
-        for other questions, which mean all rows that meet the conditions."""
+        """For `value`: a SELECT statement that counts the rows that the question can mean. None for
+        other questions, which mean all rows that meet the conditions."""
         if self.what != "value":
             return None
         if not self.most:
@@ -110,15 +111,15 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
         return f"{doing} with {' and '.join(condition_words)}" if condition_words else doing
 
     @property
-    def told_values(self) -> dict[str, Any]:
-        """The values that the words have to name."""
+    def required_values(self) -> dict[str, Any]:
+        """The values that the words must contain."""
         return {
             f"{condition.column} {condition.sign}": condition.value for condition in self.conditions
         }
 
     @property
     def clauses(self) -> int:
-        """The number of clauses beyond the first, which make it harder."""
+        """The number of clauses beyond the first. Each makes the question harder."""
         linked = sum(condition.link is not None for condition in self.conditions)
         return max(0, len(self.conditions) + linked + bool(self.most) - 1)
 
@@ -135,7 +136,7 @@ def literal(value: str | int | float) -> str:
 
 
 def plain(name: str) -> str:
-    """A name as people say it."""
+    """A name with spaces between its words."""
     return name.replace("_", " ")
 
 
@@ -200,4 +201,4 @@ _KEYWORDS = frozenset(
         "with",
     ]
 )
-"""Keywords of SQL. A name that is one needs quotes."""
+"""Keywords of SQL. A name that is a keyword needs quotes."""

@@ -1,4 +1,4 @@
-"""A scenario: the calls that solve it, the arguments that the agent gets, and the check of the
+"""A scenario: the calls that solve it, the arguments that the agent receives, and the check of the
 solution. Only its content decides whether it is held out, not the persona or the wording.
 """
 
@@ -15,24 +15,24 @@ import msgspec
 from agentevo.task_making.questions import DatabaseQuestion
 from agentevo.tools.state_checks import SOLVED_BY_CALLS, STATE_CHECKS, StateCheck
 
-HELD_OUT = 0.2
-"""Share of all contents that is held out."""
-HARDEST = 5
-"""Key of a made task's metadata: the calls that solve it."""
+HELD_OUT_SHARE = 0.2
+"""The share of all contents that is held out."""
+MAX_DIFFICULTY = 5
+"""The key in a task's metadata with the calls that solve it."""
 CONTENT = "content"
-"""Key of a made task's metadata: the name of its content."""
+"""The key in a task's metadata with the name of its content."""
 PARENT = "variant_of"
-"""Key of a made task's metadata: the id of the task that it is a harder variant of."""
+"""The key in a task's metadata with the id of the task that this task is a harder variant of."""
 
 
 class ValueSource(msgspec.Struct, frozen=True, kw_only=True):
-    """An argument that the agent is not given: it is the first such value in the result of an
-    earlier call."""
+    """The source of an argument that the agent does not receive. It is the first such value in the
+    result of an earlier call."""
 
     step: int
     """The number of that call, from 0."""
     name: str
-    """Of the parameter that it is for."""
+    """The name of the parameter that the value is for."""
 
 
 class ScenarioStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,28 +40,28 @@ class ScenarioStep(msgspec.Struct, frozen=True, kw_only=True):
 
     tool: str
     arguments: dict[str, Any]
-    """With the values that were found."""
+    """The arguments, including the values from earlier results."""
     found: dict[str, ValueSource] = {}
-    """Parameter -> where its value is from."""
+    """Maps a parameter to the source of its value."""
     result: str = ""
     changes: bool = False
-    """The call changes the state of the server."""
+    """Whether the call changes the state of the server."""
     question: DatabaseQuestion | None = None
-    """The question that the call asks a database: the agent is given its words, and has to write
-    the SQL."""
+    """The question that the call asks a database. The agent receives its words and must write the
+    SQL."""
 
     @property
-    def told_values(self) -> dict[str, Any]:
-        """The arguments that the agent is given; of a question the values that it names."""
+    def required_values(self) -> dict[str, Any]:
+        """The arguments that the agent receives. For a question, the values in its words."""
         if self.question is not None:
-            return self.question.told_values
+            return self.question.required_values
         return {
             name: argument for name, argument in self.arguments.items() if name not in self.found
         }
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module."""
+    """Calls that solve a task, and the check of the solution."""
 
     steps: list[ScenarioStep]
     world: int
@@ -72,25 +72,25 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     line."""
     checks: list[StateCheck] = []
     is_open: bool = False
-    """Neither: its calls have different results each time, so a judge must score the attempt."""
+    """Whether neither an answer nor a state decides. Its calls have different results each time, so
+    a judge must score the attempt."""
     parent: str = ""
-    """The id of the task that it is a harder variant of."""
+    """The id of the task that this scenario is a harder variant of."""
 
     @property
     def kind(self) -> Literal["state", "answer", "open"]:
-        """What decides."""
+        """What decides whether an attempt succeeds."""
         if self.is_open:
             return "open"
         return "state" if any(step.changes for step in self.steps) else "answer"
 
     @property
     def content(self) -> str:
-        """A name for the given arguments and the actions of the task, independent of world and
-        wording."""
+        """A name for the task's given arguments and actions, independent of world and wording."""
         calls = [
             [
                 step.tool,
-                step.told_values,
+                step.required_values,
                 {name: [source.step, source.name] for name, source in step.found.items()},
                 *([step.question.sql] if step.question is not None else []),
             ]
@@ -101,14 +101,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def difficulty(self) -> int:
-        """From 1 to HARDEST: a point for each call, for each value to find and for each further
-        clause of a question, less the first."""
+        """From 1 to MAX_DIFFICULTY: a point for each call, for each value to find and for each
+        further clause of a question, minus 1."""
         clauses = sum(step.question.clauses for step in self.steps if step.question is not None)
-        return min(HARDEST, len(self.steps) + sum(len(step.found) for step in self.steps) + clauses)
+        return min(
+            MAX_DIFFICULTY, len(self.steps) + sum(len(step.found) for step in self.steps) + clauses
+        )
 
     @property
     def tools(self) -> list[str]:
-        """In order, each once."""
+        """The tools in order, without repetition."""
         return list(dict.fromkeys(step.tool for step in self.steps))
 
     @property
@@ -117,7 +119,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return pairs_of([step.tool for step in self.steps])
 
     def row(self, query: str, *, language: str, persona: str, worlds: int) -> dict[str, Any]:
-        """As a line of a file of tasks."""
+        """The scenario as a line of a task file."""
         judged: dict[str, Any] = (
             {STATE_CHECKS: msgspec.to_builtins(self.checks), "scorer": "returned"}
             if self.checks
@@ -146,11 +148,12 @@ def pairs_of(tools: Sequence[str]) -> set[tuple[str, str]]:
     return set(pairwise(tools))
 
 
-def is_held_out(content: str, share: float = HELD_OUT) -> bool:
+def is_held_out(content: str, share: float = HELD_OUT_SHARE) -> bool:
     """Whether this content is only for evaluation."""
     return hashlib.sha256(f"held out {content}".encode()).digest()[0] < 256 * share
 
 
 def steps_of(row: Mapping[str, Any]) -> list[ScenarioStep]:
-    """The calls that solve a made task. Raises msgspec.ValidationError."""
+    """The calls that solve a made task. Raises msgspec.ValidationError for a row that has no such
+    calls."""
     return msgspec.convert(row.get(SOLVED_BY_CALLS, []), list[ScenarioStep])

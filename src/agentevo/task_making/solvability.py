@@ -1,8 +1,8 @@
-"""Measures how hard tasks are for an agent, by real attempts.
+"""Measures the difficulty of tasks for an agent by real attempts.
 
-A task that all or none of its attempts solve gives no training signal: it goes to the reserve, and
-a later grading tries it again. A failed attempt does not count; a task whose attempts have all
-failed is also in the reserve, without a rate.
+A task gives no training signal if all or none of its attempts solve it. Such a task moves to the
+reserve, and a later grading tries it again. A failed attempt does not count. A task whose attempts
+have all failed moves to the reserve too, without a rate.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from agentevo.task_making.files import (
 from agentevo.task_making.scenario import CONTENT
 
 RATE = "success_rate"
-"""Key of a graded task's metadata."""
+"""The key in a graded task's metadata with its rate."""
 
 
 def grade_tasks(
     rows: Sequence[Mapping[str, Any]], solved: Mapping[str, Sequence[bool]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The tasks at the edge of what the agent can do, and those in reserve. `solved`: task id ->
-    the result of each attempt that did not fail."""
+    """The tasks that some attempts solve and some do not, and the tasks for the reserve. `solved`:
+    maps a task's id to the result of each attempt that did not fail."""
     edge: list[dict[str, Any]] = []
     reserve: list[dict[str, Any]] = []
     for row in rows:
@@ -71,12 +71,14 @@ def graded_folder(
     contents = {row[CONTENT] for row in held_out_rows}
     leaked = next((row["id"] for row in rows if row[CONTENT] in contents), None)
     if leaked is not None:
-        raise ConfigError(f"{folder}: {leaked} is both trained on and held out: make them again")
+        raise ConfigError(
+            f"{folder}: {leaked} is both trained on and held out: make the tasks again"
+        )
 
     solved = _measure_solved(rows, target, overrides, attempts, note)
     edge, reserve = grade_tasks(rows, solved)
     if not edge:
-        note("no task is at the edge: all are solved always or never, so train.jsonl is not there")
+        note("every task is solved by all or by none of its attempts, so there is no train.jsonl")
 
     account = read_json_object(folder / ACCOUNT) | {
         "graded_by": target,
@@ -104,7 +106,7 @@ def graded_folder(
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a file; empty if it does not exist."""
+    """The lines of a file. Empty if it does not exist."""
     if not file.is_file():
         return []
     return [row.value for row in read_json_lines(file)]
@@ -117,7 +119,7 @@ def _measure_solved(
     attempts: int,
     note: Callable[[str], None],
 ) -> dict[str, list[bool]]:
-    """Task id -> the result of each attempt that did not fail."""
+    """Maps a task's id to the result of each attempt that did not fail."""
     with tempfile.TemporaryDirectory(prefix="agentevo-grade-") as scratch:
         played = Path(scratch) / "tasks.jsonl"
         results = Path(scratch) / "results"

@@ -1,9 +1,9 @@
-"""Values for the arguments of calls, from the server itself: its schemas (choices, defaults,
-examples, bounds), its descriptions ("single, double or family", "such as Rome"), and its results
-(keys of JSON, "room 12", "city: Oslo or Rome" in a refusal).
+"""Values for the arguments of calls, all from the server. Its schemas have choices, defaults,
+examples and bounds. Its descriptions list values ("single, double or family", "such as Rome"). Its
+results name values (keys of JSON, "room 12", "city: Oslo or Rome" in a refusal).
 
-A parameter without such a value gets a name of a person, a word or a small number. No value is
-trusted: a call shows whether a tool accepts it.
+A parameter without such a value gets a person's name, a word or a small number. No value is
+trusted: only a call shows whether a tool accepts it.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ _PERSON = re.compile(
     r"name|guest|user|person|customer|client|author|owner|member|patient|passenger|recipient"
 )
 MAX_VALUES = 200
-"""Of a parameter."""
-LONGEST = 80
-"""Characters of a value."""
-MADE_UP = 0.5
-"""How often a text is made up whose schema names no values, though calls have shown some."""
-SMALL = 9
-"""The largest of drawn whole numbers whose schema names no bound."""
+"""The maximum number of values of a parameter."""
+MAX_VALUE_CHARS = 80
+"""The maximum number of characters of a value."""
+MADE_UP_PROBABILITY = 0.5
+"""The probability that a text is made up, although calls have shown values. Only for parameters
+whose schema names no values."""
+MAX_MADE_UP_NUMBER = 9
+"""The largest random whole number if the schema has no bound."""
 _WORD = r"['\"]?[\w][\w./-]*['\"]?"
 _CHOICE = re.compile(rf"({_WORD}(?:, {_WORD})*,? (?:or|and) {_WORD})(?=[\s.;)]|$)")
 _EXAMPLE = re.compile(
@@ -74,47 +75,50 @@ _STOP = frozenset(["the", "a", "an", "it", "is", "of", "to", "in", "on", "be", "
 
 
 class Values:
-    """The known values of each parameter so far, by its name."""
+    """The known values of each parameter, by its name."""
 
     def __init__(self, named_values: Mapping[str, Sequence[Any]] | None = None) -> None:
-        """`named_values`: parameter -> values that the user names, which come before all others."""
-        self._found: dict[str, list[Any]] = {}
+        """`named_values`: maps a parameter to the values that the user names. They come before all
+        others."""
+        self._values_by_name: dict[str, list[Any]] = {}
         for name, values in (named_values or {}).items():
             self.add(name, values)
 
     def add(self, name: str, values: Sequence[Any]) -> None:
-        """Further ones of a parameter."""
-        values_so_far = self._found.setdefault(name.lower(), [])
+        """Adds values of a parameter."""
+        values_so_far = self._values_by_name.setdefault(name.lower(), [])
         for value in values:
             if (
                 value not in values_so_far
                 and len(values_so_far) < MAX_VALUES
-                and len(str(value)) <= LONGEST
+                and len(str(value)) <= MAX_VALUE_CHARS
             ):
                 values_so_far.append(value)
 
     def learn(self, schema: Mapping[str, Any], *texts: str) -> None:
-        """What results of calls name of a tool's parameters."""
+        """Adds the values that the texts of results name for a tool's parameters."""
         for name, property_schema in properties(schema).items():
             for text in texts:
-                self.add(name, list(mine_values(text, name, property_schema)))
+                self.add(name, list(values_in_text(text, name, property_schema)))
 
     def known_values(self, name: str, schema: Mapping[str, Any]) -> list[Any]:
         """Values that the server has shown for a parameter."""
         stated = [
             stated_value
             for stated_value in stated_values(schema)
-            if len(str(stated_value)) <= LONGEST
+            if len(str(stated_value)) <= MAX_VALUE_CHARS
         ]
-        stated += [value for value in self._found.get(name.lower(), []) if value not in stated]
+        stated += [
+            value for value in self._values_by_name.get(name.lower(), []) if value not in stated
+        ]
         return [value for value in stated if _fits(value, schema)]
 
     def draw(self, name: str, schema: Mapping[str, Any], draw: random.Random) -> Any:
-        """One of the known values, or a made-up one where there is none."""
+        """A random known value, or a made-up value if none is known."""
         known_values = self.known_values(name, schema)
         kind = _kind(schema)
         is_free = kind == "string" and not stated_values(schema)
-        if known_values and not (is_free and draw.random() < MADE_UP):
+        if known_values and not (is_free and draw.random() < MADE_UP_PROBABILITY):
             return draw.choice(known_values)
         if kind in ("integer", "number"):
             return _number(schema, draw)
@@ -127,7 +131,7 @@ class Values:
 
 
 def properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """A tool's parameters, also those behind a reference."""
+    """A tool's parameters, including those behind a reference."""
     schemas = {}
     for name, property_schema in (schema.get("properties") or {}).items():
         for _ in range(6):
@@ -144,7 +148,7 @@ def properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def stated_values(schema: Mapping[str, Any]) -> list[Any]:
-    """Those that a parameter's own schema names."""
+    """The values that a parameter's own schema names."""
     values: list[Any] = []
     if "const" in schema:
         return [schema["const"]]
@@ -170,7 +174,7 @@ def stated_values(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def described_values(text: str) -> list[str]:
-    """Those that a description lists: "single, double or family", "such as Rome or Oslo"."""
+    """The values that a description lists: "single, double or family", "such as Rome or Oslo"."""
     example = _EXAMPLE.search(text)
     if example is not None:
         return _list_words(example[1])
@@ -178,8 +182,8 @@ def described_values(text: str) -> list[str]:
     return _list_words(choice[1]) if choice is not None else []
 
 
-def mine_values(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any]:
-    """Values of a parameter that a result names, in their order."""
+def values_in_text(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any]:
+    """The values of a parameter that a result names, in their order."""
     kind = _kind(schema)
     try:
         tree = json.loads(text)
@@ -227,7 +231,7 @@ def _leaves(tree: Any, name: str, kind: str, depth: int = 0) -> Iterator[Any]:
 
 
 def _same(key: str, name: str) -> bool:
-    """Whether a key of a result means a parameter: room_id and room, or id and room_id."""
+    """Whether a key of a result means the parameter: room_id and room, or id and room_id."""
     return key == name or name.endswith(f"_{key}") or key.endswith(f"_{name}")
 
 
@@ -271,6 +275,8 @@ def _number(schema: Mapping[str, Any], draw: random.Random) -> int | float:
 
     least = bound("minimum", 1)
     most = bound("maximum", -1)
-    least = least if least is not None else min(1, most - SMALL) if most is not None else 1
-    most = min(most, least + 10**6) if most is not None else least + SMALL - 1
+    least = (
+        least if least is not None else min(1, most - MAX_MADE_UP_NUMBER) if most is not None else 1
+    )
+    most = min(most, least + 10**6) if most is not None else least + MAX_MADE_UP_NUMBER - 1
     return draw.randint(int(least), max(int(least), int(most)))

@@ -1,8 +1,8 @@
-"""A scenario in words, without a model: the first sentence of each tool's description says what is
-to be done, with the arguments that the agent is given. The text never has names of tools.
+"""Puts a scenario into words without a model. The first sentence of each tool's description says
+what to do, with the arguments that the agent receives. The text never contains names of tools.
 
-"Books a free room for a guest." becomes "booking a free room for a guest": a name such as `book`
-would be said by any other form of that verb.
+"Books a free room for a guest." becomes "booking a free room for a guest". With another form of the
+verb, the text could contain the name of a tool such as `book`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _VOWELS = "aeiou"
 
 
 class Phrases(NamedTuple):
-    """What holds a scenario together in one language."""
+    """The fixed phrases of a scenario's text in one language."""
 
     task: str
     then: str
     found_value: str
-    """With {name} and {source}."""
+    """With the placeholders {name} and {source}."""
     say_first: str
     say_value: str
     say_open: str
     say_key: str
-    """With {key}."""
+    """With the placeholder {key}."""
     personas: Mapping[str, str]
-    """Persona -> the text before the task."""
+    """Maps a persona to the text before the task."""
 
 
 LANGUAGES: Mapping[str, Phrases] = {
@@ -84,11 +84,11 @@ PERSONAS = tuple(LANGUAGES["en"].personas)
 def word_scenario(
     scenario: Scenario, descriptions: Mapping[str, str], *, language: str = "en", persona: str = ""
 ) -> str:
-    """The scenario as the agent is asked."""
+    """The scenario as the text that the agent receives."""
     phrases = LANGUAGES[language]
     sources = {source.step for step in scenario.steps for source in step.found.values()}
     call_texts = [
-        _said(scenario.steps, number, descriptions, phrases)
+        _describe_call(scenario.steps, number, descriptions, phrases)
         for number in range(len(scenario.steps))
         if number not in sources
     ]
@@ -105,26 +105,26 @@ def word_scenario(
     return " ".join(parts)
 
 
-def _said(
+def _describe_call(
     steps: Sequence[ScenarioStep], number: int, descriptions: Mapping[str, str], phrases: Phrases
 ) -> str:
-    """A call, and within it those that its arguments are found by."""
+    """A call in words. Calls that provide its arguments are nested inside."""
     step = steps[number]
     if step.question is not None:
         return step.question.words
 
-    arguments = [f"{_plain(name)}: {shown(value)}" for name, value in step.told_values.items()]
+    arguments = [f"{_plain(name)}: {shown(value)}" for name, value in step.required_values.items()]
     for name, origin in step.found.items():
-        source = _said(steps, origin.step, descriptions, phrases)
+        source = _describe_call(steps, origin.step, descriptions, phrases)
         arguments.append(phrases.found_value.format(name=_plain(name), source=source))
 
-    doing = deed(descriptions[step.tool])
+    doing = activity_of(descriptions[step.tool])
     return f"{doing} ({', '.join(arguments)})" if arguments else doing
 
 
-def deed(description: str) -> str:
+def activity_of(description: str) -> str:
     """The first sentence of a description as an activity: "Lists free rooms, the cheapest first."
-    gives "listing free rooms, the cheapest first"."""
+    becomes "listing free rooms, the cheapest first"."""
     first = _FIRST.match(" ".join(description.split()))
     words = first[1].rstrip(" .:;").split(" ") if first is not None else []
     if not words or not words[0]:
@@ -134,7 +134,8 @@ def deed(description: str) -> str:
 
 
 def gerund(verb: str) -> str:
-    """books, book -> booking; creates, create -> creating; gets -> getting; copies -> copying."""
+    """The gerund of a verb: books, book -> booking; creates, create -> creating; gets -> getting;
+    copies -> copying."""
     base = verb
     if verb.endswith("ing"):
         return verb
@@ -166,7 +167,7 @@ def _plain(name: str) -> str:
 
 
 def named_tools(text: str, tools: Sequence[str]) -> list[str]:
-    """Names of tools that a text contains as whole words, in any case."""
+    """The names of tools that a text contains as whole words, in any case."""
     return [
         tool
         for tool in tools
@@ -175,15 +176,17 @@ def named_tools(text: str, tools: Sequence[str]) -> list[str]:
 
 
 def values_left_out(text: str, scenario: Scenario) -> list[str]:
-    """Values that the agent needs and that are not in the text."""
-    values = [shown(value) for step in scenario.steps for value in step.told_values.values()]
+    """The values that the agent needs and that the text lacks."""
+    values = [shown(value) for step in scenario.steps for value in step.required_values.values()]
     return [value for value in values if not _is_in(value, text)]
 
 
 def gives_away(text: str, scenario: Scenario) -> bool:
     """Whether the text says what the agent has to find."""
     hidden = [] if scenario.answer is None else [scenario.answer]
-    told_values = {shown(value) for step in scenario.steps for value in step.told_values.values()}
+    told_values = {
+        shown(value) for step in scenario.steps for value in step.required_values.values()
+    }
     hidden += [
         shown(step.arguments[name])
         for step in scenario.steps

@@ -1,10 +1,10 @@
-"""A model as the writer: it rewords a scenario, for a persona, in a language.
+"""A model that rewords a scenario for a persona, in a language.
 
-The facts of the scenario come from the server. The model gets the task and the values that its text
-needs. The text is accepted only if it has all these values, no tool name, and no value that the
-agent must find. Otherwise the model is asked once more with the problem; after that the grammar's
-text is kept (`wording.py`). The answer can be JSON anywhere in the reply, so the model needs no
-`response_format`.
+The facts of the scenario come from the server. The model receives the task and the values that its
+text needs. A text is accepted only if it has all these values, no tool name, and no value that the
+agent must find. After a rejected text, the model gets one more prompt with the problem. If that
+fails too, the grammar's text stays (`wording.py`). The JSON can be anywhere in the reply, so the
+model needs no `response_format`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from agentevo.rewards.answers import find_answer
 from agentevo.task_making.scenario import Scenario, steps_of
 from agentevo.task_making.wording import gives_away, named_tools, values_left_out
 
-LONGEST = 2000
-"""Characters of a text."""
-AT_ONCE = 8
-_ASKED = """You write what a person would ask an assistant for. Say what is to be done in your own \
+MAX_TEXT_CHARS = 2000
+"""The maximum number of characters of a text."""
+CONCURRENCY = 8
+_RULES = """You write what a person would ask an assistant for. Say what is to be done in your own \
 words, as one request of one to four sentences, in the language with the code {language}{persona}.
 Every one of these values must stand in it, written exactly so: {values}.
 Name no function or tool, and give away no value beyond these.{wrong}
@@ -41,9 +41,9 @@ Answer with one JSON object and nothing else: {{"task": "..."}}"""
 async def reword_tasks(
     rows: Sequence[Mapping[str, Any]], model: RemoteModel, tools: Sequence[str], *, seed: int
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The reworded tasks, and the reasons for rejected texts -> their number. Raises AgentEvoError
-    if the model answers nothing."""
-    room = asyncio.Semaphore(AT_ONCE)
+    """The reworded tasks. Also maps the reasons for rejected texts to their number. Raises
+    AgentEvoError if the model never replies."""
+    room = asyncio.Semaphore(CONCURRENCY)
     reasons = Counter[str]()
     failures: list[AgentEvoError] = []
 
@@ -80,9 +80,9 @@ async def reword_tasks(
 
 
 def _prompt(row: Mapping[str, Any], wrong: str) -> str:
-    values = [value for step in steps_of(row) for value in step.told_values.values()]
+    values = [value for step in steps_of(row) for value in step.required_values.values()]
     persona = f", as somebody would who is {row['persona']}" if row.get("persona") else ""
-    return _ASKED.format(
+    return _RULES.format(
         language=row.get("language", "en"),
         persona=persona,
         values=json.dumps(values, ensure_ascii=False),
@@ -92,11 +92,11 @@ def _prompt(row: Mapping[str, Any], wrong: str) -> str:
 
 
 def _problem(text: Any, row: Mapping[str, Any], tools: Sequence[str]) -> str:
-    """Why a text is rejected; empty if it is accepted."""
+    """The reason why a text is rejected. Empty if it is accepted."""
     if not isinstance(text, str) or not text.strip():
         return "no JSON object with a text under `task`"
-    if len(text) > LONGEST:
-        return f"longer than {LONGEST:,} characters"
+    if len(text) > MAX_TEXT_CHARS:
+        return f"longer than {MAX_TEXT_CHARS:,} characters"
 
     scenario = Scenario(steps=steps_of(row), world=0, answer=row.get("answer"))
     if named := named_tools(text, tools):

@@ -1,4 +1,4 @@
-"""The model that writes tasks: behind an API, or computed here."""
+"""The model that writes tasks. It runs behind an API or on this machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from agentevo.errors import ConfigError
 from agentevo.models.resolve import missing_model
 
 TIMEOUT_S = 1800.0
-"""For one answer of a model that is computed here, on a machine that may have other work."""
-AT_ONCE = 4
-"""Likewise: more at once share its time."""
-LONGEST = 600
-"""Tokens of such an answer."""
+"""The time limit of a reply of a model on this machine, in seconds. The machine may have other
+work."""
+CONCURRENCY = 4
+"""The number of concurrent requests to a model on this machine. More would share its time."""
+MAX_REPLY_TOKENS = 600
+"""The maximum number of tokens of such a reply."""
 
 
 def writer_section(
@@ -25,9 +26,9 @@ def writer_section(
     key: str | None = None,
     known_models: Mapping[str, RemoteModelSection] | None = None,
 ) -> RemoteModelSection:
-    """`word`: a name of `known_models`; a URL, which is OpenAI's API of the model `name`, or
-    URL#MODEL; or as in model.name a folder, a run or a known model, which is computed here. `key`:
-    ${env:NAME}, for a URL. Raises ConfigError."""
+    """`word` is a name of `known_models`, a URL (OpenAI's API for the model `name`, or URL#MODEL),
+    or a local model as in model.name: a folder, a run or a known model. `key`: ${env:NAME}, for a
+    URL. Raises ConfigError for a writer that can't be used."""
     if known_models and word in known_models:
         return known_models[word]
 
@@ -42,8 +43,8 @@ def writer_section(
             api_key=key,
             timeout_s=TIMEOUT_S,
             deadline_s=TIMEOUT_S,
-            max_at_once=AT_ONCE,
-            max_new_tokens=LONGEST,
+            max_at_once=CONCURRENCY,
+            max_new_tokens=MAX_REPLY_TOKENS,
         )
     except pydantic.ValidationError as error:
         wrong = error.errors()[0]

@@ -24,7 +24,7 @@ from agentevo.event_loop import run_coroutine
 from agentevo.http_clients import is_this_machine
 from agentevo.inference.admission import AdmissionLimits, AdmittedConnection
 from agentevo.inference.http_server import is_own_host, open_socket, serving, url_of
-from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.signals import POLL_INTERVAL_S, catch_stop_signals
 
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_CONNECTIONS = 1024
@@ -65,7 +65,7 @@ def read_key(reference: str | None, host: str) -> str | None:
 def listen(app: Any, host: str, port: int, *, what: str, path: str, key: str | None = None) -> None:
     """Serves until the process gets a stop signal, and prints the URL. `key`: the key that `app`
     requires of clients. Raises ConfigError if it can't listen."""
-    with open_socket(host, port) as listener, asked_to_stop() as stop:
+    with open_socket(host, port) as listener, catch_stop_signals() as stop:
         to_stderr(f"serving {what} at {url_of(listener)}{path}")
         run_coroutine(serve_until(app, listener, stop, key))
 
@@ -82,7 +82,7 @@ async def serve_until(
         max_header_bytes=MAX_HEADER_BYTES,
     ):
         while not stop():
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
 
 class _Guarded:

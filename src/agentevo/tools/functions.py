@@ -28,7 +28,7 @@ from agentevo.config.agents import is_async
 from agentevo.config.imports import OF_YOUR_OWN
 from agentevo.config.tools import FunctionToolSection, public_methods, says_cached, tools
 from agentevo.console import to_stderr
-from agentevo.daemon_threads import OwnThread, run_in_thread
+from agentevo.daemon_threads import DedicatedThread, run_in_thread
 from agentevo.errors import ConfigError, ToolUnavailableError, UnknownNameError, describe_error
 from agentevo.event_loop import in_thread
 from agentevo.rewards.returned import plain_number
@@ -50,7 +50,7 @@ class FunctionTools:
         the constructor does not have."""
         self.name = section.name
         self._limit_s = section.timeout_s
-        self._ending: set[OwnThread] = set()
+        self._ending: set[DedicatedThread] = set()
         self._told = set[type]()
 
         try:
@@ -96,7 +96,7 @@ class FunctionTools:
 
         context = {"task": task, "seed": seed}
         options = self._options | {name: context[name] for name in self._takes}
-        thread = OwnThread("tool")
+        thread = DedicatedThread("tool")
         instances: list[Any] = []
 
         def make() -> None:
@@ -199,7 +199,9 @@ class _AttemptObject:
     instructions = ""
     num_losses = 0
 
-    def __init__(self, item: Any, signatures: Mapping[str, Signature], thread: OwnThread) -> None:
+    def __init__(
+        self, item: Any, signatures: Mapping[str, Signature], thread: DedicatedThread
+    ) -> None:
         self._item = item
         self._signatures = signatures
         self._thread = thread

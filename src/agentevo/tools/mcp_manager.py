@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from agentevo.config.mcp import MCPManagerSection
-from agentevo.own_loop import OwnLoop
+from agentevo.own_loop import DedicatedLoop
 from agentevo.tools.manager_api import ManagerAPI
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
 from agentevo.types import Task
 
-_loop = OwnLoop("agentevo-manager")
+_loop = DedicatedLoop("agentevo-manager")
 
 
 class MCPManager:

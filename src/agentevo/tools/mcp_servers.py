@@ -19,7 +19,7 @@ import msgspec
 
 from agentevo.config.mcp import MCPSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
-from agentevo.own_loop import OwnLoop
+from agentevo.own_loop import DedicatedLoop
 from agentevo.tools.mcp_connection import McpConnection, McpServer, check_package
 from agentevo.tools.task_headers import attempt_variables, task_headers, task_variables
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
@@ -28,7 +28,7 @@ from agentevo.types import Task
 
 RESTARTED = "[the server was started again: what it held from earlier calls is lost]\n"
 
-_loop = OwnLoop("agentevo-mcp")
+_loop = DedicatedLoop("agentevo-mcp")
 
 
 class MCPServer:

@@ -1,8 +1,9 @@
-"""Every name that a span has: OpenTelemetry's semantic conventions for generative AI, at one pinned
-version, and our own.
+"""Every name that a span can have: OpenTelemetry's semantic conventions for generative AI, at a
+pinned version, and AgentEvo's own names.
 
-All of gen_ai.* has the status "Development": names move between versions. A test compares these
-with the package of the pinned version; all other names are ours and begin with `agentevo.`.
+All names of gen_ai.* have the status "Development": they change between versions. A test compares
+these names with the package of the pinned version. All other names are AgentEvo's and begin with
+`agentevo.`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SCHEMA_URL: Final = f"https://opentelemetry.io/schemas/{VERSION}"
 SCOPE: Final = "agentevo"
 """The instrumentation scope, and the default service name."""
 PROVIDER: Final = "agentevo"
-"""The provider of a policy; gen_ai.provider.name takes any name where no known one applies."""
+"""The provider of a policy. gen_ai.provider.name accepts any name if no known one applies."""
 
 # Operations
 CHAT: Final = "chat"
@@ -47,7 +48,7 @@ EVALUATION_EXPLANATION: Final = "gen_ai.evaluation.explanation"
 ERROR_TYPE: Final = "error.type"
 SERVICE_NAME: Final = "service.name"
 
-# Our own
+# AgentEvo's own names
 RUN_NAME: Final = "agentevo.run.name"
 RUN_ID: Final = "agentevo.run.id"
 TASK_ID: Final = "agentevo.task.id"
@@ -59,15 +60,15 @@ STEP: Final = "agentevo.step"
 LABEL: Final = "agentevo.label"
 """The purpose of the attempt: train, greedy, sampled."""
 CALL_ID: Final = "agentevo.call.id"
-"""In `agentevo top --attempt` and Store.calls."""
+"""The id of the call in `agentevo top --attempt` and Store.calls."""
 STATUS: Final = "agentevo.status"
 PROMPT_TEXT: Final = "agentevo.prompt.text"
 """The prompt's tokens as a text (token2text)."""
 COMPLETION_TEXT: Final = "agentevo.completion.text"
 OWN: Final = "agentevo."
-"""Prefix of a fact of a call without a name in the conventions."""
+"""The prefix of a fact of a call that has no name in the conventions."""
 
-# The variables of the environment that mean the same as our keys
+# Environment variables with the same meaning as AgentEvo's keys
 ENV_CONTENTS: Final = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 ENV_DISABLED: Final = "OTEL_SDK_DISABLED"
 ENV_LENGTHS: Final = (

@@ -1,4 +1,4 @@
-"""Processes without a recipe, such as `agentevo tools serve`: only OpenTelemetry's variables decide
+"""Processes without a recipe, such as `agentevo tools serve`. Only OpenTelemetry's variables decide
 whether they are traced, and where the spans go."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from agentevo.console import to_stderr
 from agentevo.tracing.first_warning import FirstWarning
 from agentevo.tracing.opening import load_sdk
 
-ASKED_BY = (
+ENABLING_VARIABLES = (
     "OTEL_TRACES_EXPORTER",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_EXPORTER_OTLP_ENDPOINT",
@@ -22,9 +22,10 @@ ASKED_BY = (
 @contextmanager
 def traced_as_environment() -> Iterator[None]:
     """A block whose spans are exported if the environment requests it: OTEL_TRACES_EXPORTER is
-    `otlp`, or is not set and there is an endpoint. The spans that this process's packages make by
-    OpenTelemetry's own API, such as the MCP SDK's, then go over OTLP. Raises MissingExtraError."""
-    variable = next((name for name in ASKED_BY if os.environ.get(name)), None)
+    `otlp`, or it is not set and there is an endpoint. Packages of this process that use
+    OpenTelemetry's own API, such as the MCP SDK, then send their spans over OTLP. Raises
+    MissingExtraError."""
+    variable = next((name for name in ENABLING_VARIABLES if os.environ.get(name)), None)
     exporter = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if variable is None or is_off or exporter.strip().lower() != "otlp":
@@ -38,7 +39,7 @@ def traced_as_environment() -> Iterator[None]:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     with closing(FirstWarning(to_stderr).open()):
-        provider = TracerProvider()  # its resource, sampler and limits are the environment's
+        provider = TracerProvider()  # its resource, sampler and limits come from the environment
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         trace.set_tracer_provider(provider)
         try:

@@ -1,4 +1,4 @@
-"""Reports the first failure that OpenTelemetry's packages log, and not each one."""
+"""Reports only the first failure that OpenTelemetry's packages log."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Self
 from agentevo.credentials import without_passwords
 from agentevo.errors import describe_error
 
-LONGEST_WORDS = 500
-"""Characters of a failure that are reported: it may be a server's answer."""
+MAX_PROBLEM_CHARS = 500
+"""The maximum number of characters of a reported failure, which may be a server's answer."""
 _PACKAGE = logging.getLogger("opentelemetry")
 _HEADERS_LOGGER = "opentelemetry.util.re"
-"""Logs a header that it can't read, with its value, which may be a key."""
+"""This logger reports a header that it can't read with its value, which may be a key."""
 
 
 class FirstWarning(logging.Handler):
-    """Between `open` and `close` it reports the first warning of OpenTelemetry's loggers, and no
-    warning reaches the handlers of the program."""
+    """Reports the first warning of OpenTelemetry's loggers between `open` and `close`. No warning
+    reaches the program's handlers."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -27,7 +27,7 @@ class FirstWarning(logging.Handler):
         self._notify = notify
 
     def open(self) -> Self:
-        """Listens from now on."""
+        """Receives warnings from now on."""
         _PACKAGE.addHandler(self)
         _PACKAGE.propagate = False
         return self
@@ -46,12 +46,12 @@ class FirstWarning(logging.Handler):
             self.warn(record.getMessage())
 
     def warn(self, problem: str | Exception) -> None:
-        """Reports a problem, if it is the first."""
+        """Reports a problem if it is the first."""
         if self.problem:
             return
 
         words = problem if isinstance(problem, str) else describe_error(problem)
-        words = without_passwords(words)[:LONGEST_WORDS]
+        words = without_passwords(words)[:MAX_PROBLEM_CHARS]
         self.problem = "".join(c if c.isprintable() else "?" for c in words)
         self._notify(f"tracing: spans may be missing (reported once): {self.problem}")
 

@@ -1,4 +1,4 @@
-"""Spans as MLflow's traces: over OTLP to a server, or by MLflow's package into a database.
+"""Exports spans as MLflow's traces: over OTLP to a server, or with MLflow's package to a database.
 
     http://HOST:5000         a server (3.4 or newer) accepts OTLP; MLflow's package is not needed
     sqlite:////tmp/mlruns.db and other databases, which `mlflow ui --backend-store-uri` opens
@@ -31,7 +31,7 @@ TIMEOUT_S = 30.0
 
 
 class MLflowError(AgentEvoError):
-    """A tracking server gives no experiment."""
+    """A tracking server returned no experiment."""
 
 
 def check_mlflow(uri: str) -> None:
@@ -44,8 +44,9 @@ def check_mlflow(uri: str) -> None:
 
 
 class MLflowExporter(SpanExporter):
-    """Exports to a tracking URI. It is opened in a thread that the constructor starts, as importing
-    MLflow and making its tables takes seconds, and opened again by an export if that failed."""
+    """Exports spans to a tracking URI. The constructor starts a thread that opens the exporter,
+    because importing MLflow and creating its tables takes seconds. If opening failed, the next
+    export tries again."""
 
     def __init__(self, uri: str, experiment: str) -> None:
         is_server = uri.startswith(("http://", "https://"))
@@ -57,7 +58,7 @@ class MLflowExporter(SpanExporter):
         Thread(target=self._open_early, name="agentevo-mlflow", daemon=True).start()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """See SpanExporter. Raises what MLflow raises."""
+        """See SpanExporter. Raises MLflow's errors."""
         return self._opened().export(spans)
 
     def shutdown(self) -> None:
@@ -66,7 +67,7 @@ class MLflowExporter(SpanExporter):
             self._exporter.shutdown()
 
     def _open_early(self) -> None:
-        with suppress(Exception):  # an export tries again, and its failure is reported
+        with suppress(Exception):  # an export tries again, and reports the failure
             self._opened()
 
     def _opened(self) -> SpanExporter:
@@ -77,7 +78,7 @@ class MLflowExporter(SpanExporter):
 
 
 def _server_exporter(uri: str, experiment: str) -> SpanExporter:
-    """The exporter to a tracking server, which is asked for the experiment first."""
+    """The exporter to a tracking server. It requests the experiment first."""
     uri = uri.rstrip("/")
     headers = _authorization()
     headers[EXPERIMENT_HEADER] = _experiment_id(uri, experiment, headers)
@@ -85,11 +86,11 @@ def _server_exporter(uri: str, experiment: str) -> SpanExporter:
 
 
 def _experiment_id(uri: str, experiment: str, headers: dict[str, str]) -> str:
-    """The id of the experiment, which another process may make at the same time."""
+    """The id of the experiment, which another process may create at the same time."""
     where = f"MLflow at {without_password(uri)}"
 
     def answer(method: str, what: str, **options: Any) -> dict[str, Any] | None:
-        """The reply; None where there is no such experiment, or it exists already."""
+        """The reply. None if there is no such experiment, or if it exists already."""
         url = f"{uri}/api/2.0/mlflow/experiments/{what}"
         reply = httpx.request(method, url, headers=headers, timeout=TIMEOUT_S, **options)
         if reply.status_code in (400, 404) and "RESOURCE_" in reply.text:
@@ -123,8 +124,8 @@ def _authorization() -> dict[str, str]:
 
 
 class _DatabaseExporter(SpanExporter):
-    """Writes into a database by MLflow's package. The constructor imports it, and makes the tables
-    of a new database."""
+    """Writes spans to a database with MLflow's package. The constructor imports the package, and
+    creates the tables of a new database."""
 
     def __init__(self, uri: str, experiment: str) -> None:
         from mlflow import MlflowClient
@@ -136,7 +137,7 @@ class _DatabaseExporter(SpanExporter):
         if existing is None:
             try:
                 self._experiment_id = client.create_experiment(experiment)
-            except MlflowException:  # another process has made it
+            except MlflowException:  # another process has created it
                 existing = client.get_experiment_by_name(experiment)
                 if existing is None:
                     raise

@@ -1,7 +1,8 @@
 """Opens the tracer that a recipe's section `tracing` and OpenTelemetry's variables describe, if
-any.
+there is one.
 
-The OpenTelemetry SDK is an extra, so no module that imports it is imported before it is needed."""
+The OpenTelemetry SDK is an extra, so modules that import it are imported only when they are
+needed."""
 
 from __future__ import annotations
 
@@ -28,18 +29,19 @@ if TYPE_CHECKING:
     from agentevo.tracing.tracer import TraceLimits, Tracer
 
 FOLDER = "tracing"
-"""In the run's folder: the run's id, and the files of `tracing.backend=jsonl`."""
+"""The folder inside the run's folder with the run's id, and the files of
+`tracing.backend=jsonl`."""
 LENGTH = 16384
 QUEUE = 4096
 BATCH = 512
 FILE_DELAY_MS = 1000
-"""The longest wait of a span before it is written to a file, which is cheap."""
+"""The longest wait of a span in milliseconds before it is written to a file, which is cheap."""
 DELAY_MS = 5000
-"""The longest wait before a request: OpenTelemetry's default, as each request costs
-milliseconds."""
+"""The longest wait in milliseconds before a request: OpenTelemetry's default, because each request
+costs milliseconds."""
 _UNSAFE = re.compile(r"[^\w.-]")
 _TRUE = ("true", "1", "yes", "on", "span_only", "span_and_event", "event_only")
-"""Values of the variable for contents, in all spellings that instrumentations know."""
+"""Values of the variable for contents, in all spellings that instrumentations use."""
 
 
 def open_tracing(
@@ -49,10 +51,10 @@ def open_tracing(
     notify: Callable[[str], None],
     is_remote: bool,
 ) -> AbstractAsyncContextManager[Tracer | None]:
-    """A tracer of this process, for an `async with`; None where the run is not traced. `process`
-    is its name in the name of its file; `is_remote`: the engine is another process.
+    """A tracer for this process, for an `async with`. None if the run is not traced. `process`: the
+    process's name in the name of its file. `is_remote`: whether the engine is another process.
 
-    The run's folder exists. Raises ConfigError, MissingExtraError and DiskError.
+    The run's folder must exist. Raises ConfigError, MissingExtraError and DiskError.
     """
     section = config.tracing
     if _is_off(section):
@@ -79,8 +81,8 @@ def open_tracing(
 
 
 def check_tracing(config: RunConfig) -> None:
-    """Raises MissingExtraError and ConfigError, before anything is created, for a tracer that can't
-    be made."""
+    """Raises MissingExtraError and ConfigError for a tracer that can't be created, before anything
+    is created."""
     section = config.tracing
     length_of(section)
     if _is_off(section):
@@ -108,7 +110,7 @@ def load_sdk(needed_by: str) -> None:
 
 
 def run_id_of(run_dir: Path) -> str:
-    """The random id of this run, stored in its folder: every process of the run derives the same
+    """The random id of this run, stored in its folder. Every process of the run derives the same
     trace ids from it."""
     path = run_dir / FOLDER / "run_id"
     try:
@@ -121,13 +123,13 @@ def run_id_of(run_dir: Path) -> str:
 
 
 def contents_of(section: TracingSection) -> bool:
-    """Whether spans hold messages."""
+    """Whether spans contain messages."""
     setting = section.contents
     return _is_true(os.environ.get(names.ENV_CONTENTS, "")) if setting is None else setting
 
 
 def length_of(section: TracingSection) -> int:
-    """The longest text of an attribute. Raises ConfigError."""
+    """The maximum number of characters of an attribute's text. Raises ConfigError."""
     if section.max_length is not None:
         return section.max_length
     return next((n for name in names.ENV_LENGTHS if (n := _number(name)) is not None), LENGTH)

@@ -1,8 +1,9 @@
-"""Spans for a collector, by the OpenTelemetry SDK's exporter over HTTP, and for files, where a line
-is one request in OTLP's JSON (https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/).
+"""Exports spans to a collector, with the OpenTelemetry SDK's exporter over HTTP, and to files. Each
+line of a file is a request in OTLP's JSON
+(https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/).
 
-The SDK reads all settings that the recipe lacks from OTEL_EXPORTER_OTLP_*. A file is only
-appended to; if the process is killed, its last line may be incomplete.
+The SDK reads all settings that the recipe lacks from OTEL_EXPORTER_OTLP_*. Files are only appended
+to. If the process is killed, the last line may be incomplete.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from opentelemetry.util.types import Attributes
 from agentevo.errors import ConfigError
 
 PATH = "/v1/traces"
-LONGEST_ANSWER = 65536
-"""Bytes of a collector's answer that are read."""
+MAX_ANSWER_BYTES = 65536
+"""The maximum number of bytes of a collector's answer that are read."""
 
 
 def collector_exporter(
     endpoint: str | None, headers: Mapping[str, str] | None = None
 ) -> OTLPSpanExporter:
-    """Sends spans to a collector. `endpoint` is its base URL or the whole URL; without one the
-    environment names it. Raises ConfigError, see `check_collector`."""
+    """Sends spans to a collector. `endpoint` is its base URL or the whole URL. Without an endpoint,
+    the environment names it. Raises ConfigError, see `check_collector`."""
     check_collector(endpoint)
     if endpoint is not None and not endpoint.rstrip("/").endswith(PATH):
         endpoint = endpoint.rstrip("/") + PATH
@@ -41,8 +42,8 @@ def collector_exporter(
 
 
 def check_collector(endpoint: str | None) -> None:
-    """Raises ConfigError for an endpoint that is not a URL over HTTP, and for variables that this
-    exporter can't follow. No value of a header is in an error."""
+    """Raises ConfigError for an endpoint that is not an HTTP URL, and for variables that this
+    exporter does not support. No error contains the value of a header."""
     if endpoint is None and _variable("PROTOCOL").lower() == "grpc":
         raise ConfigError(
             "OTEL_EXPORTER_OTLP_PROTOCOL is grpc, but AgentEvo sends spans over HTTP: set "
@@ -79,11 +80,11 @@ def _is_http(endpoint: str) -> bool:
 
 
 def _bounded_session() -> requests.Session:
-    """A session that reads at most LONGEST_ANSWER of an answer."""
+    """A session that reads at most MAX_ANSWER_BYTES bytes of an answer."""
 
     def read_head(answer: requests.Response, *_: Any, **__: Any) -> None:
-        answer.raw.read(LONGEST_ANSWER)
-        answer.close()  # keeps the connection where the whole answer was read
+        answer.raw.read(MAX_ANSWER_BYTES)
+        answer.close()  # keeps the connection if the whole answer was read
 
     session = requests.Session()
     session.stream = True
@@ -95,7 +96,7 @@ class JsonLines(SpanExporter):
     """Appends spans to a file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where no file can be written."""
+        """Raises OSError if the file can't be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
 
@@ -110,10 +111,10 @@ class JsonLines(SpanExporter):
 
 
 def request_json(spans: Sequence[ReadableSpan]) -> bytes:
-    """An ExportTraceServiceRequest of spans that have one resource and scope.
+    """An ExportTraceServiceRequest of spans that have the same resource and scope.
 
-    It is made without the SDK's encoder: protobuf's own JSON of its message takes nine times as
-    long, in a process that trains, and has ids in base64 where OTLP has them in hexadecimal.
+    It is built without the SDK's encoder. protobuf's own JSON of its message takes nine times as
+    long, in a process that trains, and has ids in base64 where OTLP requires hexadecimal.
     """
     resource = spans[0].resource
     scope = spans[0].instrumentation_scope
@@ -121,7 +122,8 @@ def request_json(spans: Sequence[ReadableSpan]) -> bytes:
     scope_spans = {
         "scope": {"name": scope.name, "version": scope.version},
         "schemaUrl": scope.schema_url,
-        # One by one, or Python's garbage collector runs over very many containers.
+        # The spans are encoded separately, because Python's garbage collector would otherwise run
+        # over very many containers.
         "spans": [msgspec.Raw(msgspec.json.encode(_span_json(span))) for span in spans],
     }
     resource_spans = {
@@ -172,7 +174,7 @@ def _attributes(attributes: Attributes) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    """OTLP's AnyValue, whose integers are text."""
+    """OTLP's AnyValue. Its integers are texts."""
     match value:
         case str():
             return {"stringValue": value}

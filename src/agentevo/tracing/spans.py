@@ -1,4 +1,4 @@
-"""A span of each recorded call.
+"""Makes a span of each recorded call.
 
     attempt      invoke_agent AGENT     the whole attempt; scorers come after its end
     policy       chat MODEL             in process, or CLIENT where the engine is another process
@@ -7,8 +7,9 @@
     scorer       score REWARD           with an event gen_ai.evaluation.result
     any other    KIND NAME              environment, process, sandbox, and what an agent records
 
-A span's parent is the call around it; of a call that a client's request made, the span that the
-request named, if that is in the attempt's trace, and else the request's span is linked.
+A span's parent is the call around it. If a client's request made the call, the parent is the span
+that the request named, provided that span is in the attempt's trace. Otherwise the request's span
+is linked.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ _ATTEMPT = re.compile(
     r"(?P<task>.*)/(?P<label>[^/@]+)@(?P<step>\d{1,9})(?::(?P<agent>[^#/@]{0,200}))?#(?P<number>\d{1,9})",
     re.DOTALL,
 )
-"""Of a trajectory's id, which sampler.group_name and types.group_of_agent make."""
+"""The parts of a trajectory's id, which sampler.group_name and types.group_of_agent build."""
 _OUTPUT = ("stdout", "stderr", "whole_result", "summary_problem", "ending")
-"""Facts of a call whose values are texts, in addition to those with a name."""
+"""The facts of a call whose values are texts, in addition to those with a name in the
+conventions."""
 _NANO = 10**9
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 Value = str | bool | int | float | list[str]
@@ -53,13 +55,14 @@ class RunFacts(NamedTuple):
 
 
 def run_resource() -> Resource:
-    """The source of spans: OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, else AgentEvo."""
+    """The resource of the spans, from OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, else
+    AgentEvo's."""
     attributes = {names.SERVICE_NAME: names.SCOPE, "process.pid": str(os.getpid())}
     return Resource(attributes).merge(OTELResourceDetector().detect())
 
 
 class Spans:
-    """Makes spans of calls, with the ids of trace_context.py. `contents`: they hold the
+    """Makes spans of calls, with the ids of trace_context.py. `contents`: whether spans contain the
     messages."""
 
     def __init__(
@@ -83,8 +86,8 @@ class Spans:
         asker: TracePlace | None = None,
         around: int | None = None,
     ) -> ReadableSpan:
-        """The span of a call that has ended. `around`: the id of the enclosing span, where the
-        call's record names none."""
+        """The span of a call that has ended. `around`: the id of the enclosing span, if the call's
+        record names none."""
         parent_id = around if call.parent is None else self._span_of(call.parent)
         links: tuple[Link, ...] = ()
         if asker is not None and asker.trace_id == trace.trace_id:
@@ -105,7 +108,7 @@ class Spans:
             message = self._texts.shown(call.error or "")
             attributes[names.ERROR_TYPE] = _kind_of(message)
             if call.kind == "tool" and not self._contents:
-                message = ""  # it is the tool's result
+                message = ""  # the text is the tool's result
             status = Status(StatusCode.ERROR, message)
 
         parent = None
@@ -130,8 +133,8 @@ class Spans:
         )
 
     def _described_once(self, kind: str, name: str) -> tuple[str, SpanKind, dict[str, Value]]:
-        """The span's name and kind, and the attributes that the conventions give all calls of a
-        kind and name. Without a kind it is the opening of a tool."""
+        """The span's name and kind, and the attributes that the conventions define for all calls of
+        a kind and name. Without a kind, it is the opening of a tool."""
         model = self._run.model
         spoken = f"{ {'scorer': 'score'}.get(kind, kind) } {name}".strip()
         is_client = False
@@ -176,8 +179,8 @@ class Spans:
                 if isinstance(text := facts.get(fact), str):
                     attributes[name] = self._texts.shown(text)
 
-        # Facts of the call that the conventions have no name for.
-        named_facts = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
+        # Also the facts of the call that the conventions have no name for.
+        named_facts = _NAMED_SCORER_FACTS if call.kind == "scorer" else _NAMED_FACTS
         for fact, value in facts.items():
             if fact not in named_facts and (self._contents or fact not in _OUTPUT):
                 shown = self._texts.shown(value) if isinstance(value, str) else value
@@ -264,12 +267,12 @@ _TOOL_CONTENTS = {
     "result": names.TOOL_RESULT,
     "output": names.TOOL_RESULT,
 }
-_TOLD = frozenset({*_COUNTS, *_TOOL_CONTENTS})
-_TOLD_OF_SCORER = _TOLD | {"reason"}
+_NAMED_FACTS = frozenset({*_COUNTS, *_TOOL_CONTENTS})
+_NAMED_SCORER_FACTS = _NAMED_FACTS | {"reason"}
 
 
 def attempt_of(trajectory_id: str) -> str:
-    """The attempt that the trace of a trajectory belongs to; all its agents share the trace."""
+    """The attempt that the trace of a trajectory belongs to. All its agents share the trace."""
     match = _ATTEMPT.fullmatch(trajectory_id)
     if match is None or match["agent"] is None:
         return trajectory_id
@@ -277,6 +280,7 @@ def attempt_of(trajectory_id: str) -> str:
 
 
 def _kind_of(message: str) -> str:
-    """The name of an error, of few values, as `described` begins a message with it."""
+    """The name of an error, as `described` puts it at the beginning of a message. There are only a
+    few such names."""
     name = message.partition(":")[0]
     return name if name.isidentifier() and len(name) <= 100 else "error"

@@ -1,8 +1,8 @@
-"""Texts as spans hold them: of bounded length, and without credentials.
+"""The texts of spans: of limited length, and without credentials.
 
-It leaves out passwords in URLs (credentials.py), the values of environment variables whose names
-contain words such as key, secret, token or password, and texts in the form of a key. A secret
-that looks like an ordinary word and is in no such variable is not recognised.
+Passwords in URLs (credentials.py), the values of environment variables whose names contain words
+such as key, secret, token or password, and texts in the form of a key are left out. A secret that
+looks like an ordinary word and is in no such variable is not recognised.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from agentevo.errors import storable
 from agentevo.types import Message, ToolCall
 
 HIDDEN = "***"
-SHORTEST_SECRET = 8
-"""Characters: a shorter value may be an ordinary word."""
-REMEMBERED = 1024
-"""Texts whose form without secrets is cached."""
-LONGEST_REMEMBERED = 4096
-"""Length of the longest of them, in characters."""
+MIN_SECRET_CHARS = 8
+"""The minimum number of characters of a secret. A shorter value may be an ordinary word."""
+CACHE_SIZE = 1024
+"""The number of texts whose form without secrets is cached."""
+MAX_CACHED_CHARS = 4096
+"""The maximum length of a cached text, in characters."""
 _SECRET_NAME = re.compile(
     r"(?i)(?:^|_)(?:key|apikey|token|secret|password|passwd|pwd|pat|credentials?|headers)(?:_|$)"
 )
@@ -37,33 +37,35 @@ _SECRET = re.compile(
     r"|(?i:(?<=\bauthorization: )(?:basic|token)\s)[A-Za-z0-9._~+/=-]+"
 )
 _MARGIN = 64
-"""Characters for everything but the content, such as the number of omitted characters."""
+"""The characters that are reserved for everything but the content, such as the number of omitted
+characters."""
 
 
 class SpanTexts:
-    """See the module. `longest`: characters of one text."""
+    """Shortens texts for spans and removes credentials. `longest`: the maximum number of characters
+    of a text."""
 
     def __init__(self, longest: int, environment: Mapping[str, str] = os.environ) -> None:
         self.longest = longest
         values = {
             value
             for name, value in environment.items()
-            if _SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET
+            if _SECRET_NAME.search(name) and len(value) >= MIN_SECRET_CHARS
         }
         secret_values = sorted(values, key=len, reverse=True)
         self._secret_pattern = (
             re.compile("|".join(map(re.escape, secret_values))) if secret_values else None
         )
 
-        # Names, and the messages that every turn of an attempt repeats.
-        self._remembered = lru_cache(REMEMBERED)(self._without_secrets)
+        # Caches names, and the messages that every turn of an attempt repeats.
+        self._remembered = lru_cache(CACHE_SIZE)(self._without_secrets)
 
     def shown(self, text: str, longest: int | None = None) -> str:
         """The text without credentials, storable, and shortened in its middle."""
         longest = self.longest if longest is None else longest
         # The search covers the text near the cut, so that no half of a secret remains.
-        text = shorten_middle(text, longest + 2 * LONGEST_SECRET)
-        short = len(text) <= LONGEST_REMEMBERED
+        text = shorten_middle(text, longest + 2 * MAX_SECRET_CHARS)
+        short = len(text) <= MAX_CACHED_CHARS
         text = self._remembered(text) if short else self._without_secrets(text)
         return storable(shorten_middle(text, longest), longest)
 
@@ -73,8 +75,8 @@ class SpanTexts:
         return _SECRET.sub(HIDDEN, without_passwords(text))
 
     def messages(self, messages: Sequence[Message], *, finish_reasons: Sequence[str] = ()) -> str:
-        """A chat as the conventions write it: JSON of roles and parts. A chat that is too long
-        keeps its newest messages, and a long message its head and tail."""
+        """A chat as the conventions write it: JSON of roles and parts. Of a chat that is too long,
+        the newest messages are kept, and of a long message its head and tail."""
         remaining = self.longest
         encoded_messages = list[msgspec.Raw]()
         for number in range(len(messages) - 1, -1, -1):
@@ -94,7 +96,8 @@ class SpanTexts:
         return msgspec.json.encode(encoded_messages[::-1]).decode()
 
     def _message(self, message: Message, longest: int) -> dict[str, Any]:
-        """Its parts share `longest`, the first ones first; a note says how many have no room."""
+        """The message's parts share `longest`, the first parts first. A note has the number of
+        parts that do not fit."""
         named = {} if message.name is None else {"name": self.shown(message.name, _MARGIN)}
         record = {"role": message.role, **named}
         if message.role == "tool":
@@ -125,18 +128,19 @@ class SpanTexts:
     def _call(self, call: ToolCall, longest: int) -> dict[str, Any]:
         arguments_text = self.shown(call.arguments, longest)
         arguments: Any = arguments_text
-        with suppress(msgspec.MsgspecError, RecursionError):  # the policy may write no JSON
+        with suppress(msgspec.MsgspecError, RecursionError):  # the policy may write invalid JSON
             arguments = msgspec.json.decode(arguments_text)
         record = {"type": "tool_call", "name": self.shown(call.name, 200), "arguments": arguments}
         return record | ({"id": self.shown(call.id, 200)} if call.id else {})
 
 
-LONGEST_SECRET = 4096
-"""Characters of a text beyond its limit that are searched for secrets which begin within it."""
+MAX_SECRET_CHARS = 4096
+"""The number of characters beyond a text's limit in which the end of a secret is searched that
+begins within the limit."""
 
 
 def shorten_middle(text: str, longest: int) -> str:
-    """Head and tail of a text, with the number of characters that are left out between them."""
+    """The head and tail of a text, with the number of characters that are left out between them."""
     if len(text) <= longest:
         return text
     note = f" ... [{len(text) - longest} characters] ... "

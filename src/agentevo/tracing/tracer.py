@@ -1,15 +1,15 @@
-"""Makes spans of the calls of a process and exports them, by the OpenTelemetry SDK's batch
-processor, in its thread.
+"""Makes spans of a process's calls and exports them, with the OpenTelemetry SDK's batch processor,
+in the processor's thread.
 
     async with tracer:                  the exporter is made; the thread begins, and ends
         tracer.end_span(call)              from the event loop: puts the call into the queue
 
-The attempts never wait for the exporter: when the queue is full, the oldest calls are dropped. The
-thread makes the span, shortens its texts and searches them for secrets. Spans that an exporter
-refuses, after its own retries, are lost. The end waits `flush_s` for the remaining spans. Lost
-spans are counted, and reported at the first loss and at the end.
+The attempts never wait for the exporter. If the queue is full, the oldest calls are dropped. The
+thread makes the span, shortens its texts and removes secrets from them. Spans that an exporter
+refuses, after its own retries, are lost. At the end, the tracer waits `flush_s` seconds for the
+remaining spans. Lost spans are counted, and reported at the first loss and at the end.
 
-A killed process can lose spans. A span can be exported twice if the exporter did not receive the
+A killed process may lose spans. A span may be exported twice if the exporter did not receive the
 confirmation in time.
 """
 
@@ -31,27 +31,28 @@ from agentevo.tracing.first_warning import FirstWarning
 from agentevo.tracing.spans import Spans, attempt_of
 
 FLUSH_S = 30.0
-"""The seconds that the end of a run waits for an exporter that still accepts spans."""
-PIECE = 2**22
-"""Characters of the spans that are exported together: collectors refuse larger requests."""
+"""The time in seconds that the end of a run waits for an exporter that still accepts spans."""
+EXPORT_CHARS = 2**22
+"""The number of characters of the spans that are exported together, because collectors refuse
+larger requests."""
 _SAMPLED = SpanContext(1, 1, False, TraceFlags(TraceFlags.SAMPLED))
-"""The context of every waiting call: the processor takes only sampled spans."""
+"""The context of every waiting call, because the processor accepts only sampled spans."""
 _NO_RESOURCE = Resource({})
 
 
 class TraceLimits:
-    """How many spans wait, and for how long."""
+    """How many spans wait, and how long."""
 
     def __init__(self, *, queue: int = 4096, batch: int = 512, delay_s: float = 1.0) -> None:
-        """At most `queue` spans wait; up to `batch` of them are exported together, at the latest
-        after `delay_s`."""
+        """At most `queue` spans wait. Up to `batch` of them are exported together, at the latest
+        after `delay_s` seconds."""
         self.queue = queue
         self.batch = min(batch, queue)
         self.delay_s = delay_s
 
 
 class WaitingCall(ReadableSpan):
-    """A call in the processor's queue, whose span is not made yet."""
+    """A call in the processor's queue whose span is not made yet."""
 
     def __init__(self, call: RunningCall) -> None:
         super().__init__(call.name, context=_SAMPLED, resource=_NO_RESOURCE)
@@ -59,13 +60,13 @@ class WaitingCall(ReadableSpan):
 
 
 class CallExporter(SpanExporter):
-    """Makes the spans of the waiting calls, and gives them to an exporter, which can be slow and
-    raise anything. One thread uses it."""
+    """Makes the spans of the waiting calls, and passes them to an exporter, which can be slow and
+    raise any error. Only one thread may use it."""
 
     def __init__(self, exporter: SpanExporter, spans: Spans, warning: FirstWarning) -> None:
         self.num_exported = 0
         self.is_ending = False
-        """Whether to stop using an exporter that fails twice in a row."""
+        """Whether the exporter is no longer used, because it failed twice in a row."""
         self.is_given_up = False
         self._exporter = exporter
         self._spans = spans
@@ -74,7 +75,7 @@ class CallExporter(SpanExporter):
         """The failures since the last successful export."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """See SpanExporter. Exports in pieces of about PIECE characters each."""
+        """See SpanExporter. Exports in pieces of about EXPORT_CHARS characters each."""
         piece = list[ReadableSpan]()
         size = 0
         for waiting in spans:
@@ -86,7 +87,7 @@ class CallExporter(SpanExporter):
                 continue
 
             length = _num_characters(span)
-            if piece and size + length > PIECE:
+            if piece and size + length > EXPORT_CHARS:
                 self._deliver(piece)
                 piece = []
                 size = 0
@@ -132,14 +133,14 @@ class CallExporter(SpanExporter):
         return self._spans.of(
             record,
             trace,
-            traced_message=call.said,
+            traced_message=call.traced_message,
             asker=call.asker,
             around=around.span_id if around and around.trace_id == trace.trace_id else None,
         )
 
 
 class Tracer:
-    """See the module."""
+    """The tracer of a process."""
 
     def __init__(
         self,
@@ -154,8 +155,8 @@ class Tracer:
         flush_s: float = FLUSH_S,
         notify: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`notify` gets a line about spans that are not exported. `share`: of the attempts that are
-        traced."""
+        """`notify` receives a line about spans that are not exported. `share`: the share of
+        attempts that are traced."""
         self.contents = contents
         self.token2text = token2text
         self._make_exporter = make_exporter
@@ -172,7 +173,7 @@ class Tracer:
         self._processor: BatchSpanProcessor
 
     def trace_of(self, trajectory_id: str) -> AttemptTrace:
-        """See call_log.Tracing. Several agents of one attempt share its trace."""
+        """See call_log.Tracing. Several agents of an attempt share its trace."""
         return trace_of(self._run_id, attempt_of(trajectory_id), self._share)
 
     def end_span(self, call: RunningCall) -> None:
@@ -212,7 +213,7 @@ class Tracer:
         await in_thread(self.close)
 
     def close(self) -> None:
-        """Exports the waiting spans, for `flush_s` at most, and drops the rest."""
+        """Exports the waiting spans, for at most `flush_s` seconds, and drops the rest."""
         self._is_closing = True
         self._exporter.is_ending = True
         ending = threading.Thread(target=self._end, name="agentevo-tracing-end", daemon=True)

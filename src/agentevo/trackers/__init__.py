@@ -3,8 +3,8 @@ and trackers of other packages.
 
     run's thread ──► Tracking ──► one Delivery (thread, bounded queue) for each ──► Tracker
 
-The run's thread never waits for a tracker, except for `flush_s` at its end. Only committed rows
-are delivered: one for each step, once, also in a resumed run.
+The run's thread never waits for a tracker, except for `flush_s` seconds at its end. Only committed
+rows are delivered. Each step is delivered once, even in a resumed run.
 """
 
 from agentevo.trackers.tracker import (

@@ -1,11 +1,12 @@
-"""One tracker in its own thread, so that its work costs the run nothing.
+"""Delivers rows to a tracker in a separate thread, so that the tracker's work costs the run
+nothing.
 
     put ─► bounded queue ─► thread: begin, log, ..., end ─► record of what was delivered
 
-Invariants: `put` returns at once; at most MAX_WAITING rows wait, and the oldest is dropped
-above that; a row is tried ATTEMPTS times and then left out; each problem is reported once. `close`
-waits until a given deadline and leaves the thread behind, which is a daemon. A row delivered just
-before the process is killed can be lost.
+Invariants: `put` returns at once. At most MAX_WAITING rows wait, and above that the oldest is
+dropped. A row is tried ATTEMPTS times and then left out. Each problem is reported once. `close`
+waits until a given deadline and leaves the thread behind, which is a daemon. A row that is
+delivered just before the process is killed may be lost.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from agentevo.files import write_atomic
 from agentevo.trackers.tracker import TrackedRow, TrackedRun, Tracker
 
 MAX_WAITING = 1000
-"""The most rows that wait for a slow tracker."""
+"""The maximum number of rows that wait for a slow tracker."""
 ATTEMPTS = 6
 FIRST_PAUSE_S = 1.0
-"""The wait between the first two attempts at one call; it doubles each time."""
-HANG_S = 60.0
-"""The seconds in one call after which a tracker is reported as hanging."""
-LONGEST_WORDS = 300
-"""Characters of an error that a warning shows."""
+"""The wait in seconds between the first two attempts at a call. It doubles each time."""
+HANG_TIMEOUT_S = 60.0
+"""A tracker is reported as hanging after this many seconds in a call."""
+MAX_ERROR_CHARS = 300
+"""The maximum number of characters of an error in a warning."""
 
 
-class Record:
-    """tracking.json in the run's folder: each tracker's id of the run, and its last step. The
-    trackers' threads write it."""
+class TrackingRecord:
+    """tracking.json in the run's folder: each tracker's id of the run, and its last step. Threads
+    of all trackers write it."""
 
     def __init__(self, path: Path | None) -> None:
-        """None: nothing is written, as for a run that is never resumed."""
+        """None: nothing is written, for a run that is never resumed."""
         self._path = path
         self._lock = threading.Lock()
 
@@ -51,10 +52,10 @@ class Record:
                 read = json.loads(path.read_bytes())
                 self._entries = {name: dict(entry) for name, entry in read.items()}
             except (OSError, ValueError, AttributeError, TypeError):
-                self._entries = {}  # without it a resumed run is a new one
+                self._entries = {}  # without the record, a resumed run is a new run in the tracker
 
     def of(self, name: str) -> tuple[str, int]:
-        """(id, last step) of a tracker; ("", -1) if it has never begun."""
+        """The (id, last step) of a tracker. ("", -1) if it has never begun."""
         entry = self._entries.get(name, {})
         tracker_id = entry.get("id")
         step = entry.get("step")
@@ -62,7 +63,7 @@ class Record:
         return (str(tracker_id), int(step)) if is_known and step is not None else ("", -1)
 
     def keep(self, name: str, tracker_id: str, step: int) -> None:
-        """Raises OSError."""
+        """Records the id and last step of a tracker. Raises OSError."""
         with self._lock:
             self._entries[name] = {"id": tracker_id, "step": step}
             if self._path is not None:
@@ -70,19 +71,19 @@ class Record:
 
 
 class TrackerDelivery:
-    """Starts its thread at once. `say` is called by that thread and must be quick."""
+    """Delivers rows to a tracker. The thread calls `say(text, is_warning)`, which must be quick."""
 
     def __init__(
         self,
         name: str,
         make: Callable[[], Tracker],
         run: TrackedRun,
-        record: Record,
+        record: TrackingRecord,
         say: Callable[[str, bool], None],
         *,
         first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
-        """say(text, is_warning)."""
+        """Starts the thread."""
         self.name = name
         self._make = make
         self._run = run
@@ -101,7 +102,8 @@ class TrackerDelivery:
         self._thread.start()
 
     def put(self, row: TrackedRow) -> None:
-        """Rows come in rising order of steps; rows that the tracker already has are skipped."""
+        """Rows must come in rising order of steps. Rows that the tracker already has are
+        skipped."""
         with self._wake:
             if self._given_up or self._last is not None or row.step <= self._run.last_step:
                 return
@@ -114,13 +116,13 @@ class TrackerDelivery:
         if self._left_out:
             self._warn(f"it is {MAX_WAITING} steps behind, and the oldest of these are left out")
 
-        self.look()
+        self.check_for_hang()
 
-    def look(self) -> None:
-        """Warns of a call that does not return. For the run's thread."""
+    def check_for_hang(self) -> None:
+        """Warns of a call that does not return. The run's thread calls this."""
         busy = self._busy
-        if busy is not None and time.monotonic() - busy[0] > HANG_S:
-            self._warn(f"{busy[1]} has not returned for {HANG_S:g} s")
+        if busy is not None and time.monotonic() - busy[0] > HANG_TIMEOUT_S:
+            self._warn(f"{busy[1]} has not returned for {HANG_TIMEOUT_S:g} s")
 
     def finish(self, last: list[Callable[[Tracker], None]]) -> None:
         """Ends the delivery: `last` runs after the waiting rows, and then the thread ends."""
@@ -129,7 +131,8 @@ class TrackerDelivery:
             self._wake.notify()
 
     def wait(self, until: float) -> None:
-        """Waits for the end, until that time of the monotonic clock; reports rows not delivered."""
+        """Waits for the end, until that time of the monotonic clock. Reports rows that were not
+        delivered."""
         self._thread.join(max(until - time.monotonic(), 0.0))
         missing = self._left_out + len(self._rows)
         if self._thread.is_alive():
@@ -197,7 +200,7 @@ class TrackerDelivery:
         self._record.keep(self.name, self._id, self._step)
 
     def _next(self) -> TrackedRow | None:
-        """The next row; None at the end."""
+        """The next row. None at the end."""
         with self._wake:
             while not self._rows and self._last is None and not self._given_up:
                 self._wake.wait()
@@ -220,8 +223,8 @@ class TrackerDelivery:
                 call()
             except BaseException as error:  # noqa: BLE001 (a tracker can raise anything)
                 words = without_passwords(describe_error(error)).split("\n")[0]
-                if len(words) > LONGEST_WORDS:
-                    words = f"{words[:LONGEST_WORDS]}..."
+                if len(words) > MAX_ERROR_CHARS:
+                    words = f"{words[:MAX_ERROR_CHARS]}..."
                 self._warn(f"{what} failed: {words}")
             else:
                 return True
@@ -231,8 +234,8 @@ class TrackerDelivery:
         return False
 
 
-def with_identity(run: TrackedRun, name: str, record: Record, new_id: str) -> TrackedRun:
-    """The run for the tracker of that name."""
+def with_identity(run: TrackedRun, name: str, record: TrackingRecord, new_id: str) -> TrackedRun:
+    """The facts of the run for the tracker with that name."""
     tracker_id, step = record.of(name)
     return msgspec.structs.replace(
         run, id=tracker_id or new_id, resumed=bool(tracker_id), last_step=step if tracker_id else -1

@@ -23,15 +23,16 @@ from agentevo.trackers.tracker import (
 )
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-MOST_AT_ONCE = 500
-"""The most metrics of one request; MLflow accepts 1000."""
-LONGEST_PARAMETER = 500
-MOST_PARAMETERS = 100
-"""Of one request."""
+MAX_METRICS_PER_REQUEST = 500
+"""The maximum number of metrics in a request. MLflow accepts 1000."""
+MAX_PARAMETER_CHARS = 500
+MAX_PARAMETERS = 100
+"""The maximum number of parameters in a request."""
 
 
 class MLflowConfig(TrackerConfig):
-    """MLflow. It reads its own credentials: MLFLOW_TRACKING_USERNAME and _PASSWORD, or _TOKEN."""
+    """MLflow. MLflow reads its own credentials: MLFLOW_TRACKING_USERNAME and _PASSWORD, or
+    _TOKEN."""
 
     tracking_uri: str | None = Field(default=None, min_length=1)
     """http://HOST:PORT, or sqlite:////PATH/mlruns.db. Write a password in it as
@@ -83,10 +84,10 @@ class MLflow(Tracker):
         from mlflow.entities import Param
 
         parameters = [
-            Param(_name(key), str(value)[:LONGEST_PARAMETER]) for key, value in values.items()
+            Param(_name(key), str(value)[:MAX_PARAMETER_CHARS]) for key, value in values.items()
         ]
-        for first in range(0, len(parameters), MOST_PARAMETERS):
-            self._client.log_batch(self._id, params=parameters[first : first + MOST_PARAMETERS])
+        for first in range(0, len(parameters), MAX_PARAMETERS):
+            self._client.log_batch(self._id, params=parameters[first : first + MAX_PARAMETERS])
 
     def log(self, row: TrackedRow) -> None:
         from mlflow.entities import Metric
@@ -96,8 +97,10 @@ class MLflow(Tracker):
             Metric(_name(name), float(value), stamp, row.step)
             for name, value in row.metrics.items()
         ]
-        for first in range(0, len(metrics), MOST_AT_ONCE):
-            self._client.log_batch(self._id, metrics=metrics[first : first + MOST_AT_ONCE])
+        for first in range(0, len(metrics), MAX_METRICS_PER_REQUEST):
+            self._client.log_batch(
+                self._id, metrics=metrics[first : first + MAX_METRICS_PER_REQUEST]
+            )
 
         for table in row.tables:
             columns = zip(*table.rows, strict=True)

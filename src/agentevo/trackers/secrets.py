@@ -1,8 +1,8 @@
-"""The configuration for trackers: without keys, tokens and passwords from any source.
+"""Removes keys, tokens and passwords from the configuration that trackers receive.
 
 It removes the values of keys with the name of a secret, passwords in URLs, texts after `Bearer` or
-a known prefix of keys, and, in any place, the value of every environment variable with the name of
-a secret. `${env:NAME}` stays: it names the place of a secret, not its value.
+a known prefix of keys, and the value of every environment variable with the name of a secret,
+anywhere. `${env:NAME}` stays, because it names the place of a secret and not its value.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _SECRET_NAME = re.compile(
 _KNOWN_BEGINNING = re.compile(
     r"(?i)\b(bearer\s+|basic\s+)\S+|\b(sk-|hf_|ghp_|github_pat_|xox[a-z]-|glpat-|AKIA)[\w-]{12,}"
 )
-SHORTEST = 8
-"""Characters: a shorter value of an environment variable would match ordinary texts."""
+MIN_SECRET_CHARS = 8
+"""The minimum number of characters. A shorter value of an environment variable would match ordinary
+texts."""
 
 
 def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def known_secrets() -> list[str]:
     secret_values = {
         value
         for name, value in os.environ.items()
-        if len(value) >= SHORTEST and _SECRET_NAME.search(name)
+        if len(value) >= MIN_SECRET_CHARS and _SECRET_NAME.search(name)
     }
     return sorted(secret_values, key=lambda value: (-len(value), value))
 
@@ -56,7 +57,7 @@ def _plain(name: str, value: Any, secret_values: list[str]) -> Any:
 
 
 def clean_text(text: str, secret_values: list[str]) -> str:
-    """A text without the secrets in it. `secret_values`: values to look for."""
+    """A text without the secrets in it. `secret_values`: values to remove."""
     for value in secret_values:
         text = text.replace(value, HIDDEN)
     return _KNOWN_BEGINNING.sub(HIDDEN, without_passwords(text))

@@ -22,7 +22,7 @@ from agentevo.trackers.tracker import (
 
 
 class SwanLabConfig(TrackerConfig):
-    """SwanLab. It reads its own key: SWANLAB_API_KEY, or `swanlab login`."""
+    """SwanLab. SwanLab reads its own key: SWANLAB_API_KEY, or `swanlab login`."""
 
     mode: Literal["online", "local", "offline"] | None = None
     """local and offline write files below swanlog/ in the run's folder. Default: SWANLAB_MODE,
@@ -86,7 +86,7 @@ class SwanLab(Tracker):
 
 
 def _silence() -> None:
-    """Redirects SwanLab's greetings, which would go to the command's stdout; SwanLab 0.10 has no
+    """Redirects SwanLab's greetings, which would go to the command's stdout. SwanLab 0.10 has no
     setting for that."""
     with suppress(ImportError, AttributeError):
         from swanlab.sdk.internal.pkg import console

@@ -88,8 +88,8 @@ class TensorBoard(Tracker):
 
 
 def _wait_for_a_later_name(folder: Path) -> None:
-    """Event files are read in the order of their names, which begin with the second of their
-    creation: the file of a resumed run must come after the files that it continues."""
+    """TensorBoard reads event files in the order of their names, which begin with the second of
+    their creation. So the file of a resumed run must come after the files that it continues."""
     now = time.time()
     if any(folder.glob(f"events.out.tfevents.{int(now):010d}.*")):
         time.sleep(math.ceil(now) - now)
@@ -110,7 +110,7 @@ def _text(name: str, text: str) -> Summary.Value:
 
 
 def _markdown(table: TrackedTable) -> str:
-    """A table whose cells are one line each."""
+    """A table in Markdown. Each cell is a single line."""
 
     def cell(value: object) -> str:
         return " ".join(str(value).split()).replace("|", "\\|")

@@ -2,12 +2,12 @@
 
     begin(run) ─► log(row) ... ─► figure, artifact ... ─► end(state, summary)
 
-One object serves one run, and all its methods are called from one thread (delivery.py), one after
-the other. They can block and raise: that costs a warning and the row. Rows come in rising order of
+An object serves a single run. One thread calls all its methods, one after the other (delivery.py).
+They can block and raise errors: that costs a warning and the row. Rows come in rising order of
 steps, each step once, and only steps that the run can't undo.
 
-Another package lists its class under the entry-point group `agentevo.trackers`; one in a user's own
-module is registered by `@agentevo.tracker(NAME)`.
+Another package lists its class under the entry-point group `agentevo.trackers`. A class in a user's
+own module is registered by `@agentevo.tracker(NAME)`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ State = Literal["finished", "stopped", "failed"]
 
 
 class TrackerConfig(pydantic.BaseModel):
-    """A tracker in a recipe's list `tracking.backends`: its name, its options."""
+    """A tracker in a recipe's list `tracking.backends`: its name and its options."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -43,7 +43,7 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a run at its start or resume."""
 
     folder: Path
-    """The run's folder; a tracker's local files belong below it."""
+    """The run's folder. A tracker's local files belong below it."""
     project: str
     name: str
     group: str | None = None
@@ -54,14 +54,14 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
     config: Mapping[str, Any] = {}
     """The resolved configuration, without secrets."""
     id: str = ""
-    """The tracker's id of the run; for a new run, a random id that the tracker may take."""
+    """The tracker's id of the run. For a new run, a random id that the tracker may use."""
     resumed: bool = False
     last_step: int = -1
     """The last step of the run that the tracker has."""
 
 
 class TrackedTable(msgspec.Struct, frozen=True):
-    """A table, such as the attempts of a step, one per row."""
+    """A table, such as the attempts of a step, with a row for each."""
 
     name: str
     columns: tuple[str, ...]
@@ -69,13 +69,13 @@ class TrackedTable(msgspec.Struct, frozen=True):
 
 
 class TrackedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """All numbers and tables of one step."""
+    """All numbers and tables of a step."""
 
     step: int
     time: float
     """Unix seconds."""
     metrics: Mapping[str, float]
-    """By verl's names; a number may be NaN or infinite."""
+    """By verl's names. A number may be NaN or infinite."""
     tables: Sequence[TrackedTable] = ()
 
 
@@ -83,17 +83,18 @@ class TrackingBegun(msgspec.Struct, frozen=True):
     """The result of `begin`."""
 
     id: str
-    """The id by which a resumed run finds it again."""
+    """The id by which a resumed run finds the tracker's run."""
     where: str = ""
     """The URL of the run, or the command that shows it."""
 
 
 class Tracker(ABC):
-    """Base of every tracker. `Class(config)` creates one for one run, without any effect yet."""
+    """The base of every tracker. `Class(config)` creates a tracker for a run, without any effect
+    yet."""
 
     Config: ClassVar[type[TrackerConfig]] = TrackerConfig
     packages: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """(imported module, package name for pip)."""
+    """(imported module, package name for pip) pairs."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -111,21 +112,21 @@ class Tracker(ABC):
 
     @abstractmethod
     def begin(self, run: TrackedRun) -> TrackingBegun:
-        """Opens a new run in the tracker, or the run `run.id` where `run.resumed`."""
+        """Opens a new run in the tracker, or the run `run.id` if `run.resumed` is true."""
 
     @abstractmethod
     def log(self, row: TrackedRow) -> None:
-        """Logs one step."""
+        """Logs a step."""
 
     def figure(self, name: str, path: Path) -> None:  # noqa: B027
-        """A picture of the run's end, as a PNG file. Default: it is not shown."""
+        """Receives a picture at the run's end, as a PNG file. Default: it is not shown."""
 
     def artifact(self, name: str, path: Path) -> None:  # noqa: B027
-        """A file or a folder that belongs to the run. Default: it is not kept."""
+        """Receives a file or a folder that belongs to the run. Default: it is not kept."""
 
     @abstractmethod
     def end(self, state: State, summary: Mapping[str, Any]) -> None:
-        """Delivers everything: the run has ended."""
+        """Delivers everything, because the run has ended."""
 
 
 T = TypeVar("T", bound=type[Tracker])
@@ -140,7 +141,7 @@ trackers: Registry[type[Tracker]] = Registry(
         "trackio": f"{_HERE}.trackio:Trackio",
     },
 )
-"""Name -> class."""
+"""Maps a name to a class."""
 
 
 def tracker(name: str) -> Callable[[T], T]:
@@ -150,7 +151,7 @@ def tracker(name: str) -> Callable[[T], T]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration with dotted keys; lists stay values."""
+    """A configuration with dotted keys. Lists stay values."""
     flat_values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

@@ -1,5 +1,5 @@
-"""All trackers of a run, for the run's own thread: it puts rows in, gets their problems, and ends
-them together within one deadline."""
+"""All trackers of a run, for the run's own thread. It puts rows in, receives the trackers'
+problems, and ends the trackers together within one deadline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentevo.trackers.delivery import Record, TrackerDelivery, with_identity
+from agentevo.trackers.delivery import TrackerDelivery, TrackingRecord, with_identity
 from agentevo.trackers.secrets import clean_text, known_secrets
 from agentevo.trackers.tracker import (
     State,
@@ -25,8 +25,8 @@ RECORD = "tracking.json"
 
 
 class Tracking:
-    """Starts immediately, in the trackers' threads. Not thread-safe: `note` and `warn` are called
-    by the thread that calls its methods."""
+    """The trackers of a run. Their threads start immediately. Not thread-safe: `note` and `warn`
+    are called on the thread that calls the methods."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Tracking:
         flush_s: float,
         keep_record: bool = True,
     ) -> None:
-        """`makers`: for each tracker its options, and its class. `keep_record`: the run has a
+        """`makers`: the options and the class of each tracker. `keep_record`: whether the run has a
         folder and may be resumed."""
         self._note = note
         self._warn = warn
         self._flush_s = flush_s
         self._messages: deque[tuple[str, bool]] = deque()
-        record = Record(run.folder / RECORD if keep_record else None)
+        record = TrackingRecord(run.folder / RECORD if keep_record else None)
         self._deliveries = [
             TrackerDelivery(
                 config.name,
@@ -63,12 +63,12 @@ class Tracking:
         """Delivers a committed step. Does not block."""
         for delivery in self._deliveries:
             delivery.put(row)
-        self.hear()
+        self.pass_messages()
 
-    def hear(self) -> None:
+    def pass_messages(self) -> None:
         """Passes on the messages of the trackers since the last call."""
         for delivery in self._deliveries:
-            delivery.look()
+            delivery.check_for_hang()
         while self._messages:
             text, is_warning = self._messages.popleft()
             (self._warn if is_warning else self._note)(text)
@@ -81,7 +81,8 @@ class Tracking:
         figures: Mapping[str, Path] | None = None,
         artifacts: Mapping[str, Path] | None = None,
     ) -> None:
-        """Ends the trackers, and waits at most `flush_s` until they delivered the rest."""
+        """Ends the trackers, and waits at most `flush_s` seconds until they have delivered the
+        rest."""
         last = [
             *(
                 lambda tracker, name=name, path=path: tracker.figure(name, path)
@@ -100,11 +101,11 @@ class Tracking:
         for delivery in self._deliveries:
             delivery.wait(until)
 
-        self.hear()
+        self.pass_messages()
 
 
 def merge_rows(before: TrackedRow | None, row: TrackedRow) -> TrackedRow:
-    """Two rows of one step as one: for a name in both, the later value."""
+    """Two rows of the same step as one row. For a name in both, the later value counts."""
     if before is None:
         return row
     return TrackedRow(

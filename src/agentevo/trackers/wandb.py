@@ -26,7 +26,7 @@ KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 class WandBConfig(TrackerConfig):
-    """Weights & Biases. It reads its own key: WANDB_API_KEY, or `wandb login`."""
+    """Weights & Biases. W&B reads its own key: WANDB_API_KEY, or `wandb login`."""
 
     mode: Literal["online", "offline"] | None = None
     """offline writes files below wandb/ in the run's folder, which `wandb sync` sends later.

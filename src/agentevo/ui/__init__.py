@@ -1,5 +1,5 @@
-"""The dashboard in the browser: `agentevo ui`. It reads runs and stores; with --control it loads
-checkpoints for visitors who try them, and asks runs to stop, save, pause or resume.
+"""The dashboard in the browser: `agentevo ui`. It reads runs and stores. With --control it also
+loads checkpoints for visitors who try them, and sends runs requests to stop, save, pause or resume.
 
 server.py    listens, prints the URL, ends on a signal
 access.py    who may see anything, and who may change anything: tokens, cookies, host

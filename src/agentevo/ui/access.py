@@ -1,15 +1,16 @@
 """Access control: who may see the dashboard, and who may change something.
 
-A visitor with the token sees it by GET, from a host name of this server.
+A visitor with the token sees the dashboard by GET, under a host name of this server.
 
-The token comes once, in the first URL (`/?token=...`). A redirect to the same URL without it
-exchanges it for a cookie, so no address, referrer, bookmark or log contains it. Everything needs
-the cookie, static files too. A request with an unknown name in `Host` is refused, so a page of
-another site can't reach this server under the site's own name (DNS rebinding).
+The token is only in the first URL (`/?token=...`). A redirect to the same URL without the token
+sets a cookie instead, so no address, referrer, bookmark or log contains the token. Every request
+needs the cookie, also for static files. A request with an unknown name in `Host` is refused, so a
+page of another site can't reach this server under that site's name (DNS rebinding).
 
-GET and HEAD change nothing, and without `control` all other methods are refused. With it there is a
-second token, with its own URL (`/?control=...`) and cookie: a visitor with it may POST forms of the
-dashboard's pages (forms.py). A visitor with only the first token gets a 403, and sees no buttons.
+GET and HEAD change nothing. Without `control`, all other methods are refused. With `control`, there
+is a second token with its own URL (`/?control=...`) and cookie. A visitor with that token may POST
+forms of the dashboard's pages (forms.py). A visitor with only the first token gets a 403, and sees
+no buttons.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from agentevo.ui.forms import (
 TOKEN = "token"
 """The URL parameter of a read-only visitor's token."""
 CONTROL = "control"
-"""The URL parameter of the token of control."""
+"""The URL parameter of the control token."""
 METHODS = ("GET", "HEAD")
 VISITOR = "agentevo.visitor"
 """The key of a request's scope for its visitor."""
 FORM = "agentevo.form"
-"""The key of a request's scope for the fields of a POST, whose body is read then."""
-ENDLESS = re.compile("/live|/runs/[^/]+/try/chat")
-"""The paths with endless answers (live.py, try_page.py); they have deadlines of their own."""
-LONGEST_S = 60.0
-"""The deadline of every other answer."""
+"""The key of a request's scope for the fields of a POST. The guard reads the body."""
+STREAM_PATHS = re.compile("/live|/runs/[^/]+/try/chat")
+"""The paths with endless answers (live.py, try_page.py), which have their own deadlines."""
+ANSWER_TIMEOUT_S = 60.0
+"""The deadline of every other answer, in seconds."""
 SEND_S = 30.0
-"""Seconds after which a client that does not read its answer is disconnected."""
+"""A client that does not read its answer for this time, in seconds, is disconnected."""
 POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
@@ -67,7 +68,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "private, no-cache",
 }
-"""Headers of every answer; a page may override `cache-control`."""
+"""The headers of every answer. A page may override `cache-control`."""
 CLOSED_PAGE = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>AgentEvo</title><h1>AgentEvo</h1>'
     "<p>This dashboard needs its token: open the URL that <code>agentevo ui</code> printed.</p>"
@@ -76,8 +77,8 @@ CLOSED_PAGE = (
 
 
 class Access:
-    """See the module. `hosts`: names, in addition to addresses, by which browsers may call this
-    server; `secure`: whether it encrypts."""
+    """The access rules of a dashboard. `hosts`: the names, in addition to addresses, under which
+    browsers may call this server. `secure`: whether the server encrypts."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Access:
         token: str | None = None,
         control: str | bool = False,
     ) -> None:
-        """`control`: whether visitors may change anything, or the token that they need."""
+        """`control`: whether visitors may change anything, or the token that they need for that."""
         self.token = token or new_token()
         self.control = "" if control is False else new_token() if control is True else control
         self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)} - {""}
@@ -97,8 +98,8 @@ class Access:
         self._control_pass = _seal("control", self.control)
         self._form_token = _seal("form", self.control)
         self.cookie = f"agentevo-ui-{self._pass[:8]}"
-        """The cookie's name. All ports of a host share cookies, so each dashboard has its own
-        name."""
+        """The cookie's name. All ports of a host share cookies, so the name differs for each
+        dashboard."""
         self.control_cookie = f"agentevo-control-{self._control_pass[:8]}"
 
     def is_our_host(self, host: str) -> bool:
@@ -110,11 +111,11 @@ class Access:
         return _is_same(token, self.token)
 
     def is_control_token(self, token: str) -> bool:
-        """Whether this is the token of control; false for a read-only dashboard."""
+        """Whether this is the control token. False for a read-only dashboard."""
         return bool(self.control) and _is_same(token, self.control)
 
     def has_pass(self, cookies: str) -> bool:
-        """Whether the `Cookie` header holds our cookie."""
+        """Whether the `Cookie` header contains our cookie."""
         return _is_same(cookie_parser(cookies).get(self.cookie, ""), self._pass)
 
     def visitor(self, cookies: str, address: str) -> Visitor:
@@ -129,7 +130,7 @@ class Access:
         return bool(self.control) and _is_same(token, self._form_token)
 
     def set_cookies(self, *, control: bool) -> list[str]:
-        """The values of the headers that set the cookie, or both cookies."""
+        """The values of the headers that set the cookie, or with `control` both cookies."""
         cookies = [(self.cookie, self._pass)]
         cookies += [(self.control_cookie, self._control_pass)] if control else []
         secure = "; Secure" if self.secure else ""
@@ -147,7 +148,7 @@ class Access:
 
 
 class AccessGuard:
-    """The application behind `Access`; ASGI."""
+    """An ASGI application that protects another application by `Access`."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -189,14 +190,17 @@ class AccessGuard:
             if scope["method"] == "POST":
                 scope[FORM] = await self._form(receive, headers, visitor)
 
-            async with asyncio.timeout(None if ENDLESS.fullmatch(scope["path"]) else LONGEST_S):
+            async with asyncio.timeout(
+                None if STREAM_PATHS.fullmatch(scope["path"]) else ANSWER_TIMEOUT_S
+            ):
                 await self._app(scope, receive, sending)
         except FormRefusedError as refused:
             text = f"nothing was changed: {refused}\n"
             answer = PlainTextResponse(text, refused.status, {"connection": "close"})
             await answer(scope, receive, sending)
-        except TimeoutError:  # the deadline above: the application answers its own
-            to_stderr(f"ui: {scope['path']}: no complete answer within {LONGEST_S:g} s")
+        # the deadline above has passed; the application's own timeouts have answers of their own
+        except TimeoutError:
+            to_stderr(f"ui: {scope['path']}: no complete answer within {ANSWER_TIMEOUT_S:g} s")
         except Exception:  # noqa: BLE001 (app.py has reported and answered it)
             pass
         finally:
@@ -204,7 +208,8 @@ class AccessGuard:
                 connection.leave()
 
     async def _form(self, receive: Receive, headers: Headers, visitor: Visitor) -> dict[str, str]:
-        """The form of a request that is allowed to change something, else FormRefusedError."""
+        """The form of a request that may change something. Raises FormRefusedError if it may
+        not."""
         if not visitor.may_change:
             raise FormRefusedError(403, "this needs the other URL that `agentevo ui` printed")
         check_from_here(headers, secure=self._access.secure)
@@ -214,7 +219,7 @@ class AccessGuard:
         return form
 
     def _refusal(self, scope: Scope, headers: Headers, cookies: str) -> Response | None:
-        """The answer to a request that is refused; None for one that is allowed."""
+        """The answer to a request that is refused. None for an allowed request."""
         access = self._access
         method = scope["method"]
         if not access.is_our_host(headers.get("host", "")):
@@ -237,7 +242,7 @@ class AccessGuard:
                 return closed
 
             query = urlencode([pair for pair in pairs if pair[0] not in (TOKEN, CONTROL)])
-            # One slash at the beginning: two would be another host.
+            # A single slash at the beginning, because two would name another host.
             path = "/" + quote(scope["path"].lstrip("/"), safe="/~:@!$&'()*+,;=-._")
             place = f"{path}?{query}" if query else path
             answer = Response(None, 303, {"location": place, "cache-control": "no-store"})
@@ -249,7 +254,7 @@ class AccessGuard:
 
 
 def new_token() -> str:
-    """A token that can't be guessed."""
+    """A random token that can't be guessed."""
     return secrets.token_urlsafe(24)
 
 
@@ -268,5 +273,5 @@ def _address_of(scope: Scope) -> str:
 
 
 def names_of_this_machine() -> set[str]:
-    """Names by which other machines can reach it."""
+    """The names under which other machines can reach this one."""
     return {socket.gethostname(), socket.getfqdn()}

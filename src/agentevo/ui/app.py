@@ -58,12 +58,12 @@ ROUTERS: tuple[APIRouter, ...] = (
     pipeline_page.router,
     try_page.router,
 )
-FOR_GOOD = "private, max-age=31536000, immutable"
+CACHE_FOREVER = "private, max-age=31536000, immutable"
 
 
 def make_app(sources: Sources, access: Access) -> tuple[AccessGuard, Dashboard]:
-    """The application behind its guard, and the resources to close at the end. Create it on its
-    event loop."""
+    """The application behind its guard, and the resources to close at the end. Call it on the
+    application's event loop."""
     app = FastAPI(
         title="AgentEvo dashboard", version=agentevo.__version__, docs_url=None, redoc_url=None
     )
@@ -91,7 +91,9 @@ async def _static(digest: str, name: str) -> Response:
     if name not in assets.names() or digest != assets.digest(name):
         raise HTTPException(404)
     return Response(
-        assets.contents(name), media_type=assets.kind(name), headers={"cache-control": FOR_GOOD}
+        assets.contents(name),
+        media_type=assets.kind(name),
+        headers={"cache-control": CACHE_FOREVER},
     )
 
 

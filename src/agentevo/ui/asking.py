@@ -1,4 +1,4 @@
-"""Whether a run takes requests now, and the session that takes them."""
+"""Whether a run accepts requests now, and the trainer session that accepts them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentevo.ui.sources import RunSource
 
 def session_of(folder: Path, state: str | None = None) -> tuple[ControlSession | None, str]:
     """The session of the process that trains in the folder now, or None and the reason. `state`:
-    the run's, if known. Reads files."""
+    the run's state, if it is known. Reads files."""
     if state is None:
         reader = RunReader(RunSource(folder.name, folder.name, folder))
         reader.read()
@@ -26,7 +26,7 @@ def session_of(folder: Path, state: str | None = None) -> tuple[ControlSession |
 
     session = read_session(folder)
     if session is None or session.has_ended:
-        why = "it is still starting, or is a command or several processes that take no requests"
-        return None, f"this run takes no requests now: {why}, or is of an older version"
+        why = "it is still starting, or is a command or several processes that accept no requests"
+        return None, f"this run accepts no requests now: {why}, or is of an older version"
 
     return session, ""

@@ -1,5 +1,5 @@
-"""One attempt: `/runs/{run}/attempt?id=…` as messages or as tokens, its parts, two attempts side
-by side, and the history of one token up to its gradient step."""
+"""A single attempt: `/runs/{run}/attempt?id=…` as messages or as tokens, in parts. Also two
+attempts side by side, and the history of a token up to its gradient step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from agentevo.observability.attempt_tokens import Training
 from agentevo.runs.annotations import Annotations, read_annotations
 from agentevo.store.calls import StoredCall
 from agentevo.store.records import StoredTrajectory
-from agentevo.ui.attempt_training import Tools, tools_of, training_of
+from agentevo.ui.attempt_training import TokenTools, tools_of, training_of
 from agentevo.ui.attempts_page import reader_of
 from agentevo.ui.context import NotFoundError, dashboard, part, run_of
-from agentevo.ui.index.reader import IndexAway, IndexRow
+from agentevo.ui.index.reader import IndexRow, IndexUnavailableError
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 from agentevo.ui.task_facts import read_task_facts
@@ -41,7 +41,7 @@ async def _attempt_of(
     reader, _ = await reader_of(request, view)
     try:
         row = await in_thread(reader.find, name)
-    except IndexAway:
+    except IndexUnavailableError:
         row = None
 
     async with dashboard(request).stores.reading(view.source) as store:
@@ -63,7 +63,7 @@ async def _attempt_of(
 
 
 async def _annotations(view: RunView) -> Annotations:
-    """The annotations of the run's attempts; none if the run has no folder here."""
+    """The annotations of the run's attempts. None if the run has no folder here."""
     folder = view.source.folder
     if folder is None:
         return Annotations({}, {}, ())
@@ -72,11 +72,11 @@ async def _annotations(view: RunView) -> Annotations:
 
 
 async def _siblings(request: Request, view: RunView, row: IndexRow | None) -> list[IndexRow]:
-    """The attempts of its group, including itself; none if the index has none."""
+    """The attempts of its group, including itself. None if the index has none."""
     if row is None:
         return []
     reader, _ = await reader_of(request, view)
-    with suppress(IndexAway):
+    with suppress(IndexUnavailableError):
         return (await in_thread(reader.group, row.group_id))[:MAX_SIBLINGS]
     return []
 
@@ -133,7 +133,7 @@ async def attempt(
         timeline=attempt_view.timeline(calls),
         num_calls=len(calls),
         ending=attempt_view.ending(trajectory, calls),
-        slips=attempt_view.slips(trajectory),
+        slips=attempt_view.rejected_replies(trajectory),
         limit=attempt_view.limit(trajectory, view.config),
         verdicts=attempt_view.verdicts(calls),
         tree=attempt_view.tree(trajectory.turns, leaf),
@@ -152,7 +152,7 @@ async def _tokens(
     row: IndexRow | None,
     start: tuple[int, int],
     leaf: int | None,
-    tools: Tools,
+    tools: TokenTools,
 ) -> dict[str, Any]:
     """A part of the tokens, and why some of their numbers are missing."""
     reader, _ = await reader_of(request, view)
@@ -168,7 +168,7 @@ async def _tokens(
 
 
 def _shades(tokens: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(name, title, why it can't be chosen) of each way to shade tokens."""
+    """The (name, title, why it can't be chosen) of each way to shade tokens."""
     blocks = tokens["turn_tokens"].blocks
     greedy = "every turn was greedy: nothing was sampled"
     has_logprobs = any(block.numbers["lp"] is not None for block in blocks)
@@ -248,7 +248,8 @@ async def text(
     start: int = 0,
     remote: bool = False,
 ) -> HTMLResponse:
-    """More of a long message; `remote`: of a remote model's conversation."""
+    """A further part of a long message. `remote`: whether the message is from a remote model's
+    conversation."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
         stored, _ = await _attempt_of(request, view, id)
@@ -269,7 +270,7 @@ async def text(
 
 @router.get("/runs/{run}/attempt/token", response_class=HTMLResponse)
 async def token(request: Request, run: str, id: str, turn: int, position: int) -> HTMLResponse:
-    """One token from sampling to its gradient step, as in `agentevo audit --token`."""
+    """The history of a token from sampling to its gradient step, as in `agentevo audit --token`."""
     from agentevo.audit.token_history import follow
 
     view = await run_of(request, run)
@@ -302,7 +303,7 @@ async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
         left=left_attempt,
         right=right_attempt,
         rows=rows,
-        slips=attempt_view.slips,
+        slips=attempt_view.rejected_replies,
         limit=attempt_view.limit,
         preferred=(await _annotations(view)).pairs.get(frozenset((a, b))),
     )

@@ -1,4 +1,4 @@
-"""How a step trained an attempt: advantages, and which tokens were fresh enough."""
+"""How a step trained an attempt: the advantages, and which tokens were fresh enough."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ from agentevo.store.records import StoredTrajectory
 from agentevo.store.store import Store
 from agentevo.types import Sample, Trajectory
 from agentevo.ui.index.advantages import Rule, config_of, rule_of, step_samples, without_words
-from agentevo.ui.index.reader import IndexAway, IndexReader, IndexRow
+from agentevo.ui.index.reader import IndexReader, IndexRow, IndexUnavailableError
 from agentevo.ui.run_state import RunView
 
 MAX_ATTEMPTS = 2_048
-"""The most attempts of a step that are read for the advantages of one of them."""
+"""The maximum number of attempts of a step that are read to compute the advantages of one of
+them."""
 
 
-class Tools(NamedTuple):
-    """The tools to show the tokens of a run."""
+class TokenTools(NamedTuple):
+    """What is needed to show the tokens of a run."""
 
     decode: Callable[[Sequence[int]], str] | None
-    """Ids to text; None if the run's tokenizer is not here."""
+    """Converts ids to text. None if the run's tokenizer is not here."""
     rule: Rule | str
-    """How advantages are computed, or why they can't be computed again."""
+    """How advantages are computed, or why they can't be recomputed."""
 
 
 READY_S = 2.0
-"""Seconds that a page waits for the tools: torch and the tokenizer load slowly the first time."""
-_tools: OrderedDict[str, asyncio.Task[Tools]] = OrderedDict()
+"""The time in seconds that a page waits for the tools, because torch and the tokenizer load slowly
+the first time."""
+_tools: OrderedDict[str, asyncio.Task[TokenTools]] = OrderedDict()
 
 
-async def tools_of(view: RunView) -> Tools | None:
-    """The tools; None while they are loading."""
+async def tools_of(view: RunView) -> TokenTools | None:
+    """The tools. None while they are loading."""
     task = _tools.get(view.key)
     is_old = task is not None and (
-        task.get_loop() is not asyncio.get_running_loop() or _has_failed(task) or _lacks(task)
+        task.get_loop() is not asyncio.get_running_loop()
+        or _has_failed(task)
+        or _lacks_tokenizer(task)
     )
     if task is None or is_old:
         folder = view.source.folder
@@ -55,16 +59,16 @@ async def tools_of(view: RunView) -> Tools | None:
     return task.result() if task.done() else None
 
 
-def _has_failed(task: asyncio.Task[Tools]) -> bool:
+def _has_failed(task: asyncio.Task[TokenTools]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _lacks(task: asyncio.Task[Tools]) -> bool:
-    """Whether to look for a tokenizer again: a run's first checkpoint can add it."""
+def _lacks_tokenizer(task: asyncio.Task[TokenTools]) -> bool:
+    """Whether to search for a tokenizer again, because a run's first checkpoint may add it."""
     return task.done() and task.result().decode is None
 
 
-def _make_tools(folder: Path | None) -> Tools:
+def _make_tools(folder: Path | None) -> TokenTools:
     from agentevo.runs.folder import saved_tokenizer
 
     rule = rule_of(config_of(folder))
@@ -74,16 +78,16 @@ def _make_tools(folder: Path | None) -> Tools:
             tokenizer = saved_tokenizer(folder)
 
     if tokenizer is None:
-        return Tools(None, rule)
+        return TokenTools(None, rule)
 
-    return Tools(
+    return TokenTools(
         lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)), rule
     )
 
 
 MAX_STEPS = 2
 _steps = OrderedDict[tuple[str, int], dict[str, list[Sample]]]()
-"""(run, step) -> the samples of each attempt, of the steps that were requested last."""
+"""Maps (run, step) to the samples of each attempt, for the steps that were requested last."""
 
 
 async def training_of(
@@ -94,7 +98,7 @@ async def training_of(
     row: IndexRow | None,
     rule: Rule | str,
 ) -> tuple[Training, str]:
-    """The training of an attempt, and why there are no advantages, empty if there are."""
+    """The training of an attempt, and why there are no advantages. Empty if there are."""
     step = stored.trained_step if stored.state == "committed" else None
     if step is None:
         why = f"it was not trained on: {stored.drop_reason or stored.state}"
@@ -135,14 +139,14 @@ async def _advantages(
 def _bound(reader: IndexReader, step: int) -> int | None:
     try:
         facts = next((plan for number, _, _, plan in reader.steps() if number == step), {})
-    except IndexAway:
+    except IndexUnavailableError:
         return None
     bound = facts.get("staleness")
     return bound if isinstance(bound, int) else None
 
 
 async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[str, list[Sample]]:
-    """Id -> its samples, of a whole step. Raises AgentEvoError."""
+    """Maps an id to its samples, for a whole step. Raises AgentEvoError."""
     key = view.key, step
     if key not in _steps:
         records = await store.steps(after=step - 1, limit=1)
@@ -166,7 +170,7 @@ ByTurn = dict[int, np.ndarray]
 
 
 def token_measures(view: RunView, trajectory: Trajectory, step: int) -> tuple[ByTurn, ByTurn]:
-    """Turn -> how far the log-prob of each of its tokens has moved, and the entropies; nan for a
+    """Maps a turn to the log-prob change of each of its tokens, and to the entropies. NaN for a
     token that was not trained. Empty if the run stored none."""
     from agentevo.training.batching.samples import trajectory_rows
     from agentevo.training.token_numbers import name_of, path_of, read_numbers
@@ -198,7 +202,8 @@ def token_measures(view: RunView, trajectory: Trajectory, step: int) -> tuple[By
 
 
 def by_turn(trajectory: Trajectory, samples: list[Sample]) -> dict[int, np.ndarray]:
-    """Turn -> the advantage of each of its tokens, from the samples that it was trained in."""
+    """Maps a turn to the advantage of each of its tokens, from the samples that it was trained
+    in."""
     from agentevo.training.batching.samples import trajectory_rows
 
     advantages: dict[int, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""Lists of attempts: `/runs/{run}/attempts` (all of them), `/runs/{run}/steps/{step}` (one step's
+"""Lists of attempts: `/runs/{run}/attempts` (all of them), and `/runs/{run}/steps/{step}` (a step's
 groups). Both read only the index."""
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from agentevo.event_loop import in_thread
 from agentevo.pages.histograms import HistogramBar, histogram
 from agentevo.pages.navigation import run_url
 from agentevo.ui.context import NotFoundError, dashboard, is_part, part, run_of
-from agentevo.ui.index.reader import IndexAway, IndexReader, IndexRow, IndexState, Listing
+from agentevo.ui.index.reader import (
+    IndexReader,
+    IndexRow,
+    IndexState,
+    IndexUnavailableError,
+    Listing,
+)
 from agentevo.ui.index.selection import ORDERS, Selection, exact
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
@@ -41,8 +47,8 @@ TITLES = {
     "error": "Error",
     "reason": "Dropped for",
 }
-NOT_OF_ALL = ("error", "reason")
-"""Filters without a word for most attempts, so that even a single word is a choice."""
+PARTIAL_FILTERS = ("error", "reason")
+"""Filters that most attempts have no word for, so even a single word is a choice."""
 WHY_NOT = {
     "advantage": "no attempt here was trained on, or its advantages can't be recomputed",
     "moved": "no attempt here was trained on, or its run stored none (tracking.token_numbers)",
@@ -52,17 +58,17 @@ WHY_NOT = {
 }
 
 FIRST_S = 1.5
-"""How long a page waits for the first version of an index."""
+"""The time in seconds that a page waits for the first version of an index."""
 
 
 class AttemptChoice(NamedTuple):
-    """One filter by a word: its values with their links."""
+    """A filter by a word: its values with their links."""
 
     title: str
     name: str
     chosen: str
     words: list[tuple[str, int, str]]
-    """(word, count, link); the link of the chosen word clears it."""
+    """(word, count, link). The link of the chosen word removes the filter."""
 
 
 class View(NamedTuple):
@@ -73,7 +79,7 @@ class View(NamedTuple):
     orders: list[tuple[str, str, str]]
     """(title, link, why it can't be chosen)."""
     pictures: list[tuple[str, Any, str]]
-    """(title, histogram, link that clears its range, or empty)."""
+    """(title, histogram, link that removes its range, or empty)."""
     size: int
     successes: int
     mean: float | None
@@ -90,8 +96,8 @@ async def reader_of(request: Request, view: RunView) -> tuple[IndexReader, str]:
 async def ready_index(
     request: Request, view: RunView
 ) -> tuple[IndexReader, tuple[IndexState, str]]:
-    """The index of a run, after a short wait if it is new; its progress, and its problem. Raises
-    ConfigError."""
+    """The index of a run, after a short wait if it is new. Also its progress, and its problem.
+    Raises ConfigError."""
     shared = dashboard(request)
     reader, url = await reader_of(request, view)
     until = time.monotonic() + FIRST_S
@@ -125,7 +131,7 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
     for name, title in TITLES.items():
         chosen = selection.choices.get(name, "")
         words = reader.words(selection, name)
-        if len(words) > 1 or chosen or (words and name in NOT_OF_ALL):
+        if len(words) > 1 or chosen or (words and name in PARTIAL_FILTERS):
             links = [(w, n, link(**{name: None if w == chosen else w})) for w, n in words]
             choices.append(AttemptChoice(title, name, chosen, links))
 
@@ -146,7 +152,8 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
         histogram_bars = reader.histogram(selection, name)
         bars = []
         for bar in histogram_bars:
-            # A value at an edge belongs to the bar that begins there, or else to the last bar.
+            # A value at an edge belongs to the bar that begins there. At the last edge, it belongs
+            # to the last bar.
             highest = bar.high if bar is histogram_bars[-1] else math.nextafter(bar.high, -math.inf)
             href = link(**{edges[0]: exact(bar.low), edges[1]: exact(highest)})
             is_chosen = low <= bar.low and highest <= high
@@ -180,7 +187,7 @@ async def attempts(request: Request, run: str) -> HTMLResponse:
 
 @router.get("/runs/{run}/steps/{step}", response_class=HTMLResponse)
 async def step(request: Request, run: str, step: int) -> HTMLResponse:
-    """One step: its groups side by side."""
+    """A step: its groups side by side."""
     view = await run_of(request, run)
     reader, _ = await reader_of(request, view)
     query = dict(request.query_params) | {"step": str(step)}
@@ -205,7 +212,7 @@ async def step(request: Request, run: str, step: int) -> HTMLResponse:
 
 
 def _task(reader: IndexReader, selection: Selection, link: Any) -> tuple[str, int, str]:
-    """The chosen task, with how many of the selected attempts are at it."""
+    """The chosen task, with the number of selected attempts at it."""
     return selection.task, reader.count(selection)[0], link(task=None)
 
 
@@ -218,7 +225,7 @@ class AttemptGroup(NamedTuple):
     spread: float
     successes: int
     why: str
-    """Why the attempt was not trained on; empty if it was, or still can be."""
+    """Why the attempt was not trained on. Empty if it was, or still can be."""
 
 
 class _StepGroups(NamedTuple):
@@ -245,7 +252,7 @@ def _group(rows: Sequence[IndexRow]) -> AttemptGroup:
 
 
 def _neighbours(reader: IndexReader, step: int) -> dict[str, Any]:
-    """The neighbouring committed steps of one, and its facts."""
+    """The committed steps before and after a step, and the step's facts."""
     steps = reader.steps()
     numbers = [row[0] for row in steps]
     current = next((row for row in steps if row[0] == step), None)
@@ -267,11 +274,11 @@ async def _answer(
     base: str,
     **variables: Any,
 ) -> HTMLResponse:
-    """The page; without an index it shows the progress of the index."""
+    """The page. Without an index, it shows the progress of the index."""
     _, (state, trouble) = await ready_index(request, view)
     shown = None
     content = None
-    with suppress(IndexAway):
+    with suppress(IndexUnavailableError):
         if state.at:
             shown, content = await in_thread(read)
 
@@ -299,7 +306,7 @@ def _form_keys(selection: Selection) -> dict[str, str]:
 
 @router.get("/runs/{run}/attempts/state", response_class=HTMLResponse)
 async def index_state(request: Request, run: str) -> HTMLResponse:
-    """The progress of the index; the page polls it until the index is complete."""
+    """The progress of the index. The page polls it until the index is complete."""
     view = await run_of(request, run)
     _, url = await reader_of(request, view)
     state, trouble = await in_thread(dashboard(request).indexes.state, url)

@@ -1,4 +1,5 @@
-"""Any number of runs side by side: `/compare?run=...&run=...`, or all of a sweep, `?sweep=...`."""
+"""Any number of runs side by side: `/compare?run=...&run=...`, or all runs of a sweep,
+`?sweep=...`."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from agentevo.ui.watching import UnknownRunError
 
 router = APIRouter()
 
-MOST_RUNS = 64
-MOST_CHARTS = 60
-MOST_KEYS = 400
+MAX_RUNS = 64
+MAX_CHARTS = 60
+MAX_KEYS = 400
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that are one line: runs that differ only in their seed, or a single run."""
+    """Runs that form a line: runs that differ only in their seed, or a single run."""
 
     name: str
     views: tuple[RunView, ...]
@@ -38,7 +39,7 @@ class Setting:
     before: float | None
     after: float | None
     spread: float | None
-    """Standard deviation of `after` over the seeds."""
+    """The standard deviation of `after` over the seeds."""
     random: float | None
     optimal: float | None
     steps: int
@@ -71,7 +72,7 @@ async def compare(
 
     views = []
     missing = []
-    for key in keys[:MOST_RUNS]:
+    for key in keys[:MAX_RUNS]:
         try:
             views.append(await watcher.view(key))
         except UnknownRunError:
@@ -85,9 +86,7 @@ async def compare(
         chosen_names = [name for name in names if all(word in name.lower() for word in words)]
 
     charts = await in_thread(
-        lambda: [
-            chart for name in chosen_names[:MOST_CHARTS] if (chart := chart_of(lines, name, x))
-        ]
+        lambda: [chart for name in chosen_names[:MAX_CHARTS] if (chart := chart_of(lines, name, x))]
     )
     differences, num_same = await in_thread(differing, lines)
     return page(
@@ -95,7 +94,7 @@ async def compare(
         "compare.html",
         lines=lines,
         num_runs=len(views),
-        missing=missing + [f"only {MOST_RUNS} are compared"] * (len(keys) > MOST_RUNS),
+        missing=missing + [f"only {MAX_RUNS} are compared"] * (len(keys) > MAX_RUNS),
         chosen=list(dict.fromkeys(run)),
         sweep=sweep,
         by=by,
@@ -105,7 +104,7 @@ async def compare(
         axes=NAMES,
         names=names[:2000],
         charts=charts,
-        differences=differences[:MOST_KEYS],
+        differences=differences[:MAX_KEYS],
         num_same=num_same,
     )
 
@@ -152,19 +151,19 @@ def _setting(views: list[RunView], config: dict[str, Any], names: list[str]) -> 
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean; None if any value is missing, since means over different runs are not
+    """The mean. None if any value is missing, because means over different runs are not
     comparable."""
     present = [value for value in values if value is not None]
     return statistics.fmean(present) if present and len(present) == len(values) else None
 
 
 def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | None:
-    """One line for each setting, as `band_chart` draws it."""
+    """A line for each setting, as `band_chart` draws it."""
     return band_chart([(setting.name, setting.views) for setting in settings], metric, axis)
 
 
 def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]], int]:
-    """The keys in which configurations differ, with their values; and the number of equal keys."""
+    """The keys in which configurations differ, with their values, and the number of equal keys."""
     places = set(PLACE_KEYS) - {"run.seed"} if _are_single(settings) else set(PLACE_KEYS)
     keys = sorted({key for setting in settings for key in setting.config} - places)
     differences = []
@@ -182,5 +181,5 @@ def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]],
 
 
 def _are_single(settings: Sequence[Setting]) -> bool:
-    """Whether each line is one run, so that its seed is a value like the others."""
+    """Whether each line is a single run, so that its seed is a value like the others."""
     return all(len(setting.views) == 1 for setting in settings)

@@ -1,7 +1,7 @@
-"""Confirmations of requests that a page has shown, each valid for one request.
+"""Confirmations of requests that a page has shown. Each is valid for one request.
 
-A page that asks for a confirmation adds it, and its form sends the id back. Above
-MAX_CONFIRMATIONS the oldest are forgotten, used or not: their forms need a new confirmation.
+A page that needs a confirmation adds it, and the page's form sends the id back. Above
+MAX_CONFIRMATIONS, the oldest are forgotten, used or not, and their forms need a new confirmation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ MAX_CONFIRMATIONS = 2_000
 
 
 class Confirmations:
-    """See the module. Belongs to the dashboard's event loop, on which no call here waits."""
+    """The confirmations of a dashboard. They belong to the dashboard's event loop, and no call here
+    waits on it."""
 
     def __init__(self) -> None:
         self._shown: OrderedDict[str, tuple[str, ...]] = OrderedDict()
@@ -34,13 +35,13 @@ class Confirmations:
         return self._shown.get(id) == request
 
     def use(self, id: str) -> bool:
-        """Whether this is the first use of the confirmation; a later one is a form that was sent
+        """Whether this is the first use of the confirmation. A later use is a form that was sent
         again."""
         is_first = id not in self._used
         self._used.add(id)
         return is_first
 
     def withdraw(self, id: str) -> None:
-        """Forgets a confirmation whose request has failed: its form needs a new one."""
+        """Forgets a confirmation whose request has failed. Its form needs a new one."""
         self._shown.pop(id, None)
         self._used.discard(id)

@@ -25,7 +25,7 @@ from agentevo.ui.work import Works
 
 @dataclass(frozen=True)
 class Dashboard:
-    """The shared state of a dashboard's pages; `request.app.state.dashboard`."""
+    """The shared state of a dashboard's pages: `request.app.state.dashboard`."""
 
     sources: Sources
     watcher: Watcher
@@ -37,7 +37,7 @@ class Dashboard:
 
 
 class NotFoundError(Exception):
-    """A URL names a thing that does not exist; the message says which."""
+    """A URL names something that does not exist. The message says what."""
 
 
 def dashboard(request: Request) -> Dashboard:
@@ -47,18 +47,18 @@ def dashboard(request: Request) -> Dashboard:
 
 
 async def run_of(request: Request, run: str) -> RunView:
-    """The run that a URL names. Raises UnknownRunError, which becomes a page that says so."""
+    """The run that a URL names. Raises UnknownRunError, which the application turns into a page."""
     return await dashboard(request).watcher.view(run)
 
 
 def visitor(request: Request) -> Visitor:
-    """The sender of the request, and whether they may change something."""
+    """The sender of the request, and whether the sender may change something."""
     requester: Visitor = request.scope[VISITOR]
     return requester
 
 
 def form_of(request: Request) -> dict[str, str]:
-    """The fields of a POST, the first of each name."""
+    """The fields of a POST. Of several with the same name, the first counts."""
     fields: dict[str, str] = request.scope[FORM]
     return fields
 
@@ -76,8 +76,9 @@ def page(
     status: int = 200,
     **data: Any,
 ) -> HTMLResponse:
-    """The page `templates/TEMPLATE`. `news`: keys of the runs whose changes it waits for; every
-    element with `data-live` is then asked for again (`hx-get`, `hx-trigger="news"`)."""
+    """The page `templates/TEMPLATE`. `news`: the keys of the runs whose changes the page waits for.
+    After a change, the browser requests every element with `data-live` again (`hx-get`,
+    `hx-trigger="news"`)."""
     theme = request.cookies.get(THEME, "")
     about = f"/live?{urlencode([('run', key) for key in news])}" if news else ""
     readers = dashboard(request).watcher
@@ -95,5 +96,5 @@ def page(
 def part(template: str, **data: Any) -> HTMLResponse:
     """A part of a page, for htmx."""
     text = render(template, **data).encode("utf-8", "replace")
-    # It has the address of a whole page, so no browser must cache it for that page.
+    # It has the address of a whole page, so no browser may cache it for that page.
     return HTMLResponse(text, headers={"cache-control": "no-store", "vary": "HX-Request"})

@@ -1,9 +1,9 @@
-"""`/runs/{run}/control`: the changes of a run with their authors, and buttons that ask it to stop,
-save, pause or resume, for visitors with control.
+"""`/runs/{run}/control`: the changes of a run with their authors, and buttons that request it to
+stop, save, pause or resume, for visitors with control.
 
-A button leads to a page that says what will happen. Only its form sends a request to the run, and
-only once, even if the form is sent again (confirmations.py). access.py and forms.py check a request
-before it arrives here.
+A button leads to a page that says what will happen. Only the form of that page sends a request to
+the run, and only once, even if the form is sent again (confirmations.py). access.py and forms.py
+check a request before it arrives here.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from agentevo.ui.run_state import RunView
 
 router = APIRouter()
 WRITE_S = 10.0
-"""The deadline of an access to the disk."""
+"""The deadline of an access to the disk, in seconds."""
 MAX_RECORDS = 200
-"""The most changes on the page."""
+"""The maximum number of changes on the page."""
 ABOUT = ("at", "who", "address", "id", "what")
-"""The keys of every record; its other keys hold details."""
+"""The keys of every record. Its other keys are details."""
 BUTTONS: dict[Action, tuple[str, str]] = {
     "stop": (
         "Stop",
@@ -53,7 +53,7 @@ BUTTONS: dict[Action, tuple[str, str]] = {
     ),
     "resume": ("Resume", "It continues with the next step."),
 }
-"""Action -> (label of its button, what will happen)."""
+"""Maps an action to (label of its button, what will happen)."""
 
 
 async def _session(view: RunView) -> tuple[ControlSession | None, str]:
@@ -74,7 +74,7 @@ async def _records(folder: Path | None) -> Sequence[dict[str, Any]]:
 
 @router.get("/runs/{run}/control", response_class=HTMLResponse)
 async def control(request: Request, run: str) -> HTMLResponse:
-    """The changes of this run, and the requests that it takes."""
+    """The changes of this run, and the requests that it accepts."""
     view = await run_of(request, run)
     session, why = await _session(view)
     rows = [
@@ -102,7 +102,7 @@ async def control(request: Request, run: str) -> HTMLResponse:
 
 @router.post("/runs/{run}/control")
 async def ask_run(request: Request, run: str) -> Response:
-    """Sends a request to the run, once it is confirmed."""
+    """Sends a request to the run after it is confirmed."""
     view = await run_of(request, run)
     form = form_of(request)
     url = run_url(view.key, "control")
@@ -116,7 +116,7 @@ async def ask_run(request: Request, run: str) -> Response:
     if session is None or folder is None:
         raise NotFoundError(f"No request was sent: {why}.")
 
-    # A confirmation holds for the process that ran when the page was shown.
+    # A confirmation is valid for the process that ran when the page was shown.
     if form.get("session", session.id) != session.id:
         raise NotFoundError("No request was sent: another process trains this run now.")
 

@@ -1,5 +1,5 @@
-"""A run's tasks and their states in the ledger: `/runs/{run}/data`. Reads the index, and from the
-store only the failed and poison tasks."""
+"""A run's tasks and their states in the ledger: `/runs/{run}/data`. The page reads the index, and
+from the store only the failed and poison tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentevo.ui import task_tallies
 from agentevo.ui.context import dashboard, run_of
 from agentevo.ui.evaluation_page import ready_index
 from agentevo.ui.index.derived import task_words
-from agentevo.ui.index.reader import IndexAway, IndexReader
+from agentevo.ui.index.reader import IndexReader, IndexUnavailableError
 from agentevo.ui.index.selection import Selection
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
@@ -31,11 +31,11 @@ from agentevo.ui.task_tallies import ORDERS, PAGE, TalliedTasks
 
 router = APIRouter()
 
-MOST_ASIDE = 100
-"""Tasks on a page of the list of failed and poison tasks."""
-MOST_EVENTS = 5
+MAX_SET_ASIDE = 100
+"""The number of tasks on a page of the list of failed and poison tasks."""
+MAX_EVENTS = 5
 WITHIN_S = 10.0
-MOST_TEXT = 200
+MAX_TEXT = 200
 AsideState = Literal["poison", "failed"]
 Order = Literal["played", "hardest", "easiest", "worst", "failing"]
 
@@ -45,16 +45,16 @@ class TaskSearch(NamedTuple):
 
     ledger: list[tuple[str, list[tuple[str, int]]]]
     reasons: list[tuple[str, int]]
-    """(why attempts were dropped, how many)."""
+    """(reason, number) pairs of dropped attempts."""
     errors: list[tuple[str, int]]
-    """(kind of error, attempts that failed with it)."""
+    """(kind of error, number) pairs of failed attempts."""
     tasks: TalliedTasks
     task_states: dict[str, int]
-    """State of the ledger -> number of tasks, as of `counted_at`."""
+    """Maps a state of the ledger to its number of tasks, as of `counted_at`."""
     counted_at: float
 
 
-class Aside(NamedTuple):
+class SetAsideTask(NamedTuple):
     """A failed or poison task of the ledger."""
 
     state: str
@@ -66,7 +66,7 @@ class Aside(NamedTuple):
     num_failures: int
     num_expiries: int
     events: Sequence[tuple[str, float, str, str]]
-    """(what, when, worker, error), the newest first."""
+    """(kind, time, worker, error), the newest first."""
 
 
 @router.get("/runs/{run}/data", response_class=HTMLResponse)
@@ -83,9 +83,9 @@ async def data(
     """Tasks, the ledger's states, and the reasons why attempts were not trained on."""
     view = await run_of(request, run)
     reader, (state, trouble) = await ready_index(request, view)
-    text = q[:MOST_TEXT].strip()
+    text = q[:MAX_TEXT].strip()
     contents = None
-    with suppress(IndexAway):
+    with suppress(IndexUnavailableError):
         if state.at:
             contents = await in_thread(_read, reader, split, text, order, page)
 
@@ -139,10 +139,10 @@ def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> 
 
 async def _aside(
     request: Request, view: RunView, state: AsideState, after: str
-) -> tuple[list[Aside], bool, str]:
-    """A page of the poison and then the failed tasks, after the last one of the page before;
-    whether there are more; and why they can't be read, if so."""
-    tasks_aside: list[Aside] = []
+) -> tuple[list[SetAsideTask], bool, str]:
+    """A page of the poison and then the failed tasks, after the last task of the page before. Also
+    whether there are more, and why they can't be read if that is the case."""
+    tasks_aside: list[SetAsideTask] = []
     last: str | None = after or None
     try:
         async with (
@@ -154,7 +154,7 @@ async def _aside(
                 last = None
                 async with aclosing(listed):
                     async for stored in listed:
-                        if len(tasks_aside) == MOST_ASIDE:
+                        if len(tasks_aside) == MAX_SET_ASIDE:
                             return tasks_aside, True, ""
                         tasks_aside.append(_aside_of(stored))
     except (AgentEvoError, TimeoutError) as error:
@@ -163,13 +163,13 @@ async def _aside(
     return tasks_aside, False, ""
 
 
-def _place_of(last: Aside) -> dict[str, str]:
+def _place_of(last: SetAsideTask) -> dict[str, str]:
     return {"aside_state": last.state, "aside_after": last.id}
 
 
-def _aside_of(stored: StoredTask) -> Aside:
+def _aside_of(stored: StoredTask) -> SetAsideTask:
     events = [(event.kind, event.at, event.worker, event.error) for event in stored.history]
-    return Aside(
+    return SetAsideTask(
         stored.state,
         stored.task.id,
         task_words(stored.task).kind,
@@ -178,7 +178,7 @@ def _aside_of(stored: StoredTask) -> Aside:
         stored.num_leases,
         stored.num_failures,
         stored.num_expiries,
-        events[::-1][:MOST_EVENTS],
+        events[::-1][:MAX_EVENTS],
     )
 
 

@@ -1,5 +1,5 @@
 """Held-out results of a run: `/runs/{run}/evaluation`, next to those of other runs (`with`), and
-what changed between two steps (`from`, `to`)."""
+the changes between two steps (`from`, `to`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentevo.ui import held_out
 from agentevo.ui.attempts_page import ready_index
 from agentevo.ui.context import NotFoundError, dashboard, run_of
 from agentevo.ui.held_out import Account, HeldOut, SettingChanges
-from agentevo.ui.index.reader import IndexAway, IndexReader
+from agentevo.ui.index.reader import IndexReader, IndexUnavailableError
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 from agentevo.ui.runs_page import newest_evaluation
@@ -30,8 +30,8 @@ from agentevo.ui.watching import UnknownRunError
 
 router = APIRouter()
 
-MOST_BESIDE = 8
-MOST_OFFERED = 60
+MAX_COMPARED = 8
+MAX_OFFERED = 60
 GREEDY = "greedy"
 
 
@@ -45,7 +45,7 @@ class EvaluationResult(NamedTuple):
 
 
 class EvaluationAttempts(NamedTuple):
-    """The content of the page, once the index exists."""
+    """The content of the page, after the index exists."""
 
     decodings: dict[str, int]
     decoding: str
@@ -56,7 +56,7 @@ class EvaluationAttempts(NamedTuple):
     last: int | None
     rows: list[EvaluationResult]
     parts: list[tuple[str, str, Account | None, Account]]
-    """(kind, difficulty, at the first step, at the last one)."""
+    """(kind, difficulty, account at the first step, account at the last step)."""
     changes: SettingChanges | None
     chart: Chart | None
 
@@ -95,7 +95,7 @@ async def evaluation(
     """The results, as a page."""
     view = await run_of(request, run)
     selection = EvaluationQuery(
-        decoding, agent, first, last, tuple(dict.fromkeys(compared))[:MOST_BESIDE]
+        decoding, agent, first, last, tuple(dict.fromkeys(compared))[:MAX_COMPARED]
     )
     attempts, missing, (state, trouble) = await _find(request, view, selection)
     players = newest_evaluation(view) if not view.summary else (view.summary.get("eval") or {})
@@ -127,10 +127,10 @@ async def series(
     agent: str = "",
     compared: list[str] = Query(default=[], alias="with"),  # noqa: B008 (FastAPI's way to say it)
 ) -> Response:
-    """The numbers of the page's chart, as charts.js takes them."""
+    """The numbers of the page's chart, in the form for charts.js."""
     view = await run_of(request, run)
     selection = EvaluationQuery(
-        decoding, agent, None, None, tuple(dict.fromkeys(compared))[:MOST_BESIDE]
+        decoding, agent, None, None, tuple(dict.fromkeys(compared))[:MAX_COMPARED]
     )
     attempts, _, _ = await _find(request, view, selection)
     if attempts is None or attempts.chart is None:
@@ -142,8 +142,8 @@ async def series(
 async def _find(
     request: Request, view: RunView, selection: EvaluationQuery
 ) -> tuple[EvaluationAttempts | None, list[str], tuple[Any, str]]:
-    """The content of the page, why some of the compared runs are missing, and the progress of the
-    index."""
+    """The content of the page, the reasons why some of the compared runs are missing, and the
+    progress of the index."""
     reader, state = await ready_index(request, view)
     compared_runs: list[tuple[RunView, IndexReader]] = []
     missing = []
@@ -163,7 +163,7 @@ async def _find(
         compared_runs.append((other_view, its))
 
     attempts = None
-    with suppress(IndexAway):
+    with suppress(IndexUnavailableError):
         if state[0].at:
             attempts = await in_thread(_read, view, reader, selection, compared_runs)
 
@@ -233,14 +233,14 @@ def _compared_result(
             return [EvaluationResult(view.title, view.key, steps[-1], account)], held_out.curve(
                 attempts
             )
-    except IndexAway:
+    except IndexUnavailableError:
         return [], []
 
 
 def _parts(
     attempts: HeldOut, first: int | None, last: int | None
 ) -> list[tuple[str, str, Account | None, Account]]:
-    """Results by kind and difficulty; empty unless the tasks have several."""
+    """Results by kind and difficulty. Empty unless the tasks have several."""
     if last is None:
         return []
 
@@ -288,7 +288,7 @@ async def _offer_runs(
         )
         offers.append((other_view.title, other_view.key, selection.query(**{"with": keys}), chosen))
 
-    return sorted(offers, key=lambda offer: (not offer[3], offer[0]))[:MOST_OFFERED]
+    return sorted(offers, key=lambda offer: (not offer[3], offer[0]))[:MAX_OFFERED]
 
 
 def _number(value: object) -> float | None:

@@ -1,8 +1,8 @@
 """The only kind of request that can change something: a form of the dashboard's pages, by POST.
 
-It must come from a page of this server (`Sec-Fetch-Site`, `Origin`), have at most MAX_BODY bytes
-that arrive within BODY_S, and contain the token of the dashboard's forms, which no other site can
-know.
+The form must come from a page of this server (`Sec-Fetch-Site`, `Origin`), and have at most
+MAX_BODY bytes that arrive within BODY_S seconds. It must contain the token of the dashboard's
+forms, which no other site can know.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 FORM_TOKEN = "form"
-"""The field, in every form, that has `Visitor.form_token`."""
+"""The field of every form with `Visitor.form_token`."""
 MAX_BODY = 1_000_000
 BODY_S = 10.0
 MAX_FIELDS = 1000
@@ -28,9 +28,9 @@ class Visitor:
 
     address: str = ""
     who: str = ""
-    """Its token, as a record names it; empty without control."""
+    """The name of the visitor's control token in records. Empty without control."""
     form_token: str = ""
-    """The token that every form must have; empty for a read-only visitor."""
+    """The token that every form must have. Empty for a read-only visitor."""
 
     @property
     def may_change(self) -> bool:
@@ -38,7 +38,7 @@ class Visitor:
 
 
 class FormRefusedError(Exception):
-    """A request that changes nothing: its status, and why."""
+    """A request that changes nothing, with its status and the reason."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -47,7 +47,8 @@ class FormRefusedError(Exception):
 
 def check_from_here(headers: Headers, *, secure: bool) -> None:
     """Raises FormRefusedError unless the browser names a page of this dashboard as the sender. A
-    request without a sender is also refused: every current browser names the origin of a POST."""
+    request without a sender is also refused, because every current browser names the origin of a
+    POST."""
     site = headers.get("sec-fetch-site")
     origin = headers.get("origin")
     own_origin = f"{'https' if secure else 'http'}://{headers.get('host', '')}".lower()
@@ -57,7 +58,8 @@ def check_from_here(headers: Headers, *, secure: bool) -> None:
 
 
 async def read_form(receive: Receive, headers: Headers) -> dict[str, str]:
-    """The fields of a request's form, the first of each name. Raises FormRefusedError."""
+    """The fields of a request's form. Of several with the same name, the first counts. Raises
+    FormRefusedError."""
     if headers.get("content-type", "").partition(";")[0].strip().lower() != KIND:
         raise FormRefusedError(415, f"a form is {KIND}")
 
@@ -80,7 +82,7 @@ async def read_form(receive: Receive, headers: Headers) -> dict[str, str]:
                 if not message.get("more_body"):
                     break
     except TimeoutError:
-        raise FormRefusedError(408, f"a form has to be here within {BODY_S:.0f} s") from None
+        raise FormRefusedError(408, f"a form has to arrive within {BODY_S:.0f} s") from None
 
     try:
         pairs = parse_qsl(
@@ -90,6 +92,6 @@ async def read_form(receive: Receive, headers: Headers) -> dict[str, str]:
             max_num_fields=MAX_FIELDS,
         )
     except ValueError:
-        raise FormRefusedError(400, "this is no form in UTF-8") from None
+        raise FormRefusedError(400, "this form is not in UTF-8") from None
 
     return {name: text.replace("\r\n", "\n") for name, text in reversed(pairs)}

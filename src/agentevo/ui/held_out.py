@@ -1,9 +1,9 @@
-"""The results of a run's held-out attempts, read from the index: success at each step that was
-evaluated, by kind and difficulty, and what changed between two steps.
+"""The results of a run's held-out attempts, read from the index: success at each evaluated step, by
+kind and difficulty, and the changes between two steps.
 
-A mean is over tasks, of the mean over each task's completed attempts, as in `agentevo eval`
-(evaluation/summary.py): failed attempts are in no mean, and are counted separately. Intervals are
-those of evaluation/estimates.py. They are cached by the values that they describe, since a page is
+A mean is over tasks, and a task's value is the mean over its completed attempts, as in `agentevo
+eval` (evaluation/summary.py). Failed attempts are in no mean, and are counted separately. Intervals
+are those of evaluation/estimates.py. The intervals are cached by their values, because a page is
 requested many times.
 """
 
@@ -20,11 +20,12 @@ from agentevo.store.records import SPLITS
 from agentevo.ui.index.columns import STATUSES
 from agentevo.ui.index.reader import IndexReader
 
-MOST_DRAWS = 24_000_000
-"""The budget of resampled numbers for a chart's intervals: more tasks mean fewer steps."""
-MOST_STEPS = 120
-MOST_CHANGES = 200
-"""Tasks listed as better, and tasks listed as worse."""
+MAX_DRAWS = 24_000_000
+"""The maximum number of resampled values for a chart's intervals. With more tasks, fewer steps are
+drawn."""
+MAX_STEPS = 120
+MAX_CHANGES = 200
+"""The maximum number of tasks that are listed as better, and as worse."""
 CACHED = 4_096
 
 
@@ -42,19 +43,20 @@ class HeldOut(NamedTuple):
     reward: np.ndarray
     is_completed: np.ndarray
     place: np.ndarray
-    """Its place in the index."""
+    """The places of the attempts in the index."""
     words: dict[int, str]
-    """The words of the numbers in decoding, agent, kind and difficulty."""
+    """The words that the numbers in decoding, agent, kind and difficulty mean."""
 
     def part(self, where: np.ndarray) -> HeldOut:
-        """Some of the attempts."""
+        """The attempts for which `where` is true."""
         columns: dict[str, Any] = {
             name: column[where] for name, column in self._asdict().items() if name != "words"
         }
         return HeldOut(**columns, words=self.words)
 
     def count_words(self, name: str) -> dict[str, int]:
-        """Word of `decoding` or `agent` -> how many attempts have it, the most frequent first."""
+        """Maps a word of `decoding` or `agent` to its number of attempts, the most frequent
+        first."""
         counts = np.bincount(getattr(self, name))
         counts_by_word = {
             self.words.get(i, ""): int(counts[i]) for i in np.flatnonzero(counts).tolist()
@@ -68,7 +70,7 @@ class HeldOut(NamedTuple):
 
     @property
     def steps(self) -> list[int]:
-        """The steps that were evaluated."""
+        """The evaluated steps."""
         return [int(step) for step in np.unique(self.step)]
 
 
@@ -82,7 +84,8 @@ class Account(NamedTuple):
 
 
 class SettingChange(NamedTuple):
-    """A task whose results differ between two steps: success rates, and an attempt of each."""
+    """A task whose results differ between two steps: its success rates, and an attempt of each
+    step."""
 
     task: str
     before: float
@@ -92,7 +95,7 @@ class SettingChange(NamedTuple):
 
 
 class SettingChanges(NamedTuple):
-    """Two steps compared on the tasks that both have completed."""
+    """Two steps, compared on the tasks that both have completed."""
 
     difference: Estimate | None
     num_tasks: int
@@ -124,7 +127,7 @@ def account(attempts: HeldOut) -> Account:
 
 
 def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
-    """(kind, difficulty, account), in the order of their words, numbers by size."""
+    """(kind, difficulty, account), in the order of their words, with numbers by size."""
     accounts = []
     pairs = np.stack([attempts.kind, attempts.difficulty], axis=1)
     for kind, difficulty in np.unique(pairs, axis=0).tolist() if len(pairs) else []:
@@ -133,15 +136,15 @@ def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
         difficulty_word = attempts.words.get(difficulty, "")
         accounts.append((kind_word, difficulty_word, account(attempts.part(is_in_part))))
 
-    return sorted(accounts, key=lambda row: (row[0], _in_order(row[1])))
+    return sorted(accounts, key=lambda row: (row[0], _sort_key(row[1])))
 
 
 def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
-    """Success at the steps that were evaluated; of very many only some, evenly spaced, with the
-    first and the last."""
+    """Success at the evaluated steps. Of very many steps, only some are returned, evenly spaced,
+    with the first and the last."""
     steps = attempts.steps
     tasks = len(np.unique(attempts.task)) or 1
-    most = int(min(max(MOST_DRAWS // (RESAMPLES * tasks), 8), MOST_STEPS))
+    most = int(min(max(MAX_DRAWS // (RESAMPLES * tasks), 8), MAX_STEPS))
     if len(steps) > most:
         places = np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))
         steps = [steps[place] for place in places.tolist()]
@@ -156,50 +159,54 @@ def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
 
 
 def account_at(attempts: HeldOut, step: int) -> Account:
-    """The results of one step."""
+    """The results of a step."""
     return account(attempts.part(attempts.step == step))
 
 
 def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> SettingChanges:
-    """Which tasks are solved more often, and which less often, at the last of two steps."""
+    """The tasks that are solved more often, and less often, at the last of two steps."""
     sides = []
     for step in (first, last):
         done = attempts.part((attempts.step == step) & attempts.is_completed)
         tasks, shares = _by_task(done, done.success)
-        # The first attempt at each task, in their order.
+        # Each task has its first attempt, in the order of the attempts.
         _, places = np.unique(done.task, return_index=True)
         sides.append((tasks, shares, done.place[places]))
 
     (tasks, before, place_before), (tasks_after, after, place_after) = sides
-    both, mine, theirs = np.intersect1d(tasks, tasks_after, assume_unique=True, return_indices=True)
-    before = before[mine]
+    shared_tasks, before_places, after_places = np.intersect1d(
+        tasks, tasks_after, assume_unique=True, return_indices=True
+    )
+    before = before[before_places]
 
-    after = after[theirs]
+    after = after[after_places]
     gain = after - before
     order = np.argsort(-np.abs(gain), kind="stable")
     changes_by_direction: dict[bool, list[SettingChange]] = {}
     for is_better in (True, False):
-        chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MOST_CHANGES]
-        names = _names(reader, "SELECT number, id FROM tasks WHERE number", both[chosen])
+        chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MAX_CHANGES]
+        names = _names(reader, "SELECT number, id FROM tasks WHERE number", shared_tasks[chosen])
         ids = _names(
             reader,
             "SELECT place, id FROM attempts WHERE place",
-            np.concatenate([place_before[mine[chosen]], place_after[theirs[chosen]]]),
+            np.concatenate(
+                [place_before[before_places[chosen]], place_after[after_places[chosen]]]
+            ),
         )
         changes_by_direction[is_better] = [
             SettingChange(
-                names.get(int(both[i]), ""),
+                names.get(int(shared_tasks[i]), ""),
                 float(before[i]),
                 float(after[i]),
-                ids.get(int(place_before[mine[i]]), ""),
-                ids.get(int(place_after[theirs[i]]), ""),
+                ids.get(int(place_before[before_places[i]]), ""),
+                ids.get(int(place_after[after_places[i]]), ""),
             )
             for i in chosen.tolist()
         ]
 
     return SettingChanges(
         _difference(before, after),
-        len(both),
+        len(shared_tasks),
         changes_by_direction[True],
         int(np.count_nonzero(gain > 0)),
         changes_by_direction[False],
@@ -218,7 +225,7 @@ def _names(reader: IndexReader, query: str, numbers: Sequence[int] | np.ndarray)
 
 
 def _by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tasks, in the order of their numbers, and the mean value of each."""
+    """The tasks in the order of their numbers, and the mean value of each."""
     tasks, places = np.unique(done.task, return_inverse=True)
     counts = np.bincount(places, minlength=len(tasks))
     sums = np.bincount(places, weights=values.astype(np.float64), minlength=len(tasks))
@@ -226,7 +233,7 @@ def _by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _estimate(values: np.ndarray) -> Estimate | None:
-    # In order, so that the same outcomes have the same interval, whichever run reached them.
+    # The values are sorted, so that the same outcomes have the same interval in every run.
     return _cached_mean(np.sort(values).tobytes())
 
 
@@ -244,7 +251,7 @@ def _cached_difference(before: bytes, after: bytes) -> Estimate | None:
     return paired_difference(np.frombuffer(before).tolist(), np.frombuffer(after).tolist())
 
 
-def _in_order(word: str) -> tuple[int, float, str]:
+def _sort_key(word: str) -> tuple[int, float, str]:
     """Numbers by size, then words."""
     try:
         return 0, float(word), ""
@@ -253,7 +260,7 @@ def _in_order(word: str) -> tuple[int, float, str]:
 
 
 def first_of(counts: Mapping[str, int], requested: str, *, preferred: str = "") -> str:
-    """The requested word where it exists, else the preferred one, else the most frequent."""
+    """The requested word if it exists, else the preferred word, else the most frequent one."""
     for word in (requested, preferred):
         if word in counts:
             return word

@@ -1,4 +1,4 @@
-"""The indexes of the stores that are shown: each kept up to date while pages ask for it."""
+"""The indexes of the shown stores. Each is kept up to date while pages request it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from agentevo.ui.index.indexer import Indexer
-from agentevo.ui.index.reader import IndexAway, IndexReader, IndexState
+from agentevo.ui.index.reader import IndexReader, IndexState, IndexUnavailableError
 
 IDLE_S = 600.0
-"""Seconds without a page's request after which an index is no longer updated."""
+"""After this many seconds without a page's request, an index is no longer updated."""
 
 
 class _IndexEntry:
@@ -22,7 +22,7 @@ class _IndexEntry:
 
 
 class Indexes:
-    """For any thread."""
+    """The indexes of a dashboard. Any thread may use them."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _IndexEntry] = {}
@@ -43,7 +43,7 @@ class Indexes:
             return self._entries[url].reader
 
     def state(self, url: str) -> tuple[IndexState, str]:
-        """The progress of the index, and what stops it."""
+        """The progress of the index, and the problem that stops it."""
         with self._lock:
             entry = self._entries.get(url)
 
@@ -52,11 +52,11 @@ class Indexes:
 
         try:
             return entry.reader.state(), entry.indexer.trouble
-        except IndexAway as error:
+        except IndexUnavailableError as error:
             return IndexState("listing", 0, 0, 0.0, ""), entry.indexer.trouble or str(error)
 
     def close(self) -> None:
-        """Ends all indexers; blocks until they have ended."""
+        """Ends all indexers. Blocks until they have ended."""
         with self._lock:
             entries = list(self._entries.values())
             self._entries.clear()

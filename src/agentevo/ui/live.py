@@ -4,12 +4,12 @@
     data: {"run": "coins", "version": 12, "step": 8, "state": "running", "at": 1795473961.2,
            "now": {"words": "sampling, step 9: 37 of 64 attempts", "share": 0.58, "since": ...}}
 
-The key `*` means the list of runs: `{"run": "*", "version": 3}` where it has changed.
+The key `*` means the list of runs: `{"run": "*", "version": 3}` if the list has changed.
 
-A page requests its parts again at a new version, so the selection of its URL (filters, a
-metric) stays. The page itself shows what the run does now, about once a second. An empty comment
-line comes every BEAT_S, so that a client that is gone is noticed. A stream ends
-after LONGEST_S; browsers reopen it automatically.
+A page requests its parts again at a new version, so the selection of its URL (filters, a metric)
+stays. The page itself shows what the run does now, about once a second. An empty comment line comes
+every HEARTBEAT_S seconds, so that a client that is gone is detected. A stream ends after
+MAX_STREAM_S seconds, and browsers reopen it automatically.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from agentevo.ui.context import dashboard
 from agentevo.ui.run_state import RunView
 from agentevo.ui.watching import LIST, Watcher
 
-BEAT_S = 15.0
-LONGEST_S = 3600.0
+HEARTBEAT_S = 15.0
+MAX_STREAM_S = 3600.0
 MAX_STREAMS = 200
-LONGEST_WORDS = 160
-LONGEST_REASON = 2000
+MAX_ACTIVITY_CHARS = 160
+MAX_REASON_CHARS = 2000
 MAX_RUNS = 501
-"""Runs of one stream."""
+"""The maximum number of runs of a stream."""
 
 router = APIRouter()
 
 
 @router.get("/live", include_in_schema=False)
 async def live(request: Request) -> Response:
-    """See the module."""
+    """The stream of changes of the requested runs."""
     watcher = dashboard(request).watcher
     keys = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_RUNS]
     return Events(request, watcher, keys)
 
 
 class Events(StreamingResponse):
-    """The stream, if fewer than MAX_STREAMS are open at its start."""
+    """The stream, if fewer than MAX_STREAMS are open when it starts."""
 
     def __init__(self, request: Request, watcher: Watcher, keys: list[str]) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -62,7 +62,7 @@ class Events(StreamingResponse):
             await PlainTextResponse(text, status_code=503)(scope, receive, send)
             return
 
-        self._watcher.num_streams += 1  # nothing is awaited between the question and this
+        self._watcher.num_streams += 1  # no await between the check and this line
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -70,7 +70,7 @@ class Events(StreamingResponse):
 
 
 async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncIterator[bytes]:
-    ends = time.monotonic() + LONGEST_S
+    ends = time.monotonic() + MAX_STREAM_S
     beat = time.monotonic()
     yield b"retry: 1000\n\n"
 
@@ -82,7 +82,7 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
         elif view is not None:
             yield _event_of(watcher, view)
             beat = now
-        elif now - beat > BEAT_S:
+        elif now - beat > HEARTBEAT_S:
             yield b": still here\n\n"
             beat = now
 
@@ -91,7 +91,7 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
 
 
 def _event_of(watcher: Watcher, view: RunView) -> bytes:
-    """The event, made once for all its listeners: a view is one moment of a run."""
+    """The event, made once for all its listeners, because a view never changes."""
     cached = watcher.events.get(view.key)
     if cached is not None and cached[0] is view:
         return cached[1]
@@ -101,7 +101,7 @@ def _event_of(watcher: Watcher, view: RunView) -> bytes:
         "version": view.version,
         "step": view.step,
         "state": view.badge,
-        "why": shown(view.reason, LONGEST_REASON),
+        "why": shown(view.reason, MAX_REASON_CHARS),
         "at": round(time.time(), 3),
         "now": _doing(view),
     }
@@ -114,7 +114,7 @@ def _event_of(watcher: Watcher, view: RunView) -> bytes:
 def _doing(view: RunView) -> dict[str, object] | None:
     if (moment := view.doing) is None or view.is_silent:
         return None
-    words = one_line(moment.words(), LONGEST_WORDS)
+    words = one_line(moment.words(), MAX_ACTIVITY_CHARS)
     return {"words": words, "share": moment.share(), "since": moment.since}
 
 

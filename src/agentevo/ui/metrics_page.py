@@ -1,4 +1,4 @@
-"""Every metric of a run, `/runs/{run}/metrics`, and the numbers of one as JSON,
+"""Every metric of a run, `/runs/{run}/metrics`, and the numbers of a metric as JSON,
 `/runs/{run}/series`."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from agentevo.ui.run_state import RunView
 
 router = APIRouter()
 
-MOST_SHOWN = 400
-"""Charts of one page."""
+MAX_SHOWN = 400
+"""The maximum number of charts on a page."""
 
 
 @dataclass(frozen=True)
 class ShownMetrics:
-    """One metric of the page."""
+    """A metric on the page."""
 
     name: str
     latest: float | None
@@ -43,7 +43,7 @@ async def metrics(
     view = await run_of(request, run)
     names = [name for name in sorted(view.table.columns) if _is_like(name, q)]
     groups: dict[str, list[ShownMetrics]] = {}
-    for name in names[:MOST_SHOWN]:
+    for name in names[:MAX_SHOWN]:
         groups.setdefault(name.partition("/")[0], []).append(_shown(view, name, x))
 
     data = {
@@ -52,7 +52,7 @@ async def metrics(
         "x": x,
         "axes": NAMES,
         "smooth": min(max(smooth, 0.0), 0.99),
-        "num_left_out": max(len(names) - MOST_SHOWN, 0),
+        "num_left_out": max(len(names) - MAX_SHOWN, 0),
         "total": len(view.table.columns),
         "num_new": 0,
     }
@@ -66,8 +66,8 @@ async def metrics(
 async def new_metrics(
     request: Request, run: str, num_seen: Annotated[int, Query(alias="seen", ge=0, le=10**9)]
 ) -> HTMLResponse:
-    """How many metrics the run has beyond those of a page that is open, such as those of its first
-    evaluation."""
+    """The number of metrics that the run has in addition to those of an open page, such as those of
+    its first evaluation."""
     view = await run_of(request, run)
     num_new = max(len(view.table.columns) - num_seen, 0)
     return part("metrics_new.html", view=view, total=num_seen, num_new=num_new)
@@ -75,7 +75,7 @@ async def new_metrics(
 
 @router.get("/runs/{run}/series")
 async def series(request: Request, run: str, metric: str, x: Axis = "step") -> Response:
-    """The numbers of one metric, as charts.js takes them."""
+    """The numbers of a metric, in the form for charts.js."""
     view = await run_of(request, run)
     chart = await in_thread(chart_of, view, metric, "", x)
     if chart is None:

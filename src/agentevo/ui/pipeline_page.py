@@ -1,5 +1,6 @@
-"""A pipeline: `/pipelines/{key}`. Its stages, the gain of each on the held-out tasks, and its
-progress; a stage that is a run links to that run's page. Only pipeline.json is read."""
+"""A pipeline: `/pipelines/{key}`. The page shows its stages, the gain of each on the held-out
+tasks, and its progress. A stage that is a run links to that run's page. Only pipeline.json is
+read."""
 
 from __future__ import annotations
 
@@ -34,18 +35,19 @@ class ShownPipeline(NamedTuple):
     measured: dict[str, str]
     """URLs of the results on the held-out tasks, by stage."""
     report: Path | None
-    """The pipeline's report, once it has ended: with several seeds it is next to their folders."""
+    """The pipeline's report, after the pipeline has ended. With several seeds, it is next to their
+    folders."""
 
     @property
     def now(self) -> list[str]:
-        """The work under way, including measurements."""
+        """The running stages, including measurements."""
         names = [name for name, stage in self.state.stages.items() if stage.status == "running"]
         return [f"measures {name.partition('@')[0]}" if "@" in name else name for name in names]
 
 
 @router.get("/pipelines/{key}", response_class=HTMLResponse)
 async def pipeline(request: Request, key: str) -> HTMLResponse:
-    """One pipeline with one seed."""
+    """A pipeline with a single seed."""
     sources = dashboard(request).sources
     folder = (await in_thread(sources.pipelines)).get(key)
     if folder is None:

@@ -1,10 +1,10 @@
 """Players: processes that hold a checkpoint each (`evaluation/player.py`), at most MAX_PLAYERS of
 them, for visitors who try a run in the browser.
 
-A player starts with the first request for its checkpoint. It ends after IDLE_S without a request,
-when another checkpoint needs its place, and with the dashboard, even if that crashes. A slow model
-slows only its own process. A request whose listener is gone is cancelled; every wait has a
-deadline; a problem of a process is reported to all requests that wait for it.
+A player starts with the first request for its checkpoint. It ends after IDLE_S seconds without a
+request, when another checkpoint needs its place, and with the dashboard, even if the dashboard
+crashes. A slow model slows only its own process. A request whose listener is gone is cancelled.
+Every wait has a deadline. A problem of a process is reported to all requests that wait for it.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from agentevo.evaluation import player_words as words
 
 MAX_PLAYERS = 2
 MAX_REQUESTS = 4
-"""The most requests of one player at a time."""
+"""The maximum number of concurrent requests of a player."""
 IDLE_S = 600.0
-LOOK_S = 5.0
+POLL_INTERVAL_S = 5.0
 START_S = 60.0
-"""The seconds in which a process must start, even on a busy machine."""
+"""The time in seconds in which a process must start, even on a busy machine."""
 LOAD_S = 600.0
-"""The seconds in which a model must be ready."""
+"""The time in seconds in which a model must be ready."""
 SILENT_S = 60.0
-"""The longest silence of a player in seconds; it sends a heartbeat every few seconds."""
+"""The longest silence of a player in seconds. A player sends a heartbeat every few seconds."""
 CHAT_S = 600.0
 """The time limit of a reply in seconds."""
 WRITE_S = 10.0
 GRACE_S = 6.0
-"""The seconds in which a player must end; then it is killed."""
+"""The time in seconds in which a player must end. After that it is killed."""
 TICK_S = 1.0
-"""How often a waiting request gets the time that it has waited."""
+"""The interval in seconds at which a waiting request reports how long it has waited."""
 MAX_LINE = 8 * 2**20
 MAX_WAITING = 2_000
-"""The most events that a listener can be behind."""
+"""The maximum number of events that a listener can be behind."""
 MAX_STDERR = 4_000
 
 
 class PlayerError(AgentEvoError):
-    """A request that no player can serve: the reason, and the remedy."""
+    """A request that no player can serve, with the reason and the remedy."""
 
 
 class PlayerKey(NamedTuple):
@@ -67,14 +67,14 @@ class PlayerKey(NamedTuple):
 
 @dataclass
 class PlayerProcess:
-    """One process, as the pages show it."""
+    """A player process, as the pages show it."""
 
     key: PlayerKey
     run: str
     """The key of the run in URLs."""
     process: Process
     started_at: float
-    """When it started, Unix time."""
+    """The Unix time when it started."""
     state: str = "loading"
     """loading, ready, ended"""
     doing: str = "starting"
@@ -82,7 +82,7 @@ class PlayerProcess:
     ready: words.Ready | None = None
     problem: str = ""
     is_killed: bool = False
-    heard_at: float = 0.0
+    last_event_at: float = 0.0
     used_at: float = 0.0
     """By the monotonic clock."""
     listeners: dict[str, asyncio.Queue[words.Event | None]] = field(default_factory=dict)
@@ -107,8 +107,9 @@ class PlayerProcess:
             del self.stderr[:-MAX_STDERR]
 
     def kill(self) -> None:
-        """Kills the process and its children, which form a session of their own and would outlive
-        it after a crash. Kills only once: later its id may belong to another process."""
+        """Kills the process and its children. They form a separate session and would outlive the
+        process after a crash. Kills only once, because the id may later belong to another
+        process."""
         if not self.is_killed:
             self.is_killed = True
             with suppress(ProcessLookupError, PermissionError):
@@ -116,7 +117,7 @@ class PlayerProcess:
 
 
 class Players:
-    """See the module. Belongs to one event loop."""
+    """The players of a dashboard. They belong to one event loop."""
 
     def __init__(self) -> None:
         self._players: dict[PlayerKey, PlayerProcess] = {}
@@ -125,7 +126,7 @@ class Players:
         self._read = msgspec.json.Decoder(words.Event).decode
         self._closed = False
         self.streams = 0
-        """Answers under way, of all players."""
+        """The number of running answers of all players."""
 
     def of(self, run: str) -> list[PlayerProcess]:
         """All players, those of this run first."""
@@ -136,8 +137,8 @@ class Players:
     async def ask(
         self, key: PlayerKey, run: str, request: words.Chat
     ) -> AsyncGenerator[words.Event | PlayerProcess]:
-        """The events of the request; the player itself about once a second while the request waits.
-        The request is cancelled if the caller stops listening. Raises PlayerError."""
+        """The events of the request. While the request waits, yields the player itself about once a
+        second. The request is cancelled if the caller stops listening. Raises PlayerError."""
         player = await self._player(key, run)
         if len(player.listeners) >= MAX_REQUESTS or request.id in player.listeners:
             raise PlayerError("this checkpoint is busy with other requests: wait, or stop them")
@@ -185,8 +186,8 @@ class Players:
     async def _next(
         self, player: PlayerProcess, queue: asyncio.Queue[words.Event | None]
     ) -> words.Event | None:
-        """The next event; None after TICK_S without one. Raises PlayerError if the player has
-        ended."""
+        """The next event. None after TICK_S seconds without an event. Raises PlayerError if the
+        player has ended."""
         try:
             async with asyncio.timeout(TICK_S):
                 event = await queue.get()
@@ -208,10 +209,10 @@ class Players:
             async with asyncio.timeout(WRITE_S):
                 await stdin.drain()
         except (OSError, TimeoutError) as error:
-            raise PlayerError(player.problem or "the player takes no requests") from error
+            raise PlayerError(player.problem or "the player accepts no requests") from error
 
     async def _player(self, key: PlayerKey, run: str) -> PlayerProcess:
-        """The player of the checkpoint; starts one if there is none."""
+        """The player of the checkpoint. Starts a player if there is none."""
         async with self._lock:
             if self._closed:
                 raise PlayerError("the dashboard ends")
@@ -234,7 +235,7 @@ class Players:
             player = await self._begin(key, run)
             self._players[key] = player
             if self._looking is None or self._looking.done():
-                self._looking = asyncio.ensure_future(self._look())
+                self._looking = asyncio.ensure_future(self._end_idle_players())
 
             return player
 
@@ -258,20 +259,20 @@ class Players:
             raise PlayerError(f"no process could be started ({error}): try again") from error
 
         now = time.monotonic()
-        player = PlayerProcess(key, run, process, time.time(), heard_at=now, used_at=now)
+        player = PlayerProcess(key, run, process, time.time(), last_event_at=now, used_at=now)
         player.tasks = [
-            asyncio.ensure_future(self._hear(player)),
+            asyncio.ensure_future(self._read_events(player)),
             asyncio.ensure_future(player.keep_stderr()),
         ]
         return player
 
-    async def _hear(self, player: PlayerProcess) -> None:
+    async def _read_events(self, player: PlayerProcess) -> None:
         """Passes each event to its listener, until the process ends."""
         stdout = player.process.stdout
         assert stdout is not None
         try:
             while line := await stdout.readline():
-                player.heard_at = time.monotonic()
+                player.last_event_at = time.monotonic()
                 self._handle_event(player, self._read(line))
         except (ValueError, msgspec.DecodeError) as error:
             player.problem = f"the player sent a message that can't be read ({error}): ask again"
@@ -297,7 +298,7 @@ class Players:
                 queue.put_nowait(event)
 
     async def _end(self, player: PlayerProcess) -> None:
-        """Ends a player whose output has ended; kills the process if it is still alive."""
+        """Ends a player whose output has ended. Kills the process if it is still alive."""
         code: int | None = None
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
@@ -316,23 +317,23 @@ class Players:
             if not queue.full():
                 queue.put_nowait(None)
 
-    async def _look(self) -> None:
-        """Ends players without a request for IDLE_S, and those that are silent."""
+    async def _end_idle_players(self) -> None:
+        """Ends players without a request for IDLE_S seconds, and silent ones."""
         while True:
-            await asyncio.sleep(min(LOOK_S, IDLE_S / 4))
+            await asyncio.sleep(min(POLL_INTERVAL_S, IDLE_S / 4))
             now = time.monotonic()
             for player in list(self._players.values()):
                 if player.state == "ended":
-                    # Its problem stays visible as long as an idle player would.
+                    # The player's problem stays visible as long as an idle player would.
                     if now - player.used_at > IDLE_S:
                         await self._forget(player)
-                elif now - player.heard_at > SILENT_S:
+                elif now - player.last_event_at > SILENT_S:
                     await self.end(player, f"it sent nothing for {SILENT_S:g} s", at_once=True)
                 elif not player.is_busy and now - player.used_at > IDLE_S:
                     await self.end(player, "it was no longer used")
 
     async def end(self, player: PlayerProcess, why: str, *, at_once: bool = False) -> None:
-        """Ends it; all requests that wait for it get the reason."""
+        """Ends the player. All requests that wait for it get the reason."""
         player.problem = player.problem or why
         if at_once:
             player.kill()

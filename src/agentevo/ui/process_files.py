@@ -1,6 +1,6 @@
 """Files of a run's processes in its folder: announcements of engines, logs, the newest weights.
-Links are not followed, and only regular files are opened. A name from a URL is joined to a path
-only after it was found in the folder."""
+Symbolic links are not followed, and only regular files are opened. A name from a URL is joined to a
+path only if the folder contains that name."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from agentevo.inference.weight_transport import Latest
 from agentevo.pages.text import shown
 from agentevo.ui.sources import RunSource
 
-MOST_FILES = 1_000
-MOST_JSON = 65_536
+MAX_FILES = 1_000
+MAX_JSON_BYTES = 65_536
 LOG_BYTES = 65_536
-"""Bytes of the end of a log."""
+"""The number of bytes that are read from the end of a log."""
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, moves
     r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # titles, links
     r"|\x1b[ -/]*[0-~]"
 )
-MOST_LOG_LINE = 2_000
-"""Characters of one line of a log."""
+MAX_LOG_LINE = 2_000
+"""The maximum number of characters of a line of a log."""
 
 
 class ListedEngine(NamedTuple):
@@ -45,7 +45,7 @@ class ListedEngine(NamedTuple):
     """The time of its last heartbeat, Unix time."""
     lives: bool
     version: int | None
-    """The version of the weights that it served then; None if it is missing."""
+    """The version of the weights that it served at that time. None if it is missing."""
 
 
 class Log(NamedTuple):
@@ -62,7 +62,7 @@ class LogEnd(NamedTuple):
     log: Log
     data: bytes
     is_cut: bool
-    """Whether there is more before them."""
+    """Whether the log has more before them."""
 
 
 class Weights(NamedTuple):
@@ -71,15 +71,17 @@ class Weights(NamedTuple):
     version: int
     published_at: float
     versions: list[int]
-    """Versions that are in the folder."""
+    """The versions in the folder."""
 
 
 def engines(source: RunSource) -> list[ListedEngine]:
-    """The engines by name. A file that no engine has written is left out."""
+    """The engines by name. A file that is not from an engine is left out."""
     listed = []
     for path, what in _files(source.file("engines"), ".json"):
         with suppress(OSError, msgspec.MsgspecError):
-            announcement = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Announcement)
+            announcement = msgspec.json.decode(
+                _read_end(path, MAX_JSON_BYTES)[0], type=Announcement
+            )
             lives = abs(time.time() - what.st_mtime) <= DEAD_S
             listed.append(
                 ListedEngine(
@@ -97,11 +99,12 @@ def engines(source: RunSource) -> list[ListedEngine]:
 
 
 def weights(source: RunSource) -> Weights | None:
-    """The newest weights; None if the run has no folder of weights: its one process needs none."""
+    """The newest weights. None if the run has no folder of weights, because its single process
+    needs none."""
     folder = source.file("weights")
     for path, what in _files(folder, "latest.json"):
         with suppress(OSError, msgspec.MsgspecError):
-            latest = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Latest)
+            latest = msgspec.json.decode(_read_end(path, MAX_JSON_BYTES)[0], type=Latest)
             return Weights(latest.version, what.st_mtime, _versions(folder))
     return None
 
@@ -120,24 +123,24 @@ def _versions(folder: Path | None) -> list[int]:
 
 
 def logs(source: RunSource) -> list[Log]:
-    """The logs of the run's own processes, and the one that a sweep keeps of the run."""
+    """The logs of the run's own processes, and the log that a sweep keeps for the run."""
     return [log for _, log in _logs(source)]
 
 
 def log_end(source: RunSource, name: str, *, num_bytes: int = LOG_BYTES) -> LogEnd | None:
-    """None where the run has no log of that name. Reads `num_bytes` at most, however long it
+    """None if the run has no log with that name. Reads at most `num_bytes`, however long the log
     is. Raises OSError."""
     for path, log in _logs(source):
         if log.name == name:
-            data, size = _end(path, num_bytes)
+            data, size = _read_end(path, num_bytes)
             return LogEnd(log._replace(size=size), data, size > len(data))
     return None
 
 
 def log_text(data: bytes, *, is_cut: bool, most_lines: int = 400) -> str:
-    """The last lines of the part of a log that was read, without terminal escapes; of a line that a
-    progress bar overwrote, only its last state. `is_cut`: the part begins within a line, which is
-    left out."""
+    """The last lines of the part of a log that was read, without terminal escapes. Of a line that a
+    progress bar overwrote, only its last state. `is_cut`: whether the part begins within a line.
+    That line is left out."""
     text = _ESCAPES.sub("", data.decode("utf-8", "replace")).replace("\r\n", "\n")
     lines = text.split("\n")
     if is_cut and len(lines) > 1:
@@ -145,9 +148,9 @@ def log_text(data: bytes, *, is_cut: bool, most_lines: int = 400) -> str:
     if lines and not lines[-1]:
         lines.pop()
 
-    # A carriage return at the end overwrites nothing yet.
+    # A carriage return at the end has not overwritten anything yet.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines[-most_lines:]]
-    return "\n".join(shown(line, MOST_LOG_LINE) for line in lines)
+    return "\n".join(shown(line, MAX_LOG_LINE) for line in lines)
 
 
 def _logs(source: RunSource) -> Iterator[tuple[Path, Log]]:
@@ -155,7 +158,7 @@ def _logs(source: RunSource) -> Iterator[tuple[Path, Log]]:
         yield path, Log(path.name, what.st_size, what.st_mtime)
 
     if source.sweep is not None and source.folder is not None:
-        # Outside the run's folder: the folder of the sweep is shown as well.
+        # The log is outside the run's folder. It is read only if the sweep's folder is shown too.
         log_name = f"{source.folder.name}.log"
         for path, what in _files(source.folder.parent / "logs", log_name):
             if path.name == log_name:
@@ -163,7 +166,7 @@ def _logs(source: RunSource) -> Iterator[tuple[Path, Log]]:
 
 
 def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_result]]:
-    """Regular files of a folder that is no link, by name."""
+    """The regular files of a folder, by name. Empty if the folder is a symbolic link."""
     if folder is None:
         return
 
@@ -172,7 +175,7 @@ def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_res
             return
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.name.endswith(ending))[
-                :MOST_FILES
+                :MAX_FILES
             ]
     except OSError:
         return
@@ -184,7 +187,7 @@ def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_res
                 yield folder / name, what
 
 
-def _end(path: Path, most: int) -> tuple[bytes, int]:
+def _read_end(path: Path, most: int) -> tuple[bytes, int]:
     """The last bytes of a regular file, and its size."""
     with open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)

@@ -21,7 +21,7 @@ STALENESS = "staleness/age_"
 
 
 class KeptProcesses(NamedTuple):
-    """What the run's folder holds."""
+    """The processes' files in the run's folder."""
 
     engines: list[ListedEngine]
     logs: list[Log]
@@ -49,7 +49,7 @@ async def processes(request: Request, run: str) -> HTMLResponse:
 
 @router.get("/runs/{run}/processes/log", response_class=HTMLResponse)
 async def log(request: Request, run: str, name: str) -> HTMLResponse:
-    """The end of one log."""
+    """The end of a log."""
     view = await run_of(request, run)
     try:
         log_end = await in_thread(process_files.log_end, view.source, name)
@@ -90,7 +90,7 @@ def _is_apart(view: RunView, stored: KeptProcesses) -> bool:
 
 
 def ages_of(view: RunView) -> list[tuple[int, float]]:
-    """(age in versions, share of the tokens) of the newest step that has logged it."""
+    """(age in versions, share of the tokens) of the newest step that has logged them."""
     ages = []
     for name in list(view.table.columns):
         age = name.removeprefix(STALENESS)

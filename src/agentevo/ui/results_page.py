@@ -1,6 +1,6 @@
-"""The folder of an `agentevo eval`: `/results/{key}`. Models side by side, with what changed
-between two of them, and each task's attempts. Only its own regular files are read, no
-links."""
+"""The folder of an `agentevo eval`: `/results/{key}`. The page shows the models side by side, the
+changes between two of them, and each task's attempts. Only its own regular files are read, and no
+symbolic links."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from agentevo.ui.context import NotFoundError, dashboard, page
 
 router = APIRouter()
 
-MOST_BYTES = 64 << 20
-"""Size of results that are shown one by one: about 300,000 attempts."""
-MOST_FOLDERS = 4
-"""Folders whose results are kept in memory."""
+MAX_BYTES = 64 << 20
+"""The maximum size of results that are shown task by task, in bytes: about 300,000 attempts."""
+MAX_FOLDERS = 4
+"""The number of folders whose results are cached in memory."""
 PAGE = 50
-MOST_CHANGES = 200
-MOST_MODELS = 16
+MAX_CHANGES = 200
+MAX_MODELS = 16
 
 
 class Results(NamedTuple):
@@ -44,9 +44,9 @@ class Results(NamedTuple):
     """Accounts as in summary.json."""
     players: dict[str, float]
     by_task: dict[str, dict[str, list[AttemptLine]]]
-    """Task -> model -> its attempts."""
+    """Maps a task to a mapping from a model to its attempts."""
     problem: str = ""
-    """Why there are no single results; empty if there are."""
+    """Why there are no results by task. Empty if there are."""
     is_whole: bool = True
     """Whether the evaluation has ended."""
 
@@ -62,7 +62,7 @@ class TaskLine(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """Two models compared on the tasks that both have completed."""
+    """Two models, compared on the tasks that both have completed."""
 
     difference: Estimate | None
     num_tasks: int
@@ -71,7 +71,7 @@ class Changed(NamedTuple):
 
 
 class _ResultsCache:
-    """The results that were read last, until their files change. For any thread."""
+    """Caches the results that were read last, until their files change. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -89,7 +89,7 @@ class _ResultsCache:
         loaded = _read(folder)
         with self._lock:
             self._cache[folder] = (signature, loaded)
-            while len(self._cache) > MOST_FOLDERS:
+            while len(self._cache) > MAX_FOLDERS:
                 self._cache.popitem(last=False)
 
         return loaded
@@ -149,7 +149,7 @@ def _link(base: str, keys: Mapping[str, Any], changes: Mapping[str, Any]) -> str
 
 
 def estimate(record: Any) -> Estimate | None:
-    """An estimate of summary.json; None where it is missing or malformed."""
+    """An estimate of summary.json. None if it is missing or malformed."""
     if not isinstance(record, dict):
         return None
     values = [record.get(name) for name in ("value", "low", "high", "tasks")]
@@ -179,7 +179,7 @@ def _read(folder: Path) -> Results:
     by_task: dict[str, dict[str, list[AttemptLine]]] = {}
     by_model: dict[str, list[AttemptLine]] = {}
     size = (folder / RESULTS).stat().st_size if (folder / RESULTS).exists() else 0
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         problem = f"{RESULTS} has {size / 1e6:,.0f} MB: it is too large to be shown task by task"
     else:
         for (model, task, _), line in sorted(
@@ -206,7 +206,7 @@ def _read(folder: Path) -> Results:
     ]
     return Results(
         settings,
-        models[:MOST_MODELS],
+        models[:MAX_MODELS],
         {
             name: float(value)
             for name, value in _dict(summary.get("players")).items()
@@ -241,7 +241,7 @@ def _summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _shown_model(model: Mapping[str, Any]) -> dict[str, Any]:
-    """An account with estimates in place of their JSON."""
+    """An account, with estimates in place of their JSON."""
 
     def read_estimates(record: Any) -> dict[str, Any]:
         passes = _dict(_dict(record).get("pass_at"))

@@ -1,4 +1,4 @@
-"""One run: `/runs/{run}` (its current activity) and `/config` below it."""
+"""A run: `/runs/{run}` (its current activity) and `/config` below it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN_WARNINGS = 20
 
 @router.get("/runs/{run}", response_class=HTMLResponse)
 async def now(request: Request, run: str) -> HTMLResponse:
-    """What happens now."""
+    """The page with the current activity."""
     view = await run_of(request, run)
     charts = [chart for name in TITLES if (chart := chart_of(view, name))]
 
@@ -72,7 +72,7 @@ async def config(request: Request, run: str) -> HTMLResponse:
 
 
 def run_page(request: Request, template: str, view: RunView, tab: str, **data: Any) -> HTMLResponse:
-    """A page of a run, with its heading and tabs; `tab`: the name of its own in TABS."""
+    """A page of a run, with its heading and tabs. `tab`: the name of the page's tab in TABS."""
     pipeline = dashboard(request).sources.pipeline_of(view.source)
     facts: dict[str, Any] = {"view": view, "tab": tab, "tabs": TABS, "pipeline": pipeline}
     return page(request, template, news=[view.key], **facts, **data)

@@ -1,5 +1,5 @@
-"""The state of one run from its folder: progress, numbers, warnings. Reading never raises: an
-unreadable file becomes a sentence in `RunView.problem`."""
+"""The state of a run from its folder: progress, numbers, warnings. Reading never raises an error.
+An unreadable file becomes a sentence in `RunView.problem`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, Literal
 from agentevo.config import sources as yaml_sources
 from agentevo.errors import AgentEvoError
 from agentevo.observability.metrics_table import MetricsTable
-from agentevo.observability.moment import OLD_S, PAUSED, Moment, read_moment
-from agentevo.observability.signs import Signs, told_warnings
+from agentevo.observability.moment import LATE_HEARTBEAT_S, PAUSED, Moment, read_moment
+from agentevo.observability.signs import Signs, warnings_in_summary
 from agentevo.observability.summary import is_complete, read_summary
 from agentevo.runs.folder import command_of, resume_command
 from agentevo.runs.lock import LOCK
@@ -24,7 +24,7 @@ from agentevo.ui.sources import RunSource
 State = Literal["running", "finished", "interrupted", "failed", "damaged", "unknown"]
 
 PIECE_S = 1.0
-"""The time of one reading, after which its result so far is shown."""
+"""The time of a reading in seconds, after which its result so far is shown."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class RunView:
 
     source: RunSource
     version: int = 0
-    """Increases with every change; 0: not read yet."""
+    """Increases with every change. 0: not read yet."""
     state: State = "unknown"
     problem: str = ""
-    """The files that can't be read, and what to do about them."""
+    """The files that can't be read, and the remedy."""
     step: int = 0
     planned: int | None = None
     command: str = "train"
@@ -46,17 +46,17 @@ class RunView:
     table: MetricsTable = field(default_factory=lambda: MetricsTable(Path("metrics.jsonl")))
     num_rows: int = 0
     warnings: tuple[tuple[int | None, str], ...] = ()
-    """(step, observation and remedy), the newest first."""
+    """(step, observation and remedy) pairs, the newest first."""
     changed_at: float | None = None
-    """Unix time of the newest row."""
+    """The Unix time of the newest row."""
     is_behind: bool = False
-    """Whether more of metrics.jsonl is still to be read."""
+    """Whether a part of metrics.jsonl is not read yet."""
     is_silent: bool = False
-    """Whether a process has the run's lock but gives no sign of life."""
+    """Whether a process has the run's lock but writes no heartbeat."""
     moment: Moment | None = field(default=None, compare=False)
     """What the run does, or did last, as its process reports it."""
     beat: int = field(default=0, compare=False)
-    """Increases with each sign of the process; such a sign makes no new version."""
+    """Increases with each heartbeat of the process. A heartbeat makes no new version."""
 
     @property
     def key(self) -> str:
@@ -64,7 +64,7 @@ class RunView:
 
     @property
     def title(self) -> str:
-        """Its folder relative to the given one, which is unique, where it has a folder."""
+        """The run's folder relative to the given one, which is unique, if it has a folder."""
         return self.name if self.source.folder is None else self.source.key.replace("~", "/")
 
     @property
@@ -75,13 +75,14 @@ class RunView:
 
     @property
     def label(self) -> str:
-        """Its name, and its place if the two differ: runs of one recipe share the name."""
+        """Its name, and its place if the two differ, because runs of the same recipe share the
+        name."""
         place = self.key.replace("~", "/")
         return self.name if place == self.name else f"{self.name} ({place})"
 
     @property
     def reason(self) -> str:
-        """Why the run stopped, or gives no sign of life, in a sentence; else empty."""
+        """Why the run stopped, or writes no heartbeat, in a sentence. Else empty."""
         if self.moment is None or self.state not in ("running", "failed", "interrupted"):
             return ""
         if self.state == "running":
@@ -92,13 +93,13 @@ class RunView:
 
     @property
     def resume_command(self) -> str:
-        """The command that continues the run once it has stopped; empty where it is not known."""
+        """The command that continues the run after it has stopped. Empty if it is not known."""
         folder = self.source.folder
         return "" if folder is None else resume_command(folder, self.command)
 
     @property
     def badge(self) -> str:
-        """The state as pages show it: a run under way may also be silent or paused."""
+        """The state as pages show it. A running run may also be silent or paused."""
         if self.is_silent:
             return "silent"
         is_paused = self.doing is not None and self.doing.phase == PAUSED
@@ -106,18 +107,19 @@ class RunView:
 
     @property
     def doing(self) -> Moment | None:
-        """What the run does now; None unless it runs and reports it."""
+        """What the run does now. None unless it runs and reports it."""
         lives = self.state == "running" and self.moment is not None and not self.moment.ended
         return self.moment if lives else None
 
     def setting(self, section: str, key: str) -> Any:
-        """A value of config.yaml as written; None where there is none."""
+        """A value of config.yaml as written. None if there is none."""
         values = self.config.get(section)
         return values.get(key) if isinstance(values, dict) else None
 
 
 class RunReader:
-    """Reads one run repeatedly. One caller at a time; any thread may read `view`."""
+    """Reads a run repeatedly. Only one caller at a time may call `read`. Any thread may read
+    `view`."""
 
     def __init__(self, source: RunSource) -> None:
         self.view = RunView(source)
@@ -130,7 +132,7 @@ class RunReader:
         self._moment: Moment | None = None
 
     def read(self) -> None:
-        """Reads what has changed since, for about PIECE_S at most."""
+        """Reads the changes since the last call, for about PIECE_S seconds at most."""
         source = self.view.source
         if source.folder is None:
             return
@@ -200,25 +202,26 @@ class RunReader:
         }
 
     def _warnings(self) -> tuple[tuple[int | None, str], ...]:
-        """The warnings of the summary, which has all; before the end, those of the numbers."""
+        """The warnings of the summary, which has all of them. Before the end, those of the
+        numbers."""
         if not self._summary:
             return tuple(reversed(self._signs.found))
-        return told_warnings(self._summary)
+        return warnings_in_summary(self._summary)
 
     def _state(
         self, source: RunSource, step: int, planned: int | None, changed_at: float | None
     ) -> tuple[State, bool]:
-        """The state, and whether a process that has the lock gives no sign of life. A visible lock
-        decides; a process of another machine shows only its heartbeat."""
+        """The state, and whether a process that has the lock writes no heartbeat. If the lock is
+        visible, it decides. A process of another machine shows only its heartbeat."""
         folder = source.folder
         moment = self._moment
         if folder is None or not self._config:
             return ("damaged" if "config.yaml" in self._problems else "unknown"), False
 
         goes_on = moment is not None and not moment.ended
-        is_late = moment is None or moment.silent_s() > OLD_S
+        is_late = moment is None or moment.silent_s() > LATE_HEARTBEAT_S
         if is_locked(folder):
-            has_logged = changed_at is not None and time.time() - changed_at <= OLD_S
+            has_logged = changed_at is not None and time.time() - changed_at <= LATE_HEARTBEAT_S
             return "running", goes_on and is_late and not has_logged
 
         if moment is not None and goes_on and not is_late and moment.host != socket.gethostname():
@@ -226,7 +229,7 @@ class RunReader:
         if moment is not None and moment.ended == "failed":
             return "failed", False
 
-        # The summary counts committed steps; an evaluation that was broken off has rows beyond.
+        # The summary counts committed steps, and an interrupted evaluation has rows after them.
         done = self._summary.get("steps")
         done = done if isinstance(done, int) else step
         is_done = self._summary and (
@@ -238,7 +241,7 @@ class RunReader:
         return "interrupted", False
 
     def _read_file(self, name: str, read: Any) -> bool:
-        """Whether the file has changed since the last look; if so, reads it."""
+        """Reads the file if it has changed since the last call. Returns whether it has."""
         path = self.view.source.file(name)
         signature: object = None
         try:
@@ -283,8 +286,8 @@ class RunReader:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process of this machine trains in that folder. The check locks nothing: a lock
-    could block a trainer that starts at this moment."""
+    """Whether a process of this machine trains in that folder. The check locks nothing, because a
+    lock could block a trainer that starts at this moment."""
     try:
         what = (folder / LOCK).stat()
     except OSError:

@@ -27,14 +27,14 @@ SORTS = {
     "progress": ("Progress", lambda row: -row.share),
 }
 STATES = ("running", "finished", "interrupted", "failed", "damaged")
-MOST_LIVE = 500
-MOST_SWEEPS = 200
-"""Sweeps and evaluations that are listed."""
+MAX_LIVE = 500
+MAX_SWEEPS = 200
+"""The maximum number of sweeps and evaluations in the list."""
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run as the list shows it."""
+    """A run as the list shows it."""
 
     view: RunView
     before: float | None
@@ -75,9 +75,9 @@ async def runs(
         "counts": {name: number for name, number in counts.items() if number},
         "shown": shared.sources.shown,
         "is_cut": shared.sources.is_cut,
-        "sweeps": sweeps_of([row.view for row in rows])[:MOST_SWEEPS],
-        "pipelines": sorted(await in_thread(shared.sources.pipelines))[:MOST_SWEEPS],
-        "evaluations": sorted(await in_thread(shared.sources.own_results))[:MOST_SWEEPS],
+        "sweeps": sweeps_of([row.view for row in rows])[:MAX_SWEEPS],
+        "pipelines": sorted(await in_thread(shared.sources.pipelines))[:MAX_SWEEPS],
+        "evaluations": sorted(await in_thread(shared.sources.own_results))[:MAX_SWEEPS],
     }
     if is_part(request):
         return part("runs_table.html", **data)
@@ -85,11 +85,11 @@ async def runs(
     news = [row.view.key for row in chosen if row.view.state == "running"] or [
         row.view.key for row in chosen
     ]
-    return page(request, "runs.html", news=[LIST, *news[:MOST_LIVE]], **data)
+    return page(request, "runs.html", news=[LIST, *news[:MAX_LIVE]], **data)
 
 
 def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:
-    """(key, name, number of runs) of the sweeps that have some of these runs."""
+    """(key, name, number of runs) of the sweeps that contain some of these runs."""
     sweeps: dict[str, tuple[str, int]] = {}
     for view in views:
         key = view.source.sweep
@@ -100,7 +100,7 @@ def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:
 
 
 def row_of(view: RunView) -> RunRow:
-    """The row of a run in the list: from its summary, else from its newest numbers."""
+    """The row of a run in the list, from its summary, else from its newest numbers."""
     scores = view.summary.get("eval") or {}
     figures = {name: scores.get(name) for name in ("before", "after", "random", "optimal")}
     if not view.summary:
@@ -124,7 +124,7 @@ def row_of(view: RunView) -> RunRow:
 
 
 def newest_evaluation(view: RunView) -> dict[str, float | None]:
-    """Success before and now, and the success of the two players, for a run under way."""
+    """Success before and now, and the success of the two reference players, for a running run."""
     first: dict[str, float | None] = {}
     last: dict[str, float | None] = {}
     for name in list(view.table.columns):

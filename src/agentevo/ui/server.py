@@ -13,7 +13,7 @@ from agentevo.event_loop import in_thread, run_coroutine
 from agentevo.inference.admission import AdmissionLimits
 from agentevo.inference.http_server import serving, url_of
 from agentevo.processes.endpoint import Endpoint, open_endpoint
-from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.signals import POLL_INTERVAL_S, catch_stop_signals
 from agentevo.ui.access import Access, names_of_this_machine
 from agentevo.ui.app import make_app
 from agentevo.ui.sources import Sources
@@ -21,7 +21,7 @@ from agentevo.ui.sources import Sources
 MAX_CONNECTIONS = 512
 IDLE_S = 60.0
 NICE = 10
-"""By how much the dashboard's priority is lowered by default."""
+"""How much the dashboard lowers its priority by default."""
 
 
 def serve_dashboard(
@@ -35,23 +35,23 @@ def serve_dashboard(
     notify: Callable[[str], None] = print,
     note: Callable[[str], None] = to_stderr,
 ) -> None:
-    """Shows runs and stores until it is stopped; blocks. `words`: folders and URLs of stores.
-    `tls`: whether it encrypts; None does so if other machines can reach it. `control`: whether a
-    second URL allows trying checkpoints and stopping runs. `nice`: by how much the process lowers
-    its priority. `notify` receives the URLs with their tokens, which appear nowhere else. Raises
-    ConfigError before it listens."""
+    """Shows runs and stores until it is stopped, and blocks. `words`: folders and URLs of stores.
+    `tls`: whether the server encrypts. None: it encrypts if other machines can reach it. `control`:
+    whether a second URL allows trying checkpoints and sending requests to runs. `nice`: how much
+    the process lowers its priority. `notify` receives the URLs with their tokens, which appear
+    nowhere else. Raises ConfigError before it listens."""
     sources = Sources(words)
     sources.check(later=True)
     for folder_to_come in sources.missing:
         note(f"{folder_to_come}: the folder does not exist yet: its runs appear once it does")
 
     with (
-        asked_to_stop() as stop,
+        catch_stop_signals() as stop,
         tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,
         open_endpoint(Path(folder), host, port, tls) as endpoint,
     ):
         if nice:
-            os.nice(nice)  # a thread that begins later inherits it, and so does a process
+            os.nice(nice)  # threads and processes that start later inherit the priority
 
         run_coroutine(_serve(sources, endpoint, host, control, stop, notify, note))
 
@@ -89,6 +89,6 @@ async def _serve(
                 "to trust it"
             )
         while not stop():
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     note("stopped")

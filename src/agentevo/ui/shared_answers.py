@@ -1,13 +1,14 @@
-"""One answer for all viewers of the same page: fifty viewers cost about as much as one.
+"""One answer for all viewers of the same page, so that fifty viewers cost about as much as one.
 
 For read-only visitors, a page of PATHS is made once for an address, a theme and the known state of
-the run. A request that arrives in the meantime waits for the same page. A request within KEPT_S
-gets it again, unless the state of the run changed.
+the run. A request that arrives during that time waits for the same page. A request within KEPT_S
+seconds gets the page again, unless the state of the run has changed.
 
-Invariants. A shared page is independent of the viewer: the application sees only the address,
+Invariants. A shared page does not depend on the viewer. The application sees only the address,
 whether htmx sent the request, and the theme, so no page can contain a viewer's own data. Visitors
-with control get their own pages, which are never cached. At most MOST answers of MOST_BYTES
-together are cached. A viewer who leaves does not cancel the page for others who wait for it.
+with control get their own pages, which are never cached. At most MAX_ANSWERS answers with at most
+MAX_BYTES bytes together are cached. A viewer who leaves does not cancel the page for others who
+wait for it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ PATHS = re.compile(
     r"(?:/(?:work|metrics|series|attempts|evaluation|evaluation/series|data|processes|steps/\d+))?"
 )
 KEPT_S = 0.5
-MOST = 64
-MOST_BYTES = 32_000_000
-LONGEST_QUERY = 2_000
-"""Bytes of the longest query whose answer is cached."""
+MAX_ANSWERS = 64
+MAX_BYTES = 32_000_000
+MAX_QUERY_BYTES = 2_000
+"""The maximum number of bytes of a query whose answer is cached."""
 MADE_S = 60.0
-"""The deadline of a page that other requests wait for."""
+"""The deadline in seconds of a page that other requests wait for."""
 SMALLEST_GZIPPED = 1_000
 LEVEL = 4
 THEME = "agentevo-theme"
@@ -53,7 +54,7 @@ class AnswerKey(NamedTuple):
 
 
 class SharedAnswer(NamedTuple):
-    """As the application gave it."""
+    """An answer as the application returned it."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -72,29 +73,29 @@ class _AnswerEntry:
 
 
 class SharedAnswers:
-    """See the module. ASGI, behind the guard; `visitor_key`: where a request's scope has its
-    visitor. Belongs to the dashboard's event loop."""
+    """Shares answers among viewers. An ASGI application behind the guard. `visitor_key`: the key of
+    a request's scope for its visitor. It belongs to the dashboard's event loop."""
 
     def __init__(self, app: ASGIApp, watcher: Watcher, visitor_key: str) -> None:
         self.app = app
         self.num_made = 0
-        """Answers that were made to be shared."""
+        """The number of answers that were made to be shared."""
         self._watcher = watcher
         self._visitor_key = visitor_key
         self._answers: dict[AnswerKey, _AnswerEntry] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match = PATHS.fullmatch(scope["path"])
-        is_ours = scope["method"] == "GET" and len(scope["query_string"]) <= LONGEST_QUERY
+        is_ours = scope["method"] == "GET" and len(scope["query_string"]) <= MAX_QUERY_BYTES
         if match is None or not is_ours or scope[self._visitor_key].may_change:
             await self.app(scope, receive, send)
             return
 
-        headers = dict(reversed(scope["headers"]))  # the first of each name
+        headers = dict(reversed(scope["headers"]))  # the first header of each name counts
         is_part = headers.get(b"hx-request") == b"true"
         theme = _theme(headers.get(b"cookie", b""))
         key = AnswerKey(scope["path"], scope["query_string"], is_part, theme)
-        # Shielded: other requests wait for it, too.
+        # Shielded, because other requests wait for it too.
         answer = await asyncio.shield(self._making(key, match["run"], scope))
         await _send(send, answer, headers.get(b"accept-encoding", b""))
 
@@ -132,7 +133,7 @@ class SharedAnswers:
             if entry.making.done() and now - entry.at >= KEPT_S:
                 del self._answers[key]
         size = sum(entry.size for entry in self._answers.values())
-        while self._answers and (len(self._answers) >= MOST or size > MOST_BYTES):
+        while self._answers and (len(self._answers) >= MAX_ANSWERS or size > MAX_BYTES):
             size -= self._answers.pop(next(iter(self._answers))).size
 
     async def _make(self, key: AnswerKey, scope: Scope) -> SharedAnswer:
@@ -175,7 +176,7 @@ class SharedAnswers:
             async with asyncio.timeout(MADE_S):
                 await self.app(inner_scope, _nothing_more(), collect)
         except Exception:
-            if not bodies:  # app.py has reported it, and mostly answered
+            if not bodies:  # app.py has reported the error, and usually answered
                 raise
 
         gzipped = b""

@@ -1,9 +1,9 @@
-"""The runs that are shown: those in the given folders, and stores by their URL.
+"""The shown runs: those in the given folders, and stores by their URL.
 
-A folder is that of a run, a sweep or an `agentevo eval`, or contains such folders. Links are not
-followed, and nothing outside of the given folders is read: a file of a run that is a link to
-another place counts as missing, and a store outside must be given by its URL. A run that is gone or
-damaged stays in the list with a sentence that says so.
+A folder is that of a run, a sweep or an `agentevo eval`, or contains such folders. Symbolic links
+are not followed, and nothing outside of the given folders is read. If a file of a run links to
+another place, it counts as missing, and a store outside must be given by its URL. A run that is
+gone or damaged stays in the list with a sentence that says so.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from agentevo.paths import name_problem
 from agentevo.runs.folder import is_run_folder, is_sweep_folder, run_store_url
 
 MAX_DEPTH = 5
-"""Depth of the folders within the given one that are searched for runs."""
+"""How deep the folders within a given folder are searched for runs."""
 MAX_LOOKED = 50_000
-"""Folders that are searched."""
+"""The maximum number of folders that are searched."""
 MAX_RUNS = 5_000
 SCAN_S = 2.0
 """The age in seconds at which the list of runs is read again."""
@@ -42,20 +42,20 @@ _SQLITE = "sqlite:///"
 
 @dataclass(frozen=True)
 class RunSource:
-    """One run, or one store without a folder."""
+    """A run, or a store without a folder."""
 
     key: str
-    """Its name in URLs: its folder relative to the given one, `~` for each slash."""
+    """The run's name in URLs: its folder relative to the given one, with `~` for each slash."""
     name: str
     folder: Path | None
     url: str | None = None
-    """The URL of the store, where there is no folder."""
+    """The URL of the store, if there is no folder."""
     sweep: str | None = None
-    """The key of the sweep that it is a run of: that of the sweep's folder."""
+    """The key of the sweep that contains the run: that of the sweep's folder."""
 
     def file(self, name: str) -> Path | None:
-        """A file of the run's folder; None where there is no folder, or a link that leads out of
-        it."""
+        """A file of the run's folder. None if there is no folder, or if the file is a link out of
+        the folder."""
         if self.folder is None:
             return None
 
@@ -69,8 +69,8 @@ class RunSource:
 
 
 class Sources:
-    """See the module. Raises ConfigError for words that can't be a run, folder or store. Without
-    `stores`, a store's URL is not accepted."""
+    """The runs, evaluations and pipelines that a dashboard shows. Raises ConfigError for words that
+    can't be a run, folder or store. Without `stores`, a store's URL is not accepted."""
 
     def __init__(self, words: Sequence[str], *, stores: bool = True) -> None:
         self._roots: list[Path] = []
@@ -105,14 +105,15 @@ class Sources:
         return [root for root in self._roots if not os.path.lexists(root) and root.parent.is_dir()]
 
     def check(self, *, later: bool = False) -> None:
-        """Raises ConfigError if a given folder does not exist. `later`: it can be created later."""
+        """Raises ConfigError if a given folder does not exist. `later`: whether a folder may be
+        created later."""
         missing = [root for root in self._roots if not os.path.isdir(root)]
         if later:
             missing = [root for root in missing if root not in self.missing]
 
         if missing:
             raise ConfigError(
-                f"{missing[0]}: is no folder: give a run's folder, one that holds runs, such as "
+                f"{missing[0]}: is not a folder: give a run's folder, one that holds runs, such as "
                 "`runs`, or the URL of a store"
             )
 
@@ -127,8 +128,8 @@ class Sources:
         return ", ".join([*map(str, self._roots), *map(without_password, self._urls)])
 
     def runs(self) -> dict[str, RunSource]:
-        """All runs by their key, searched again where the last search is older than SCAN_S. Reads
-        disks: call it on a thread."""
+        """All runs by their key. Searched again if the last search is older than SCAN_S seconds.
+        Reads disks: call it on a thread."""
         if time.monotonic() - self._scanned_at >= SCAN_S:
             sources_by_key: dict[str, RunSource] = {}
             self._evaluated = {}
@@ -165,7 +166,7 @@ class Sources:
         return self._pipelines
 
     def pipeline_of(self, source: RunSource) -> str | None:
-        """The key of the pipeline that a run is a stage of, as of the last search; None for any
+        """The key of the pipeline that has the run as a stage, as of the last search. None for any
         other run."""
         folder = source.folder
         if folder is None or folder.parent.name != "stages":
@@ -177,8 +178,8 @@ class Sources:
 
     def store_url(self, source: RunSource) -> str:
         """The URL of a run's store. Raises ConfigError for a store outside of the given folders and
-        URLs: the author of a run's config.yaml must not choose a server, or which environment
-        variable it gets as a password (`${env:NAME}`)."""
+        URLs. The author of a run's config.yaml must not choose a server, nor the environment
+        variable that the server gets as a password (`${env:NAME}`)."""
         url = source.url or run_store_url(source.folder or Path())
         for root_url in self._urls:
             if is_same_place(root_url, url):  # the password may be in another variable by now
@@ -262,18 +263,18 @@ def _add(folders: dict[str, Path], key: str, folder: Path) -> None:
 
 
 def _free_key(key: str, taken: Container[str]) -> str:
-    """That key, or the first of `KEY-2`, `KEY-3`, ... that is free."""
+    """The key, or the first of `KEY-2`, `KEY-3`, ... that is free."""
     numbered = (f"{key}-{number}" for number in count(2))
     return next(free for free in chain([key], numbered) if free not in taken)
 
 
 def is_results_folder(path: Path) -> bool:
-    """Whether the folder holds an evaluation; a link does not count."""
+    """Whether the folder holds an evaluation. A symbolic link does not count."""
     return is_file_of(path, RESULTS_FILE)
 
 
 def is_file_of(folder: Path, name: str) -> bool:
-    """Whether the folder has such a file; a link does not count."""
+    """Whether the folder has such a file. A symbolic link does not count."""
     try:
         return stat.S_ISREG((folder / name).lstat().st_mode)
     except OSError:
@@ -281,6 +282,6 @@ def is_file_of(folder: Path, name: str) -> bool:
 
 
 def _key(path: str) -> str:
-    """The text as one part of a URL's path, as readable as possible."""
+    """The text as a part of a URL's path, as readable as possible."""
     text = path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return re.sub(r"[^\w.~+=,@-]", "_", text.replace("/", "~"))[:300] or "run"

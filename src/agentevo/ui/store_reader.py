@@ -1,8 +1,8 @@
 """The state of a run without a folder, from the committed steps in its store: their metrics, the
-newest evaluations at each step, and the warnings. Reading never raises, see run_state.py.
+newest evaluations at each step, and the warnings. Reading never raises an error, see run_state.py.
 
-The reader queries the store at most every LOOK_S, and then rests REST times as long as the query
-took.
+The reader queries the store at most every QUERY_INTERVAL_S seconds, and then rests REST times as
+long as the query took.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any
 
 from agentevo.errors import AgentEvoError
 from agentevo.observability.metrics_table import MetricsTable
-from agentevo.observability.signs import told_warnings
+from agentevo.observability.signs import warnings_in_summary
 from agentevo.store import Store
 from agentevo.store.records import StepRecord
 from agentevo.ui.run_state import PIECE_S, RunView, State
 from agentevo.ui.sources import RunSource
 from agentevo.ui.stores import Stores
 
-LOOK_S = 1.0
+QUERY_INTERVAL_S = 1.0
 REST = 5.0
 PAGE = 50
-"""Records that one read takes: each holds the whole plan of its step."""
+"""The number of records in a read. Each contains the whole plan of its step."""
 
 
 class StoreReader:
-    """Reads one store repeatedly. One caller at a time; any thread may read `view`."""
+    """Reads a store repeatedly. Only one caller at a time may call `read`. Any thread may read
+    `view`."""
 
     def __init__(self, source: RunSource, stores: Stores) -> None:
         self.view = RunView(source)
@@ -40,12 +41,13 @@ class StoreReader:
     def _forget(self) -> None:
         self._table = MetricsTable(Path("metrics.jsonl"))
         self._last: tuple[int, float] | None = None
-        """(step, when it was committed) of the newest one that is known."""
+        """The (step, time of its commit) of the newest known step."""
         self._warnings: list[str] = []
         self._evaluated: Mapping[str, Any] = {}
 
     async def read(self) -> None:
-        """Reads what was committed since, for about PIECE_S at most."""
+        """Reads the steps that were committed since the last call, for about PIECE_S seconds at
+        most."""
         if time.monotonic() < self._rest_until:
             return
 
@@ -61,7 +63,9 @@ class StoreReader:
             problem = str(error)
 
         took = time.monotonic() - started
-        self._rest_until = started + took + (0.0 if is_behind else max(LOOK_S, REST * took))
+        self._rest_until = (
+            started + took + (0.0 if is_behind else max(QUERY_INTERVAL_S, REST * took))
+        )
 
         new_view = replace(
             self.view,
@@ -70,7 +74,7 @@ class StoreReader:
             step=self._table.last_step,
             table=self._table,
             num_rows=self._table.num_rows,
-            warnings=told_warnings({"warnings": self._warnings}),
+            warnings=warnings_in_summary({"warnings": self._warnings}),
             changed_at=self._last[1] if self._last else None,
             is_behind=is_behind,
         )
@@ -78,10 +82,10 @@ class StoreReader:
             self.view = replace(new_view, version=self.view.version + 1)
 
     async def _read(self, store: Store) -> bool:
-        """Whether there is more."""
+        """Reads steps. Returns whether there are more."""
         newest = await store.last_step()
         if self._last is not None and (newest is None or newest.step < self._last[0]):
-            self._forget()  # the run was rewound, or another one replaced it
+            self._forget()  # the run was rewound, or another run replaced it
 
         if self._last is not None and newest is not None and newest.step == self._last[0]:
             if newest.committed_at == self._last[1]:
@@ -116,7 +120,8 @@ class StoreReader:
         self._last = record.step, record.committed_at
 
     def _add_row(self, step: int, at: float | None, metrics: object) -> None:
-        """Leaves out values that are not numbers: any program may have written the record."""
+        """Leaves out values that are not numbers, because any program may have written the
+        record."""
         numbers = {
             str(name): None if value is None else float(value)
             for name, value in _mapping(metrics).items()
@@ -127,7 +132,7 @@ class StoreReader:
 
 
 async def _state(store: Store) -> State:
-    """A store does not say whether its run has ended: the run is running, or unknown."""
+    """A store does not say whether its run has ended, so the state is running or unknown."""
     async for _ in store.calls(state="running", limit=1):
         return "running"
     return "unknown"

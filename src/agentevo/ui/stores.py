@@ -1,4 +1,4 @@
-"""The stores of the shown runs: each is opened once, for all pages, and closed after some time
+"""The stores of the shown runs. Each is opened once, for all pages, and closed after some time
 without a request. They are opened for reading only, which every backend enforces."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentevo.store import Store
 from agentevo.ui.sources import RunSource, Sources
 
 CALL_S = 10.0
-"""The deadline of each call: a page that takes longer says so."""
+"""The deadline of each call in seconds. If a page takes longer, it says so."""
 OPENING_S = 5.0
 IDLE_S = 60.0
 
@@ -28,7 +28,7 @@ class _OpenedStore:
 
 
 class Stores:
-    """See the module. Belongs to the dashboard's event loop."""
+    """The opened stores of a dashboard. They belong to the dashboard's event loop."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources

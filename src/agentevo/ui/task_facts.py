@@ -1,5 +1,5 @@
 """The facts of a task for the pages of attempts and of data: query, expected answer, judge and
-metadata. This module cuts texts; the templates make them safe to show."""
+metadata. This module shortens texts, and the templates escape them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from agentevo.ui.run_state import RunView
 
 WITHIN_S = 5.0
 MAX_TEXT = 8_000
-"""Characters of a query or an answer."""
+"""The maximum number of characters of a query or an answer."""
 MAX_VALUE = 400
-"""Characters of a value of the metadata."""
+"""The maximum number of characters of a value of the metadata."""
 MAX_VALUES = 40
 
 
 class TaskFacts(NamedTuple):
-    """One task. A text is empty if the task has none."""
+    """The facts of a task. A text is empty if the task has none."""
 
     query: str
     answer: str
@@ -34,7 +34,7 @@ class TaskFacts(NamedTuple):
     """Environment and seed, or the judge."""
     metadata: list[tuple[str, str]]
     num_more: int
-    """Further keys of the metadata."""
+    """The number of further keys of the metadata."""
 
 
 def task_facts(task: Task) -> TaskFacts:
@@ -59,8 +59,8 @@ def task_facts(task: Task) -> TaskFacts:
 async def read_task_facts(
     request: Request, view: RunView, ids: Iterable[str]
 ) -> Mapping[str, TaskFacts]:
-    """Task id -> facts, for the tasks that the run's store returns within WITHIN_S seconds. A page
-    shows no facts of the others."""
+    """Maps a task's id to its facts, for the tasks that the run's store returns within WITHIN_S
+    seconds. A page shows no facts of other tasks."""
     names = list(dict.fromkeys(ids))
     facts: dict[str, TaskFacts] = {}
     if not names:
@@ -95,7 +95,7 @@ def _query(task: Task) -> str:
 
 
 def _text(value: Any, limit: int) -> str:
-    """A text as it is, any other value as JSON."""
+    """A text unchanged, any other value as JSON."""
     if isinstance(value, str):
         return _cut(value, limit)
     return _cut(json.dumps(value, ensure_ascii=False, default=str), limit)

@@ -13,7 +13,7 @@ from agentevo.ui.index.reader import IndexReader
 
 PAGE = 50
 MORE = 1e-9
-"""The change of a task's place among equal ones by one completed attempt."""
+"""How much a completed attempt changes a task's place among equal ones."""
 ORDERS = {
     "played": "most attempts",
     "hardest": "least success",
@@ -24,16 +24,16 @@ ORDERS = {
 
 
 class TaskRow(NamedTuple):
-    """One task and its attempts of a split."""
+    """A task and its attempts of a split."""
 
     id: str
     kind: str
     difficulty: str
     num_attempts: int
     num_failed: int
-    """Attempts that failed or were cancelled: they are in neither mean."""
+    """The number of attempts that failed or were cancelled. They are in neither mean."""
     success: float | None
-    """Share of the completed attempts."""
+    """The share of the completed attempts that succeeded."""
     reward: float | None
     last_step: int
     """The step for which it was last attempted."""
@@ -45,15 +45,16 @@ class TalliedTasks(NamedTuple):
     rows: list[TaskRow]
     total: int
     always: int
-    """Tasks at which every completed attempt succeeds, among those with at least two."""
+    """The number of tasks at which every completed attempt succeeds, among those with at least
+    two."""
     never: int
-    """The same, but no completed attempt succeeds."""
+    """The number of tasks at which no completed attempt succeeds, among those with at least two."""
     failing: int
-    """Tasks without a completed attempt."""
+    """The number of tasks without a completed attempt."""
 
 
 def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:
-    """(split, [(state, number of attempts)]) of the splits that have some."""
+    """(split, [(state, number of attempts)]) of the splits with attempts."""
     table = reader.columns()
     width = len(TRAJECTORY_STATES)
 
@@ -71,7 +72,7 @@ def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:
 def tasks(
     reader: IndexReader, *, split: str, text: str = "", order: str = "played", page: int = 0
 ) -> TalliedTasks:
-    """The tasks with an attempt of that split, their id with `text` in it. Raises IndexAway."""
+    """The tasks with an attempt of that split, whose id contains `text`. Raises IndexAway."""
     table = reader.columns()
     chosen = table["alive"] & (table["split"] == SPLITS.index(split))
     done = chosen & (table["status"] == STATUSES.index("completed"))
@@ -113,8 +114,8 @@ def tasks(
 def _keys(
     order: str, attempts: np.ndarray, completed: np.ndarray, share: np.ndarray, mean: np.ndarray
 ) -> np.ndarray:
-    """Sort keys: the smallest comes first; among equal ones, the task with more completed
-    attempts. Where a mean orders, a task without a completed attempt comes last."""
+    """The sort keys: the smallest comes first. Among equal keys, the task with more completed
+    attempts comes first. In an order by a mean, a task without a completed attempt comes last."""
     if order == "failing":
         return completed.astype(np.float64) - attempts
     if order == "played":
@@ -125,9 +126,9 @@ def _keys(
 
 
 def _page(places: np.ndarray, keys: np.ndarray, page: int) -> np.ndarray:
-    """The places of one page, equal ones in the order of their numbers."""
+    """The places of a page. Equal ones are in the order of their numbers."""
     end = (page + 1) * PAGE
-    if len(places) > end:  # no sort of a million tasks for the first fifty
+    if len(places) > end:  # avoids sorting a million tasks for the first fifty
         near = keys <= np.partition(keys, end)[end]
         places = places[near]
         keys = keys[near]

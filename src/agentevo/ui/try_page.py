@@ -1,5 +1,5 @@
-"""Try a run: `/runs/{run}/try` to chat with its checkpoints; below it the requests of the page's
-script: `/chat`, whose answer is a stream, and `/end`.
+"""Tries a run: `/runs/{run}/try` to chat with its checkpoints. The page's script sends requests to
+`/chat` below it, whose answer is a stream, and to `/end`.
 
     event: state   {"text": ..., "ready": true}   the player's activity
     event: text    {"text": ...}                  more of a reply
@@ -7,7 +7,7 @@ script: `/chat`, whose answer is a stream, and `/end`.
     event: failed  {"text": ...}
     event: done    {}
 
-The script sends the fields of a form (forms.py). The conversation exists only in the page: the
+The script sends the fields of a form (forms.py). The conversation exists only in the page, and the
 dashboard does not store it.
 """
 
@@ -71,7 +71,7 @@ async def try_it(request: Request, run: str) -> HTMLResponse:
 
 @router.get("/runs/{run}/try/players", response_class=HTMLResponse)
 async def players(request: Request, run: str) -> HTMLResponse:
-    """The checkpoints that are loaded."""
+    """The loaded checkpoints."""
     view = await run_of(request, run)
     loaded = dashboard(request).players.of(view.key)
     return part("try_players.html", view=view, players=loaded, visitor=visitor(request))
@@ -103,7 +103,7 @@ async def chat(request: Request, run: str) -> Response:
         length = sum(len(message.text) for message in messages)
 
         for message in messages:
-            message.text.encode()  # half of a pair of surrogates is no text
+            message.text.encode()  # half of a pair of surrogates is not a text
     except (ValueError, TypeError, KeyError, RecursionError):
         return _refusal("these are not messages")
 
@@ -158,8 +158,7 @@ def _number(value: Any, otherwise: float) -> float:
 
 
 class TryEventStream(Response):
-    """The stream of one request. It ends, and cancels the request, as soon as the browser is
-    gone."""
+    """The stream of a request. It ends, and cancels the request, when the browser is gone."""
 
     def __init__(self, request: Request, view: RunView, key: PlayerKey, query: words.Chat) -> None:
         super().__init__(media_type="text/event-stream")
@@ -177,7 +176,7 @@ class TryEventStream(Response):
             await refused(scope, receive, send)
             return
 
-        self._shared.players.streams += 1  # nothing is awaited between the question and this
+        self._shared.players.streams += 1  # no await between the check and this line
         sending = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -198,7 +197,7 @@ class TryEventStream(Response):
                         await _send_event(send, name, data)
         except PlayerError as error:
             await _send_event(send, "failed", {"text": str(error)})
-        except OSError:  # the browser no longer takes the answer; also TimeoutError
+        except OSError:  # the browser no longer accepts the answer; also TimeoutError
             raise
         except Exception as error:  # noqa: BLE001 (reported where the dashboard was started)
             to_stderr(f"ui: try {self._view.key}: {describe_error(error)}")

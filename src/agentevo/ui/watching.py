@@ -1,8 +1,9 @@
 """The state of each run, kept up to date while a page shows it.
 
-One task reads a run's files, for any number of pages: when a page requests a run that was not read
-within FRESH_S, and every POLL_S while pages are subscribed to it. Reading happens in threads, in
-pieces, so a large file does not delay anything else. Without viewers nothing is read.
+A single task reads a run's files, for any number of pages. It reads when a page requests a run that
+was not read within FRESH_S seconds, and every POLL_S seconds while pages are subscribed to the run.
+Reading happens in threads, in pieces, so a large file does not delay other work. Without viewers,
+nothing is read.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from agentevo.ui.store_reader import StoreReader
 from agentevo.ui.stores import Stores
 
 POLL_S = 0.5
-LOOK_S = 2.0
+NEWS_INTERVAL_S = 2.0
 FRESH_S = 0.4
 FIRST_S = 1.5
-"""Seconds that a list waits for the first reading of runs."""
-MOST_KEYS = 1000
-"""The most runs that one stream follows, including later ones."""
+"""The time in seconds that a list waits for the first reading of runs."""
+MAX_KEYS = 1000
+"""The maximum number of runs that a stream follows, including later ones."""
 MAX_READERS = 1000
-"""The most runs that are remembered while no page shows them."""
+"""The maximum number of runs that are remembered while no page shows them."""
 
 
 LIST = "*"
-"""In place of a run's key: the list of runs. No key has this character."""
+"""Replaces a run's key: the list of runs. No key contains this character."""
 SCAN_REST = 10.0
-"""The rest after a look for new runs, as a multiple of the time that the look took."""
+"""The rest after a search for new runs, as a multiple of the time that the search took."""
 
 
 class UnknownRunError(Exception):
-    """No run has that key, or no longer."""
+    """No run has that key any more, or ever had it."""
 
 
 class Watcher:
-    """See the module. Belongs to the dashboard's event loop."""
+    """Watches the runs of a dashboard. It belongs to the dashboard's event loop."""
 
     def __init__(self, sources: Sources, stores: Stores) -> None:
         self.sources = sources
@@ -57,7 +58,7 @@ class Watcher:
         self._list_version = 0
         self.is_closed = False
         self.num_streams = 0
-        """Open streams of news (live.py)."""
+        """The number of open streams of news (live.py)."""
 
     async def source(self, key: str) -> RunSource:
         """Raises UnknownRunError."""
@@ -71,7 +72,8 @@ class Watcher:
         return await self._watch(await self.source(key)).fresh()
 
     async def views(self) -> list[RunView]:
-        """The views of all runs. Runs that can't be read within FIRST_S come without numbers."""
+        """The views of all runs. Runs that can't be read within FIRST_S seconds come without
+        numbers."""
         runs = await in_thread(self.sources.runs)
         self._list(runs)
         watched = [self._watch(source) for source in runs.values()]
@@ -87,14 +89,15 @@ class Watcher:
         ]
 
     def version(self, key: str) -> int:
-        """The version of a run's view, or of the list of runs; 0 where nothing is known."""
+        """The version of a run's view, or of the list of runs. 0 if nothing is known."""
         if key == LIST:
             return self._list_version
         watched = self._readers.get(key)
         return watched.reader.view.version if watched else 0
 
     def known(self, key: str | None) -> tuple[int, int]:
-        """A value that changes with the known state of a run; without a key, of any run."""
+        """A value that changes with the known state of the run. Without a key, with that of any
+        run."""
         if key is None:
             return self._list_version, self._num_changes
         return 0, self.version(key)
@@ -125,22 +128,23 @@ class Watcher:
         return True
 
     async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | int | None]:
-        """Yields the changed views of these runs, all known ones first; a number, the version of
-        the list of runs, if LIST is among the keys: later runs are then followed, too; and None
-        at least every LOOK_S, so that the listener gets control. Ends with the dashboard."""
+        """Yields the changed views of these runs, and all known views first. If LIST is among the
+        keys, also yields the version of the list of runs as a number, and follows later runs too.
+        Yields None at least every NEWS_INTERVAL_S seconds, so that the listener gets control. Ends
+        with the dashboard."""
         sent: dict[str, tuple[int, int]] = {}
         keys = list(keys)
         had = self._listed
         listed = -1
-        self._look(keys, 1)
+        self._count_viewers(keys, 1)
 
         try:
             while not self.is_closed:
                 changed = self._next  # later changes are not missed
                 if LIST in keys and listed != self._list_version:
                     listed = self._list_version
-                    later = sorted(self._listed - had - set(keys))[: max(MOST_KEYS - len(keys), 0)]
-                    self._look(later, 1)
+                    later = sorted(self._listed - had - set(keys))[: max(MAX_KEYS - len(keys), 0)]
+                    self._count_viewers(later, 1)
                     keys += later
                     yield listed
 
@@ -155,12 +159,12 @@ class Watcher:
 
                 yield None
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
+                    async with asyncio.timeout(NEWS_INTERVAL_S):
                         await changed.wait()
         finally:
-            self._look(keys, -1)
+            self._count_viewers(keys, -1)
 
-    def _look(self, keys: Iterable[str], by: int) -> None:
+    def _count_viewers(self, keys: Iterable[str], by: int) -> None:
         """Adds a number of viewers."""
         for key in set(keys):
             viewers = self._viewers.get(key, 0) + by
@@ -176,14 +180,14 @@ class Watcher:
                     task.cancel()
 
     async def _follow(self, key: str) -> None:
-        """Reads one run every POLL_S."""
+        """Reads a run every POLL_S seconds."""
         while not self.is_closed:
             with suppress(UnknownRunError):
                 await self.view(key)
             await asyncio.sleep(POLL_S)
 
     async def _follow_list(self) -> None:
-        """Looks for new runs until the watcher is closed."""
+        """Searches for new runs until the watcher is closed."""
         while not self.is_closed:
             started = time.monotonic()
             if self._list(await in_thread(self.sources.runs)):
@@ -199,7 +203,7 @@ class Watcher:
         self._wake()
 
     def _on_change(self, before: RunView, after: RunView) -> None:
-        """Notes that a run was read."""
+        """Records that a run was read."""
         self._num_changes += before.version != after.version
         if _shown_state(before) != _shown_state(after):
             self._wake()
@@ -216,19 +220,19 @@ def _shown_state(view: RunView) -> tuple[int, int]:
 
 
 class _WatchedSource:
-    """One run, read by one caller at a time."""
+    """A run, which only one caller at a time reads."""
 
     def __init__(
         self, reader: RunReader | StoreReader, on_change: Callable[[RunView, RunView], None]
     ) -> None:
-        """`on_change` gets the view before a reading and the view after it."""
+        """`on_change` is called with the view before a reading and the view after it."""
         self.reader = reader
         self._on_change = on_change
         self._lock = asyncio.Lock()
         self._read_at = -FRESH_S
 
     async def fresh(self) -> RunView:
-        """The view, not older than FRESH_S."""
+        """The view, at most FRESH_S seconds old."""
         async with self._lock:
             if time.monotonic() - self._read_at >= FRESH_S:
                 before = self.reader.view

@@ -1,8 +1,8 @@
-"""The work of a run from its store: tasks and attempts by their state in the ledger, the attempts
-under way and the processes that play them, and the leased tasks.
+"""The work of a run from its store: tasks and attempts by their state in the ledger, the running
+attempts with their processes, and the leased tasks.
 
 The store is queried once for all viewers and pages, and then not for REST times as long as the
-query took, so that the cost for a run is small even for a large store.
+query took. So the cost for a run is small even for a large store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FRESH_S = 2.0
 REST = 10.0
 WITHIN_S = 10.0
 MAX_CALLS = 2_000
-"""Calls under way that are counted."""
+"""The maximum number of running calls that are counted."""
 MAX_LEASED = 200
 MAX_RUNS = 200
 
@@ -48,13 +48,13 @@ class QueuedWork:
     trained: int = 0
     dropped: int = 0
     playing: int = 0
-    """Attempts under way, MAX_CALLS at most."""
+    """The number of running attempts, at most MAX_CALLS."""
     is_cut: bool = False
     """Whether there are more."""
     players: tuple[PlayingProcess, ...] = ()
-    """The processes with the most attempts come first."""
+    """The processes, those with the most attempts first."""
     leased: tuple[tuple[str, int, int], ...] = ()
-    """(task, how often it was leased, how often its worker was lost), MAX_LEASED at most."""
+    """(task, how often it was leased, how often its worker was lost), at most MAX_LEASED."""
     problem: str = ""
 
 
@@ -67,14 +67,15 @@ class _CachedWork:
 
 
 class Works:
-    """See the module. Belongs to the dashboard's event loop."""
+    """The work of the shown runs. It belongs to the dashboard's event loop."""
 
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
         self._works: dict[str, _CachedWork] = {}
 
     async def of(self, view: RunView) -> QueuedWork:
-        """The work of a run, queried again if old. An unreachable store becomes a sentence."""
+        """The work of a run, queried again if it is old. An unreachable store becomes a
+        sentence."""
         entry = self._works.setdefault(view.key, _CachedWork())
         while len(self._works) > MAX_RUNS:
             del self._works[next(iter(self._works))]

@@ -1,4 +1,4 @@
-"""Recorded calls of models -> conversations for `agentevo sft`."""
+"""Converts recorded calls of models to conversations for `agentevo sft`."""
 
 from agentevo.data.traces.rows import FORMS, Imported, import_traces
 

@@ -4,7 +4,7 @@
 {"system": ..., "messages": [...], "content": [...], "stop_reason": ...}    both in one
 {"system": ..., "messages": [...], "tools": [...]}                          a conversation
 
-A result of a tool, which is part of the user's message there, becomes a separate message.
+The result of a tool, which this API puts into a user's message, becomes a separate message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentevo.data.traces.call import (
 )
 
 _BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
-"""Kinds of blocks that only this API has."""
+"""The kinds of blocks that only this API has."""
 
 
 def is_anthropic(row: Mapping[str, Any]) -> bool:
@@ -74,7 +74,7 @@ def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
 
 
 def _of_blocks(blocks_message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A message of blocks in OpenAI's form; results of tools become separate messages."""
+    """A message of blocks in OpenAI's form. Results of tools become separate messages."""
     content = blocks_message.get("content")
     if not isinstance(content, list):
         return [message(blocks_message)]

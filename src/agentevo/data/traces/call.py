@@ -1,4 +1,4 @@
-"""One recorded call of a model, from any recorder, and the common functions of all readers of
+"""A recorded call of a model, from any recorder, and the common functions of all readers of
 records."""
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
 }
-"""A recorder's name of a role -> the role."""
+"""Maps a recorder's name of a role to the role."""
 CUT_OFF = {"length", "max_tokens", "max_output_tokens", "content_filter", "incomplete"}
 """The finish reasons of incomplete answers."""
 
 
 @dataclass
 class RecordedCall:
-    """A call of a model: the whole history, and its answer at the end."""
+    """A call of a model: the whole history, with the answer at the end."""
 
     where: str
     messages: list[dict[str, Any]]
     """In OpenAI's form."""
     tools: list[dict[str, Any]] | None = None
     is_given: bool = False
-    """Whether it is not a record of one call but a conversation, with every answer to be
-    trained."""
+    """Whether the record is a conversation and not a single call. Then every answer is trained."""
     model: str = ""
 
 
 def message(value: Any) -> dict[str, Any]:
-    """A message in OpenAI's form, or almost, reduced to the keys of a conversation. Raises
+    """Converts a message in OpenAI's form, or a similar one, to the keys of a conversation. Raises
     RowError."""
     if not isinstance(value, Mapping):
         raise RowError("unknown_form", f"a message is a {type(value).__name__}, not an object")
@@ -76,7 +75,7 @@ def message(value: Any) -> dict[str, Any]:
 
 
 def _weight(message: Mapping[str, Any]) -> int | None:
-    """0 for an answer that is marked as untrained. Raises RowError."""
+    """0 for an answer that is marked as untrained, else None. Raises RowError."""
     try:
         return 0 if is_trained(message, "an answer") is False else None
     except BadRequestError as error:
@@ -84,8 +83,8 @@ def _weight(message: Mapping[str, Any]) -> int | None:
 
 
 def text_of(content: Any) -> str:
-    """A content as one text: None is empty, parts of text are joined. Raises RowError for anything
-    else."""
+    """A content as one text: None becomes an empty text, and parts of text are joined. Raises
+    RowError for any other content."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -107,7 +106,7 @@ def text_of(content: Any) -> str:
 
 
 def tools_of(values: Any) -> list[dict[str, Any]] | None:
-    """Tools in OpenAI's nesting, from any of the usual forms; entries that are not functions are
+    """Tools in OpenAI's nesting, from any of the usual forms. Entries that are not functions are
     left out. Raises RowError."""
     values = parse_value(values, "tools")
     if not values:
@@ -138,7 +137,7 @@ def tools_of(values: Any) -> list[dict[str, Any]] | None:
 
 
 def parse_value(value: Any, what: str) -> Any:
-    """The value; a text is parsed as JSON. Raises RowError."""
+    """The value. A text is parsed as JSON. Raises RowError."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -151,7 +150,7 @@ def parse_value(value: Any, what: str) -> Any:
 
 
 def halves(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The request and the response; both are the row itself if it combines them or is a
+    """The request and the response. Both are the row itself if it combines them or is a
     conversation. Raises RowError."""
     request = row.get("request", row.get("body", row))
     answer = row.get("response", row)

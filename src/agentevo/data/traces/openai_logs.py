@@ -26,7 +26,7 @@ from agentevo.data.traces.call import (
 
 
 def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
-    """The calls in a row; several if a call has several answers. Raises RowError."""
+    """The calls in a row. There are several if a call has several answers. Raises RowError."""
     request, answer = halves(row)
     if "choices" in answer:
         return _of_chat(where, request, answer)
@@ -107,7 +107,8 @@ def _of_responses(
 
 
 def _of_items(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Items of the Responses API as messages; several items of the assistant become one message."""
+    """Items of the Responses API as messages. Consecutive items of the assistant become one
+    message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if not isinstance(item, Mapping):
@@ -135,7 +136,7 @@ def _of_items(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _answer_at(messages: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """The assistant's message at the end, or a new one: a text or reasoning after a text begins
+    """The assistant's message at the end, or a new one. A text or reasoning after a text begins
     another answer."""
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant" and (

@@ -8,8 +8,8 @@
                                              gen_ai.choice
     numbered attributes                      gen_ai.prompt.0.role, gen_ai.completion.0.content
 
-A row is an exporter's output: OTLP as JSON (resourceSpans, resourceLogs) or a span as the SDKs
-print it. The records of one span are combined, also from different rows.
+A row is an exporter's output: OTLP as JSON (resourceSpans, resourceLogs), or a span as the SDKs
+print it. The records of a span are combined, even from different rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_telemetry(row: Mapping[str, Any]) -> bool:
 
 @dataclass
 class ImportedSpan:
-    """The known facts about one span."""
+    """The known facts about a span."""
 
     where: str
     name: str = ""
@@ -57,7 +57,7 @@ class ImportedSpan:
 
     @property
     def is_model_call(self) -> bool:
-        """Whether it is a call of a model, and not of a tool or an agent."""
+        """Whether the span is a call of a model, and not of a tool or an agent."""
         operation = self.attributes.get("gen_ai.operation.name")
         if operation is not None:
             return operation in _OPERATIONS
@@ -108,7 +108,7 @@ def call_of(span: ImportedSpan) -> RecordedCall:
         raise RowError("failed_call", f"it failed: {span.failed[:200]}")
 
     attributes = dict(span.attributes)
-    for _, fields in span.events:  # some record the same in an event of the span
+    for _, fields in span.events:  # some recorders have the same attributes in an event of the span
         attributes |= {key: fields[key] for key in _MESSAGES if key in fields}
 
     tools = tools_of(attributes.get(_TOOLS)) or _numbered_tools(attributes)
@@ -147,7 +147,7 @@ def _of_attributes(attributes: Mapping[str, Any], events: Sequence[Any]) -> list
 
 
 def parsed_or_text(value: Any) -> Any:
-    """The value of a JSON text; any other text unchanged."""
+    """The value of a JSON text. Any other text stays unchanged."""
     try:
         return parse_value(value, "")
     except RowError:
@@ -155,7 +155,7 @@ def parsed_or_text(value: Any) -> Any:
 
 
 def _of_parts(value: Any) -> list[dict[str, Any]]:
-    """A message of parts in OpenAI's form; results of tools become separate messages."""
+    """A message of parts in OpenAI's form. Results of tools become separate messages."""
     if not isinstance(value, Mapping) or "parts" not in value:
         return [message(value)]
 
@@ -189,7 +189,7 @@ def _of_parts(value: Any) -> list[dict[str, Any]]:
 
 
 def _of_events(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages of gen_ai.user.message and similar events; of several choices the first one
+    """The messages of gen_ai.user.message and similar events. Of several choices, the first one
     counts."""
     messages: list[dict[str, Any]] = []
     answer: dict[str, Any] | None = None
@@ -219,7 +219,7 @@ def _of_events(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dic
 
 
 def parsed_or_text_of(value: Any) -> Any:
-    """An attribute of an event: lists and objects are parsed from JSON, any other value stays a
+    """An attribute of an event: lists and objects are parsed from JSON, and any other value stays a
     text."""
     if isinstance(value, str) and value[:1] in "[{":
         inner = parsed_or_text(value)
@@ -270,7 +270,7 @@ def _numbered_tools(attributes: Mapping[str, Any]) -> list[dict[str, Any]] | Non
 
 
 def _records(row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """("span" or "log", its record) of a row."""
+    """Yields ("span" or "log", record) for each record of a row."""
     is_wrapped = False
     for kind, outer, scopes, inner in (
         ("span", "resourceSpans", "scopeSpans", "spans"),

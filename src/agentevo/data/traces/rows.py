@@ -1,10 +1,10 @@
 """Converts recorded calls to rows without repetitions.
 
-An agent's calls repeat its history: each has all earlier messages. So a call whose whole
-conversation another call continues is part of that one (`continued`), and an equal call is a
-duplicate. Of the remaining calls, an answer is trained if some record has it as the answer of a
-call; other assistant messages in a history (examples, for instance) are context. A row that
-`agentevo sft` would refuse is left out here.
+An agent's calls repeat its history: each has all earlier messages. So if another call continues a
+call's whole conversation, the call is left out as part of it (`continued`). An equal call is a
+duplicate. Of the remaining calls, an answer is trained if a record has it as the answer of a call.
+Other assistant messages in a history, such as examples, are context. A row that `agentevo sft`
+would refuse is left out here.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Imported:
 
 
 def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
-    """The conversations in records of any of the known forms; `auto` decides for each row."""
+    """The conversations in records of any of the known forms. `auto` decides for each row."""
     report = RowReport("import")
     calls = list[RecordedCall]()
     spans: dict[str, opentelemetry.ImportedSpan] = {}
     for row in (row for source in sources for row in _rows(source)):
         try:
-            with _of_no_form():
+            with _refusing_unknown_forms():
                 row_calls = _read(row, form, spans)
             report.rows += len(row_calls)
             calls += row_calls
@@ -61,7 +61,7 @@ def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
 
         report.rows += 1
         try:
-            with _of_no_form():
+            with _refusing_unknown_forms():
                 calls.append(opentelemetry.call_of(span))
         except RowError as error:
             report.add(span.where, error)
@@ -72,7 +72,7 @@ def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
 def _read(
     row: SourceRow, form: str, spans: dict[str, opentelemetry.ImportedSpan]
 ) -> list[RecordedCall]:
-    """The calls in a row. Its spans are added to `spans`."""
+    """The calls in a row. Adds the row's spans to `spans`."""
     if isinstance(row.value, RowError):
         raise row.value
     if not isinstance(row.value, dict):
@@ -90,7 +90,7 @@ def _read(
 
 
 @contextmanager
-def _of_no_form() -> Iterator[None]:
+def _refusing_unknown_forms() -> Iterator[None]:
     """A block in which an unexpected value of a record raises RowError for an unknown form."""
     try:
         yield
@@ -139,9 +139,9 @@ def _row(call: RecordedCall, digests: list[bytes], answered: set[bytes]) -> dict
 
 
 def _digests(call: RecordedCall) -> list[bytes]:
-    """For each message, a digest of the conversation up to it. It ignores the ids of tool calls,
-    which recorders create again, the spelling of arguments, and reasoning, which clients leave
-    out."""
+    """For each message, a digest of the conversation up to it. The digest ignores the ids of tool
+    calls, which recorders create again, the spelling of arguments, and reasoning, which clients
+    leave out."""
     digest = sha256(json.dumps(call.tools, sort_keys=True).encode())
     digests = []
     for message in call.messages:
@@ -170,7 +170,7 @@ def _said(call: Any) -> Any:
 
 
 def _rows(source: str) -> Iterator[SourceRow]:
-    """Like read_rows, and also reads JSON files of single objects, one after another, as exporters
+    """Like read_rows. Also reads JSON files with several objects, one after another, as exporters
     write them."""
     path = Path(source).expanduser()
     if path.suffix != ".json" or not path.is_file():
@@ -193,6 +193,6 @@ def _rows(source: str) -> Iterator[SourceRow]:
         line += text.count("\n", counted_to, place)
         counted_to = place
         value, place = json_value(
-            text, place, f"{path}:{line}", "write one object a line into a file named .jsonl"
+            text, place, f"{path}:{line}", "write one object on each line of a file named .jsonl"
         )
         yield SourceRow(f"{path}:{line}", value)

@@ -24,7 +24,7 @@ from verifiers.clients import OpenAIChatCompletionsClient
 
 from agentevo.agents import Policy
 from agentevo.errors import ConfigError, EnvironmentFailure
-from agentevo.own_loop import OwnLoop
+from agentevo.own_loop import DedicatedLoop
 from agentevo.rewards.returned import plain_number
 from agentevo.types import Outcome, Task
 
@@ -52,7 +52,7 @@ class ClassicWorld:
         self._max_tasks = max_tasks
         self._rows: dict[str, Any] = {}
         self._tasks: tuple[list[Task], list[Task]] | None = None
-        self._loop = OwnLoop(f"verifiers {name}")
+        self._loop = DedicatedLoop(f"verifiers {name}")
         self._clients: dict[asyncio.AbstractEventLoop, AsyncOpenAI] = {}
 
         for rubric in _rubrics(environment):

@@ -18,7 +18,7 @@ from verifiers.v1 import EvalClientConfig, ModelContext, load_environment, resol
 
 from agentevo.agents import Policy
 from agentevo.errors import ConfigError, EnvironmentFailure, storable
-from agentevo.own_loop import OwnLoop
+from agentevo.own_loop import DedicatedLoop
 from agentevo.rewards.returned import named_parts
 from agentevo.types import Outcome, Task
 
@@ -41,7 +41,7 @@ class TasksetWorld:
         self._environment = environment
         self._max_tasks = max_tasks
         self._rows: dict[str, Any] = {}
-        self._loop = OwnLoop(f"verifiers {name}")
+        self._loop = DedicatedLoop(f"verifiers {name}")
         self._serving: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
         self._servers: set[asyncio.Task[None]] = set()
 

@@ -1,2 +1,2 @@
-"""The dashboard's index of a store's attempts: a file in the user's cache, built from the store. It
-can be deleted at any time."""
+"""The dashboard's index of a store's attempts: a file in the user's cache, built from the store.
+The file may be deleted at any time."""

@@ -1,9 +1,9 @@
 """The advantages of a committed step, recomputed from its plan by the trainer's own functions,
-since no store keeps them.
+because no store keeps them.
 
 They are exact if the advantage is a function of rewards, groups and turns. Advantages that need a
 model (a critic, a reference in the reward, process rewards) or a user's function are not
-recomputed, and `why_not` gives the reason.
+recomputed. `_why_not` returns the reason.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from agentevo.errors import AgentEvoError, TrainingError
 from agentevo.types import Sample, Trajectory
 
 JUDGES = frozenset({"llm_judge", "agentcpm", "ruler", "pairwise"})
-"""Rewards that call remote models although the recipe names none."""
+"""Rewards that call remote models even if the recipe names none."""
 KNOWN_NEEDS = frozenset({"baseline_rewards", "reward_parts", "turn_parents"})
 
 
 MAX_CELLS = 50_000_000
-"""The most rows times tokens of the longest row, for which advantages are computed: three arrays
-of 8 bytes each."""
+"""The limit on rows times tokens of the longest row for which advantages are computed (three arrays
+of 8 bytes each)."""
 
 
 ROUNDING = 1e-9
-"""A reward this close to its group's mean has the advantage 0."""
+"""If a reward is this close to its group's mean, its advantage is 0."""
 
 
 class Rule(NamedTuple):
@@ -41,7 +41,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(config: dict[str, Any]) -> Rule | str:
-    """The rule of a run's config.yaml, or why its advantages can't be computed again."""
+    """The rule of a run's config.yaml, or why its advantages can't be recomputed."""
     from agentevo.algorithms.estimators import bind_advantage
     from agentevo.config import AlgorithmSection
 
@@ -75,8 +75,8 @@ def _why_not(section: Any, advantage: Any) -> str | None:
 
 
 def without_words(trajectory: Trajectory) -> Trajectory:
-    """The trajectory without its texts: advantages do not need them, and all attempts of a step
-    are in memory at once."""
+    """The trajectory without its texts. Advantages do not need them, and all attempts of a step are
+    in memory at the same time."""
     turns = [replace(turn, messages=[], tools="") for turn in trajectory.turns]
     return replace(trajectory, turns=turns, files={}, remote_turns=[])
 
@@ -84,8 +84,8 @@ def without_words(trajectory: Trajectory) -> Trajectory:
 def step_samples(
     step: int, record: dict[str, Any], stored: Sequence[Trajectory], rule: Rule
 ) -> list[Sample]:
-    """The samples of a committed step with their advantages, as they were before tokens that are
-    too old were left out. Raises AgentEvoError if the plan and the store do not agree."""
+    """The samples of a committed step with their advantages, before tokens that are too old are
+    left out. Raises AgentEvoError if the plan and the store do not agree."""
     from agentevo.training.batching.samples import advantages_of, trajectory_rows
     from agentevo.training.batching.step_plan import StepPlan
 
@@ -105,7 +105,7 @@ def step_samples(
 
 
 def largest(samples: Sequence[Sample]) -> dict[str, float]:
-    """Id -> the advantage of a token that is farthest from 0, with its sign."""
+    """Maps an id to the token advantage that is farthest from 0, with its sign."""
     largest_by_id: dict[str, float] = {}
     for sample in samples:
         advantages = sample.advantages
@@ -118,7 +118,7 @@ def largest(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def config_of(folder: Path | None) -> dict[str, Any]:
-    """config.yaml of a run as written; empty for a store without a run's folder."""
+    """The config.yaml of a run as written. Empty for a store without a run's folder."""
     from agentevo.config import sources
 
     if folder is None or not (folder / "config.yaml").is_file():
@@ -128,7 +128,8 @@ def config_of(folder: Path | None) -> dict[str, Any]:
 
 
 def rewards_of(config: dict[str, Any]) -> dict[str, tuple[float, bool]]:
-    """Name of each reward of a recipe -> its weight, and whether remote models judge."""
+    """Maps the name of each reward of a recipe to its weight, and to whether remote models
+    judge."""
     rewards_by_name: dict[str, tuple[float, bool]] = {}
     rewards = config.get("rewards")
     for entry in rewards if isinstance(rewards, list) else []:

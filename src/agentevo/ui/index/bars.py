@@ -1,4 +1,4 @@
-"""Histograms of columns, by numpy, with bars of equal width."""
+"""Histograms of columns, computed with numpy, with bars of equal width."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ class IndexBar(NamedTuple):
     high: float
     size: int
     good: int
-    """Successes among them."""
+    """The number of successes in the bar."""
 
 
 def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[IndexBar]:
-    """The bars of values [N], with the successes [N] among them; none for no values. A value at an
-    edge belongs to the bar that begins there, or else to the last bar."""
+    """The bars of values [N], with the number of successes [N] in each. Empty without values. A
+    value at an edge belongs to the bar that begins there. At the last edge, it belongs to the last
+    bar."""
     if not len(values):
         return []
 
@@ -33,8 +34,8 @@ def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[IndexB
 
 
 def _evenly(low: float, high: float, *, is_whole: bool) -> tuple[float, float, int]:
-    """The first and the last edge, and how many bars. Edges are halfway between whole numbers, so
-    that all bars cover the same number of them."""
+    """The first and the last edge, and the number of bars. Edges are halfway between whole numbers,
+    so that all bars cover the same number of them."""
     if is_whole:
         width = max(1, -(-int(high - low + 1) // MAX_BARS))
         num = -(-int(high - low + 1) // width)
@@ -44,6 +45,6 @@ def _evenly(low: float, high: float, *, is_whole: bool) -> tuple[float, float, i
         half = max(0.5, abs(low) * 1e-6)
         return low - half, high + half, 1
 
-    # Between adjacent floats there is no room for edges.
+    # Between adjacent floats, there is no room for edges.
     is_wide = (np.diff(np.linspace(low, high, MAX_BARS + 1)) > 0).all()
     return low, high, MAX_BARS if is_wide else 1

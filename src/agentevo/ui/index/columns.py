@@ -1,5 +1,5 @@
-"""All rows of an index as columns in memory, for filters, histograms and sorts: any combination of
-them over a million rows takes milliseconds.
+"""All rows of an index as columns in memory, for filters, histograms and sorts. Any combination
+over a million rows takes milliseconds.
 
 A row's place in the columns is its place in the index minus one. A row takes about BYTES bytes.
 `refresh` reads the changes.
@@ -18,7 +18,7 @@ from agentevo.types import Status
 
 STATUSES: tuple[str, ...] = get_args(Status)
 WORDS = {"split": SPLITS, "state": TRAJECTORY_STATES, "status": STATUSES}
-"""Columns whose number is a place among these words."""
+"""Columns whose number is an index into these words."""
 TYPES: dict[str, Any] = {
     "seq": np.int64,
     "step": np.int32,
@@ -48,7 +48,7 @@ TYPES: dict[str, Any] = {
 }
 BYTES = sum(np.dtype(kind).itemsize for kind in TYPES.values())
 NONE = -1
-"""A missing number, in the columns of whole numbers."""
+"""A missing number in the columns of whole numbers."""
 ROWS = 20_000
 
 
@@ -68,8 +68,8 @@ _SELECT = (
 
 
 class IndexColumns:
-    """See the module. Threads may share it; the columns that `table` returned change under a reader
-    only by newer values of the same rows."""
+    """The columns of an index. Threads may share them. Columns that `table` returned may change
+    under a reader, but only to newer values of the same rows."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,7 +82,7 @@ class IndexColumns:
         self._change = self._place = 0
 
     def table(self, connection: sqlite3.Connection) -> dict[str, np.ndarray]:
-        """Name -> column, with all present rows of the index. Raises sqlite3.Error."""
+        """Maps a name to its column, with all present rows of the index. Raises sqlite3.Error."""
         index_id = connection.execute("SELECT value FROM facts WHERE name = 'made'").fetchone()[0]
         with self._lock:
             if index_id != self._index_id:

@@ -1,4 +1,4 @@
-"""The file of an index: SQLite, one for each store, in the user's cache folder.
+"""The file of an index: an SQLite file for each store, in the user's cache folder.
 
     attempts   a row for each trajectory that the store has or had (`alive`), with the columns of
                a list; `change` grows with every change of a row, so a reader finds new rows by it
@@ -10,8 +10,8 @@
     gaps       numbers that were skipped a short time ago: their transaction may still commit
     facts      schema, progress, errors
 
-One process writes (indexer.py holds its lock), any number read. A file that can't be read, or is of
-another version, is deleted and rebuilt from the store.
+A single process writes (indexer.py holds its lock), and any number of processes read. A file that
+can't be read, or has another version, is deleted and rebuilt from the store.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from agentevo.credentials import all_but_password
 from agentevo.files import cache_root, must_write
 
 VERSION = 3
-"""The version of the schema; an index with another version is rebuilt."""
+"""The version of the schema. An index with another version is rebuilt."""
 BUSY_S = 30.0
-"""Seconds that a reader or the writer waits for the other's lock."""
+"""The time in seconds that a reader or the writer waits for the other's lock."""
 TEXT_CHARS = 16_000
-"""The most characters of an attempt's text: three quarters from the start, the rest from the
-end."""
+"""The maximum number of characters of an attempt's text: three quarters from the start, the rest
+from the end."""
 MAX_TEXT_BYTES = 4 << 30
-"""Bytes of the file above which no more texts are added: about a million attempts of the longest
-kind, five million of 2,000 characters."""
+"""If the file is larger than this number of bytes, no more texts are added. That is about a million
+attempts of the longest kind, or five million of 2,000 characters."""
 
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -79,20 +79,20 @@ CREATE TABLE gaps (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, since REAL 
 
 
 def cache_file(url: str) -> Path:
-    """The path of the index of the store at `url`; any reader of the store may read it."""
+    """The path of the index of the store at `url`. Any reader of the store may read it."""
     scheme, _, path = url.partition(":///")
     place = f"sqlite:///{Path(path).resolve()}" if scheme == "sqlite" else all_but_password(url)
     return cache_root() / "dashboard" / f"{hashlib.sha256(place.encode()).hexdigest()[:24]}.sqlite"
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """A connection to an existing index; autocommit, so that transactions are explicit. Raises
-    sqlite3.Error."""
+    """A connection to an existing index, in autocommit mode, so that transactions are explicit.
+    Raises sqlite3.Error."""
     connection = sqlite3.connect(
         f"file:{path}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None
     )
     connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA synchronous = OFF")  # it can be made again
+    connection.execute("PRAGMA synchronous = OFF")  # the index can be made again
     connection.execute("PRAGMA cache_size = -65536")
     connection.execute("PRAGMA temp_store = MEMORY")
     return connection
@@ -111,7 +111,7 @@ def is_usable(path: Path) -> bool:
 
 
 def make(path: Path) -> None:
-    """Replaces the file by an empty index. Raises DiskError. Only the holder of the lock calls
+    """Replaces the file by an empty index. Raises DiskError. Only the holder of the lock may call
     it."""
     with must_write(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -136,7 +136,7 @@ def make(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes an index with the files that SQLite keeps next to it."""
+    """Deletes an index and the files that SQLite keeps next to it."""
     for suffix in ("", "-wal", "-shm"):
         with suppress(FileNotFoundError):
             os.unlink(f"{path}{suffix}")

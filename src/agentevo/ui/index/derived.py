@@ -16,25 +16,27 @@ from agentevo.ui.index.database import TEXT_CHARS
 
 
 class Derived(NamedTuple):
-    """Numbers of one attempt; None if the turns do not have them."""
+    """The numbers of an attempt. None if the turns do not have them."""
 
     lowest_logprob: float | None
-    """The log-prob of the least likely sampled token; greedy turns have none."""
+    """The log-prob of the least likely sampled token. Greedy turns have none."""
     mean_logprob: float | None
     lowest_version: int | None
-    """The version of the oldest weights that sampled one of its tokens."""
+    """The oldest version of the weights that sampled one of the tokens."""
     text: bytes
-    """The texts, as `packed` made them."""
+    """The texts, as `pack_text` compresses them."""
 
 
 def derive(trajectory: Trajectory) -> Derived:
-    """One pass over the turns."""
-    drawn = [
+    """Computes the values in one pass over the turns."""
+    logprobs_of_turns = [
         np.asarray(turn.logprobs, dtype=np.float32)
         for turn in trajectory.turns
         if turn.temperature > 0 and len(turn.logprobs)
     ]
-    logprobs = np.concatenate(drawn) if drawn else np.zeros(0, dtype=np.float32)
+    logprobs = (
+        np.concatenate(logprobs_of_turns) if logprobs_of_turns else np.zeros(0, dtype=np.float32)
+    )
     logprobs = logprobs[np.isfinite(logprobs)]
     versions = [min(turn.versions) for turn in trajectory.turns if len(turn.versions)]
 
@@ -47,8 +49,8 @@ def derive(trajectory: Trajectory) -> Derived:
 
 
 def said(trajectory: Trajectory) -> str:
-    """The texts of an attempt in their order, one message a line, cut to TEXT_CHARS: the error,
-    prompts and replies, tool calls, and replies of remote models."""
+    """The texts of an attempt in their order, one message a line, shortened to TEXT_CHARS: the
+    error, prompts and replies, tool calls, and replies of remote models."""
     first = TEXT_CHARS * 3 // 4
     last = TEXT_CHARS // 4
     head = ""
@@ -91,7 +93,7 @@ def unpack_text(data: bytes) -> str:
 
 
 class TaskWords(NamedTuple):
-    """The words under which a task is counted; empty if it has none."""
+    """The words under which a task is counted. Empty if it has none."""
 
     kind: str = ""
     difficulty: str = ""
@@ -103,8 +105,8 @@ def task_words(task: Task) -> TaskWords:
 
 
 def task_difficulty(task: Task) -> str:
-    """The task's own word or number for it; numbers with two digits, so that many tasks share
-    one."""
+    """The task's own word or number for its difficulty. Numbers have two digits, so that many tasks
+    share one."""
     for key in ("difficulty", "level"):
         value = value_of(task, key)
         if isinstance(value, str) and value:
@@ -126,11 +128,11 @@ def task_kind(task: Task) -> str:
 def judge_gap(
     metrics: Mapping[str, float], weights: Mapping[str, tuple[float, bool]]
 ) -> float | None:
-    """The gap of judge and rule: |mean of the judges' scores - mean of the rules'|, from 0 to 1 if
-    both scores are. None if one of the two has no score.
+    """The gap between judges and rules: |mean of the judges' scores - mean of the rules'|. It is
+    from 0 to 1 if both scores are. None if either has no score.
 
-    `weights`: name of a reward -> its weight in the sum, and whether a remote model judges. A part
-    is the score times its weight."""
+    `weights`: maps the name of a reward to its weight in the sum, and to whether a remote model
+    judges. A part is the score times its weight."""
     scores: dict[bool, list[float]] = {True: [], False: []}
     for name, (weight, is_judge) in weights.items():
         part = metrics.get(f"{REWARD_PARTS}{name}")

@@ -6,9 +6,9 @@
                 numbers of rows differ
     read_some   reads the turns of unread rows, newest first
 
-Invariant: after catch_up and settle, every row that the store's commits touched equals the store's.
-Rows deleted by a rewind are noticed by the newest step, which is then gone or differs, by the
-newest row, or by the next comparison of the numbers.
+Invariant: after catch_up and settle, every row that the store's commits changed equals the store's
+row. Rows that a rewind deleted are detected by the newest step, which is then gone or differs, by
+the newest row, or by the next comparison of the numbers.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from agentevo.ui.index.derived import TaskWords, derive, task_words
 from agentevo.ui.index.writer import GAP_S, IndexWriter, mark_of
 
 ROWS = 1_000
-"""Summaries read at once."""
+"""The number of summaries that are read at once."""
 TURNS = 32
-"""Attempts read at once with their turns."""
+"""The number of attempts that are read at once with their turns."""
 STEPS = 50
-"""Records of steps read at once."""
-LOOKED_AT = 2_000
-"""Open rows that one look reads again if no step was committed; the next look continues."""
+"""The number of steps whose records are read at once."""
+MAX_REREAD_ROWS = 2_000
+"""The number of open rows that are read again at once if no step was committed. The next refresh
+continues."""
 END = 2**62
 
 
 class StoreFollower:
-    """One store and the index of it. `notify` gets its progress: (what, done, of)."""
+    """Updates the index of a store. `notify` is called with the progress: (phase, done, total)."""
 
     def __init__(
         self,
@@ -56,10 +57,11 @@ class StoreFollower:
         self._writer = writer
         self._notify = notify
         self._words: dict[str, TaskWords] = {}
-        self._looked_at = -1
+        self._reread_place = -1
 
     async def refresh(self, *, compare: bool = False) -> None:
-        """Updates everything except values from turns. `compare`: also compares numbers of rows."""
+        """Updates everything except values from turns. `compare`: whether to compare the numbers of
+        rows too."""
         back_to = await self._rewound_to()
         if back_to is not None:
             await self._undo(back_to)
@@ -90,7 +92,7 @@ class StoreFollower:
         return None
 
     async def _last_common(self) -> int:
-        """Finds the step by bisection: all steps before a common one are common, too."""
+        """Finds the step by bisection, because all steps before a common step are common too."""
         marks = [
             (row["step"], row["mark"])
             for row in self._db.execute("SELECT * FROM steps ORDER BY step")
@@ -109,7 +111,7 @@ class StoreFollower:
         return marks[low - 1][0] if low else 0
 
     async def _undo(self, step: int) -> None:
-        """Compares, after a rewind, all rows that it could have changed."""
+        """After a rewind, compares all rows that it may have changed."""
         touched = self._first_row(
             "SELECT min(seq) FROM attempts WHERE alive AND (step > ? OR trained_step > ? "
             "OR seq = (SELECT max(seq) FROM attempts WHERE alive))",
@@ -139,7 +141,7 @@ class StoreFollower:
             self._notify("comparing", min(first, end), end)
 
     async def _catch_up(self) -> None:
-        """Adds new rows, until there are none."""
+        """Adds new rows until there are none."""
         after = self._cursor()
         while rows := await self._store.written_summaries(range(after + 1, END), limit=ROWS):
             with self._writer.transaction():
@@ -163,9 +165,9 @@ class StoreFollower:
         waiting = "alive AND split = 'train' AND state IN ('ready', 'reserved') AND seq > ?"
         rows = self._db.execute(
             f"SELECT seq FROM attempts WHERE {waiting} ORDER BY seq LIMIT ?",
-            (-1, -1) if is_moved else (self._looked_at, LOOKED_AT),
+            (-1, -1) if is_moved else (self._reread_place, MAX_REREAD_ROWS),
         ).fetchall()
-        self._looked_at = rows[-1][0] if len(rows) == LOOKED_AT and not is_moved else -1
+        self._reread_place = rows[-1][0] if len(rows) == MAX_REREAD_ROWS and not is_moved else -1
         await self._read_again(_runs([row[0] for row in rows]))
 
         for gap in self._db.execute("SELECT * FROM gaps").fetchall():
@@ -174,7 +176,7 @@ class StoreFollower:
                 self._db.execute("DELETE FROM gaps WHERE first = ?", (gap["first"],))
 
     async def _new_steps(self) -> bool:
-        """Adds the steps that were committed since; returns whether there are any."""
+        """Adds the steps that were committed since the last call. Returns whether there are any."""
         newest = self._first_row("SELECT max(step) FROM steps")
         after = None if newest is None else newest[0]
         is_moved = False
@@ -206,7 +208,7 @@ class StoreFollower:
                 first = rows[-1][0] + 1
 
     async def _agrees(self) -> bool:
-        """Whether store and index have as many rows in every split and state."""
+        """Whether store and index have the same number of rows in every split and state."""
         counts = {
             f"trajectories/{row['split']}/{row['state']}": row["n"]
             for row in self._db.execute(
@@ -228,8 +230,8 @@ class StoreFollower:
         )
 
     async def read_some(self, limit: int = TURNS) -> int:
-        """Reads the turns of up to `limit` rows that are not read yet, the newest first; returns
-        how many."""
+        """Reads the turns of up to `limit` rows that are not read yet, the newest first. Returns
+        the number of rows."""
         rows = self._db.execute(
             "SELECT place, seq, id, task_id FROM attempts WHERE NOT is_read AND alive "
             "ORDER BY seq DESC LIMIT ?",
@@ -264,8 +266,8 @@ class StoreFollower:
         return self._first_row("SELECT 1 FROM steps WHERE has_advantages = 0 LIMIT 1") is not None
 
     async def value_some(self, rule: Rule) -> bool:
-        """Computes the advantages of the newest committed step that has none yet; returns whether
-        there was one."""
+        """Computes the advantages of the newest committed step that has none yet. Returns whether
+        there was such a step."""
         row = self._first_row(
             "SELECT step FROM steps WHERE has_advantages = 0 ORDER BY step DESC LIMIT 1"
         )
@@ -290,8 +292,8 @@ class StoreFollower:
         return True
 
     async def move_some(self, folder: Path | None) -> bool:
-        """Adds the log-prob changes of the newest committed step that lacks them; returns whether
-        there was one. `folder`: the run's, which can have them."""
+        """Adds the log-prob changes of the newest committed step that lacks them. Returns whether
+        there was such a step. `folder`: the run's folder, which may have them."""
         row = self._first_row(
             "SELECT step FROM steps WHERE has_moves = 0 ORDER BY step DESC LIMIT 1"
         )
@@ -337,7 +339,7 @@ class StoreFollower:
 
 
 def _runs(numbers: list[int], slack: int = 16) -> list[tuple[int, int]]:
-    """Ranges that cover the sorted numbers; numbers that are close to each other share one."""
+    """Ranges that cover the sorted numbers. Numbers that are close to each other share a range."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and number - runs[-1][1] <= slack:

@@ -1,10 +1,11 @@
-"""Updates the index of one store while a dashboard is open, in its own thread.
+"""Updates the index of a store while a dashboard is open, in a separate thread.
 
-Of all processes that have the store open, the one with the lock of the index writes it. When that
-process ends, another one takes over. It looks at the store at most once in EVERY_S, and rests ten
-times as long as a look took (REST_S at most), for any number of viewers. While the run is alive, it
-reads turns as long as it rested; afterwards, without a rest. It waits for an unreachable store. An
-unreadable index is rebuilt, with a message.
+Of all processes that have the store open, the process with the lock of the index writes it. When
+that process ends, another one gets the lock. The indexer updates at most once in EVERY_S seconds,
+and then rests ten times as long as the update took (at most REST_S seconds), for any number of
+viewers. While the run is active, the indexer reads turns for as long as it rested. Afterwards, it
+reads them without a rest. If the store is unreachable, the indexer waits. An unreadable index is
+rebuilt, with a message.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ from agentevo.ui.index.writer import IndexWriter
 
 EVERY_S = 1.0
 REST_S = 10.0
-"""The longest rest: the first look at a million rows takes minutes, and rows that are
-committed during it should appear soon."""
+"""The longest rest, in seconds. The first update for a million rows takes minutes, and rows that
+are committed during it should appear soon."""
 COMPARE_EVERY_S = 120.0
-"""How often the numbers of rows are compared, which costs a second at a million of them."""
-AGAIN_S = 5.0
-"""The wait after a failure, and for the lock."""
+"""The interval in seconds of comparisons of the rows' numbers, which take a second for a million
+rows."""
+RETRY_S = 5.0
+"""The wait in seconds after a failure, and for the lock."""
 SLICE_S = 0.5
-"""Seconds in which it reads turns before it looks for new rows again."""
+"""The time in seconds for which it reads turns before it checks for new rows again."""
 LIVE_S = 300.0
-"""A run that wrote something within these seconds is alive."""
+"""A run that wrote something within this time, in seconds, counts as active."""
 NICENESS = 10
 
 
 class Indexer:
-    """See the module. `folder`: of the run, if there is one: it says how advantages were made."""
+    """Updates the index of a store. `folder`: the run's folder, if there is one. It says how
+    advantages are computed."""
 
     def __init__(self, url: str, folder: Path | None = None, *, every_s: float = EVERY_S) -> None:
         self.url = url
@@ -55,7 +58,7 @@ class Indexer:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.trouble = ""
-        """The problem that stops it, in words; empty for none."""
+        """The problem that stops the indexer, in words. Empty if there is none."""
 
     def start(self) -> None:
         if self._thread is None:
@@ -69,27 +72,27 @@ class Indexer:
             self._thread.join(within_s)
 
     def _run(self) -> None:
-        with suppress(OSError, AttributeError):  # of this thread alone, on Linux
+        with suppress(OSError, AttributeError):  # applies only to this thread, on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
         while not self._stop.is_set():
             try:
                 self._with_lock()
             except Timeout:
-                self._stop.wait(AGAIN_S)
+                self._stop.wait(RETRY_S)
             except sqlite3.DatabaseError as error:
                 self._note_damage(error)
             except (AgentEvoError, OSError) as error:
                 self.trouble = str(error)
-                self._stop.wait(AGAIN_S)
+                self._stop.wait(RETRY_S)
 
     def _note_damage(self, error: sqlite3.DatabaseError) -> None:
         self.trouble = f"the index {self.path} could not be used ({error})"
         if isinstance(error, sqlite3.OperationalError):  # locked, or the disk is full
-            self._stop.wait(AGAIN_S)
+            self._stop.wait(RETRY_S)
         else:
             self.trouble += ": it is rebuilt"
-            with suppress(AgentEvoError, Timeout), FileLock(self._lock_file(), timeout=AGAIN_S):
+            with suppress(AgentEvoError, Timeout), FileLock(self._lock_file(), timeout=RETRY_S):
                 make(self.path)
 
     def _lock_file(self) -> Path:
@@ -112,11 +115,11 @@ class Indexer:
             async with await open_run_store(
                 self.url,
                 create=False,
-                within_s=AGAIN_S,
+                within_s=RETRY_S,
                 notify=lambda line: None,
                 read_only=True,
             ) as store:
-                follower = StoreFollower(store, connection, writer, _teller(writer))
+                follower = StoreFollower(store, connection, writer, _progress_writer(writer))
                 await self._follow(follower, writer, _Rules(writer, config), _inode(self.url))
 
     async def _follow(
@@ -139,7 +142,7 @@ class Indexer:
             while time.monotonic() < rest_until and not self._stop.is_set():
                 if not await self._read_for_a_while(follower, rules):
                     if unread:
-                        break  # the next look says that all is read
+                        break  # the next update reports that everything is read
                     await self._sleep(min(0.2, max(0.0, rest_until - time.monotonic())))
 
     async def _read_for_a_while(self, follower: StoreFollower, rules: _Rules) -> bool:
@@ -159,14 +162,15 @@ class Indexer:
         return True
 
     async def _sleep(self, seconds: float) -> None:
-        """Ends early when it is stopped."""
+        """Waits for that time, or until the indexer is stopped."""
         until = time.monotonic() + seconds
         while (remaining := until - time.monotonic()) > 0 and not self._stop.is_set():
             await asyncio.sleep(min(remaining, 0.1))
 
 
 class _Rules:
-    """The rule of advantages, read when the first step needs it, since it imports torch."""
+    """The rule of advantages. It is read when the first step needs it, because that imports
+    torch."""
 
     def __init__(self, writer: IndexWriter, config: dict[str, Any]) -> None:
         self._writer = writer
@@ -184,7 +188,7 @@ class _Rules:
         return self._rule
 
 
-def _teller(writer: IndexWriter) -> Callable[[str, int, int], None]:
+def _progress_writer(writer: IndexWriter) -> Callable[[str, int, int], None]:
     """Writes the progress into the file, twice a second."""
     last = 0.0
 
@@ -198,7 +202,7 @@ def _teller(writer: IndexWriter) -> Callable[[str, int, int], None]:
 
 
 def _inode(url: str) -> int | None:
-    """The identity of a store's file, which changes if the run is started again."""
+    """The identity of a store's file, which changes if the run starts again."""
     scheme, _, path = url.partition(":///")
     if scheme != "sqlite":
         return None

@@ -1,4 +1,4 @@
-"""Reads the index for pages, never a store. For any number of threads and processes."""
+"""Reads the index for pages, and never a store. Any number of threads and processes may use it."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from agentevo.ui.index.selection import CHOICES, ORDERS, RANGES, WORDS, Selectio
 
 PAGE = 50
 MAX_FOUND = 200_000
-"""The most attempts that a search for a text finds: the newest ones."""
+"""The maximum number of attempts that a search for a text returns: the newest ones."""
 SNIPPET = 160
 
 
-class IndexAway(AgentEvoError):
-    """The index is not there yet, or is being rebuilt."""
+class IndexUnavailableError(AgentEvoError):
+    """The index does not exist yet, or is being rebuilt."""
 
 
 class IndexState(NamedTuple):
     """The progress of an index."""
 
     phase: str
-    """`listing`, `comparing`, `reading` (texts and log-probs), or empty: it is up to date."""
+    """`listing`, `comparing`, `reading` (texts and log-probs), or empty if it is up to date."""
     done: int
     of: int
     at: float
-    """When the whole store was last listed, Unix time; 0 before that."""
+    """The Unix time when the whole store was last listed. 0 before that."""
     no_advantages: str
-    """Why there are no advantages; empty where they are computed."""
+    """Why there are no advantages. Empty if they are computed."""
 
 
 class IndexRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class IndexRow(msgspec.Struct, frozen=True, kw_only=True):
     """The largest log-prob change of a token by the update."""
     kind: str = ""
     snippet: tuple[str, ...] = ()
-    """Of a search: text, found words and text in turn."""
+    """For a search: text, matched words and text in turn."""
 
     @property
     def age(self) -> int | None:
@@ -92,19 +92,19 @@ class IndexRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(NamedTuple):
-    """One page of a list."""
+    """A page of a list."""
 
     rows: list[IndexRow]
     total: int
-    """Rows of the whole list; not counted are those without a value of the order."""
+    """The number of rows of the whole list. Rows without a value of the order are not counted."""
     next: str | None
     """`after` of the next page."""
     is_cut: bool
-    """More attempts than MAX_FOUND have the text: the list has the newest ones."""
+    """Whether more than MAX_FOUND attempts contain the text. The list then has the newest ones."""
 
 
 class IndexReader:
-    """See the module. Every method raises IndexAway while there is no index."""
+    """Reads an index. Every method raises IndexAway while there is no index."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -143,13 +143,13 @@ class IndexReader:
             where = where & ((keys > value) | ((keys == value) & (seqs < seq)))
 
         matches = np.flatnonzero(where)
-        if len(matches) > size:  # no sort of a million rows for the first fifty
+        if len(matches) > size:  # avoids sorting a million rows for the first fifty
             match_keys = keys if len(matches) == len(keys) else keys[matches]
             bound = np.partition(match_keys, size)[size]
             before = matches[match_keys < bound]
 
             equal = matches[match_keys == bound]
-            num_missing = size + 1 - len(before)  # among many equal ones, the newest
+            num_missing = size + 1 - len(before)  # among many equal rows, the newest
             if len(equal) > num_missing:
                 equal = equal[np.argpartition(-seqs[equal], num_missing - 1)[:num_missing]]
 
@@ -162,8 +162,8 @@ class IndexReader:
         return Listing(rows, total, last, is_cut)
 
     def histogram(self, selection: Selection, name: str) -> list[IndexBar]:
-        """Bars of `reward`, `tokens` or `age` of the selected attempts, without the range of that
-        column."""
+        """The bars of `reward`, `tokens` or `age` of the selected attempts. The range of that
+        column itself is ignored."""
         ranges = {key: value for key, value in selection.ranges.items() if key != name}
         free = msgspec.structs.replace(selection, ranges=ranges, after=None)
         table = self._table()
@@ -185,9 +185,9 @@ class IndexReader:
     def step_groups(
         self, selection: Selection, *, after: str | None = None, limit: int = 24
     ) -> tuple[list[list[IndexRow]], str | None, int]:
-        """Whole groups that have a selected attempt; the id after which the next page begins; and
-        the number of groups. They are in the order of their ids, or, where attempts are ordered by
-        reward, of the mean reward of their completed attempts."""
+        """Whole groups that contain a selected attempt, the id after which the next page begins,
+        and the number of groups. They are in the order of their ids. If attempts are ordered by
+        reward, they are in the order of the mean reward of their completed attempts."""
         table = self._table()
         where, _ = self._where(table, selection)
         places = (np.flatnonzero(where) + 1).tolist()
@@ -215,13 +215,13 @@ class IndexReader:
         return [self.group(name) for name in page], next_after, len(ordered)
 
     def find(self, attempt_id: str) -> IndexRow | None:
-        """One attempt by its id."""
+        """An attempt by its id."""
         places = self._all("SELECT place FROM attempts WHERE id = ? AND alive", (attempt_id,))
         rows = self.rows([row[0] for row in places])
         return rows[0] if rows else None
 
     def words(self, selection: Selection, name: str) -> list[tuple[str, int]]:
-        """The words of a filter, with the number of selected attempts that have each; the filter's
+        """The words of a filter, with the number of selected attempts that have each. The filter's
         own choice is ignored."""
         choices = {key: value for key, value in selection.choices.items() if key != name}
         table = self._table()
@@ -244,7 +244,8 @@ class IndexReader:
         return sorted(word_counts, key=lambda word: -word[1])[:50]
 
     def count(self, selection: Selection) -> tuple[int, int, float | None, float | None]:
-        """Number, successes, mean reward and its standard deviation."""
+        """The number of selected attempts, successes, the mean reward and its standard
+        deviation."""
         table = self._table()
         where, _ = self._where(table, selection)
         rewards = _of(table["reward"], where)
@@ -254,7 +255,7 @@ class IndexReader:
         return len(rewards), good, float(rewards.mean()), float(rewards.std())
 
     def has_values(self, selection: Selection) -> dict[str, bool]:
-        """Order -> whether any selected attempt has a value for it."""
+        """Maps an order to whether any selected attempt has a value for it."""
         table = self._table()
         where, _ = self._where(table, selection)
         has_value = {}
@@ -270,14 +271,14 @@ class IndexReader:
         return has_value
 
     def steps(self) -> list[tuple[int, float, int, dict[str, Any]]]:
-        """Committed steps: number, when, attempts, facts of the plan."""
+        """Committed steps: number, time, attempts, facts of the plan."""
         rows = self._all(
             "SELECT step, committed_at, num_trajectories, plan FROM steps ORDER BY step"
         )
         return [(row[0], row[1], row[2], json.loads(row[3] or "{}")) for row in rows]
 
     def rows(self, places: Sequence[int], text: str = "") -> list[IndexRow]:
-        """Rows in this order, with a snippet around what was searched."""
+        """Rows in this order, with a snippet around the searched text."""
         rows_by_place: dict[int, sqlite3.Row] = {}
         for chunk in _chunks(list(places), 500):
             marks = ", ".join("?" * len(chunk))
@@ -307,8 +308,8 @@ class IndexReader:
         return IndexRow(**fields, snippet=snippet)
 
     def _where(self, table: dict[str, np.ndarray], selection: Selection) -> tuple[np.ndarray, bool]:
-        """[N] bool: the selected rows, read-only; and whether a search was cut. A page uses the
-        same selection many times: a steady one is computed once."""
+        """[N] bool: the selected rows, read-only. Also whether a search was cut. A page uses the
+        same selection many times, so inside `steady` it is computed once."""
         cache = getattr(self._local, "cache", None)
         if cache is None:
             return self._select(table, selection)
@@ -359,7 +360,8 @@ class IndexReader:
         return where & has_text, is_cut
 
     def _search(self, text: str) -> tuple[np.ndarray, bool]:
-        """Places in the columns of the newest attempts with the text; whether there are more."""
+        """The places in the columns of the newest attempts with the text, and whether there are
+        more."""
         cache = getattr(self._local, "cache", None)
         if cache is not None and text in cache:
             matches: tuple[np.ndarray, bool] = cache[text]
@@ -368,7 +370,8 @@ class IndexReader:
         query = match_of(text)
         places = np.zeros(0, dtype=np.int64)
         if query:
-            # One text: a Python row for each of 200,000 places takes four times as long.
+            # All places come in one text, because a Python row for each of 200,000 places takes
+            # four times as long.
             ((text_of_places,),) = self._all(
                 "SELECT group_concat(rowid) FROM (SELECT rowid FROM search WHERE search MATCH ? "
                 "ORDER BY rowid DESC LIMIT ?)",
@@ -385,7 +388,7 @@ class IndexReader:
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """In this block the thread reads the columns, and computes a selection, only once."""
+        """In this block, the thread reads the columns, and computes a selection, only once."""
         self._local.cache = {}
         try:
             yield
@@ -393,15 +396,16 @@ class IndexReader:
             self._local.cache = None
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Name -> column of all rows, read-only."""
+        """Maps a name to its column of all rows, read-only."""
         return self._table()
 
     def words_by_number(self) -> dict[int, str]:
-        """The words that the columns `kind`, `difficulty`, `decoding`, ... have numbers of."""
+        """The words that the numbers in the columns `kind`, `difficulty`, `decoding`, ... mean."""
         return {int(row[0]): str(row[1]) for row in self.ask("SELECT number, text FROM words")}
 
     def task_states(self) -> tuple[dict[str, int], float]:
-        """State of the ledger -> number of tasks, and when they were counted, in Unix time."""
+        """Maps a state of the ledger to its number of tasks. Also the Unix time when they were
+        counted."""
         facts = dict(self._all("SELECT name, value FROM facts WHERE name LIKE 'task_states%'"))
         return json.loads(facts.get("task_states", "{}")), float(facts.get("task_states_at", 0.0))
 
@@ -436,12 +440,12 @@ class IndexReader:
         except sqlite3.Error as error:
             raise self._away(error) from error
 
-    def _away(self, error: BaseException) -> IndexAway:
+    def _away(self, error: BaseException) -> IndexUnavailableError:
         self._local.connection = None
-        return IndexAway(f"the index is not there yet, or is being rebuilt ({error})")
+        return IndexUnavailableError(f"the index is not there yet, or is being rebuilt ({error})")
 
     def _connection(self) -> sqlite3.Connection:
-        """The connection of this thread; a new one when the file was made again. Raises
+        """The connection of this thread. A new connection if the file was made again. Raises
         sqlite3.Error."""
         try:
             inode = self._path.stat().st_ino
@@ -460,13 +464,14 @@ class IndexReader:
 
 
 def _of(column: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """The selected values; the column itself where all are selected."""
+    """The selected values. The column itself if all are selected."""
     return column if where.all() else column[where]
 
 
 def match_of(text: str) -> str:
-    """A typed text as FTS5's query: all words must occur, "a phrase" literally, the beginning of a
-    word with *; -word must not. Every word is quoted, so that nothing typed is syntax."""
+    """A typed text as FTS5's query. All words must occur, "a phrase" literally, and word* matches
+    the beginning of a word. -word must not occur. Every word is quoted, so that no typed character
+    is syntax."""
     required: list[str] = []
     excluded: list[str] = []
     for minus, phrase, word in re.findall(r'(-?)(?:"([^"]*)"|([^\s"]+))', text):
@@ -483,7 +488,7 @@ def match_of(text: str) -> str:
 
 
 def _snippet(content: str, text: str) -> tuple[str, ...]:
-    """Text, found word and text in turn, around the first place."""
+    """Text, matched word and text in turn, around the first match."""
     words = [w.strip('*"') for w in re.findall(r'"[^"]*"|[^\s"]+', text) if not w.startswith("-")]
     words = [word for word in words if word]
     if not words:
@@ -508,7 +513,7 @@ def _snippet(content: str, text: str) -> tuple[str, ...]:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Numbers in names by their size."""
+    """A sort key that orders numbers in names by their size."""
     return [
         (0, int(piece), "") if piece.isdecimal() else (1, 0, piece)
         for piece in re.split(r"(\d{1,18})", name)

@@ -1,5 +1,5 @@
-"""The attempts that a page shows, their order, and where the page begins: read from a page's
-address and written into it, so that every list is a link."""
+"""The attempts that a page shows, their order, and where the page begins. All of it is read from a
+page's address and written to it, so that every list is a link."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ORDERS: dict[str, tuple[str, bool, str]] = {
     "oldest-tokens": ("age", True, "oldest tokens"),
     "slowest": ("duration_s", True, "slowest"),
 }
-"""Order -> the column, whether large values come first, and its name on a page. A row without a
-value is not in the list."""
+"""Maps an order to its column, whether large values come first, and its name on a page. A row
+without a value is not in the list."""
 RANGES = {"reward": "reward", "tokens": "num_completion_tokens", "age": "age"}
-"""Range in an address -> its column."""
+"""Maps a range in an address to its column."""
 CHOICES: dict[str, tuple[str, ...]] = {
     "split": SPLITS,
     "state": TRAJECTORY_STATES,
@@ -45,31 +45,31 @@ WORDS = {
     "error": "error_kind",
     "reason": "reason",
 }
-"""Filter by a word -> its column."""
+"""Maps a filter by a word to its column."""
 MAX_TEXT = 500
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module. An empty choice selects everything."""
+    """The selection of a page. An empty choice selects everything."""
 
     step: int | None = None
-    """Attempts trained in this step, or sampled for it; of the split `train`, unless another is
+    """Attempts trained in this step, or sampled for it, of the split `train` unless another is
     chosen."""
     choices: dict[str, str] = {}
-    """Of CHOICES and WORDS."""
+    """The chosen words, by the names in CHOICES and WORDS."""
     task: str = ""
     """Only attempts at this task."""
     ranges: dict[str, tuple[float, float]] = {}
-    """Of RANGES: from (with), to (with)."""
+    """By the names in RANGES: (lowest, highest), both included."""
     text: str = ""
-    """Text that the attempt contains."""
+    """A text that the attempt contains."""
     order: str = "newest"
     after: tuple[float, int] | None = None
-    """Value and number of the last row of the page before."""
+    """The value and number of the last row of the page before."""
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Selection:
-        """Reads an address. Raises ConfigError for a value that a filter does not have; keys of
+        """Reads an address. Raises ConfigError for a value that a filter does not have. Keys of
         other parts of the page are ignored."""
         choices = {}
         for name in (*CHOICES, *WORDS):
@@ -98,8 +98,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def query(self, **changes: Any) -> dict[str, str]:
-        """The keys of an address; `changes` replace some, None takes one away. Another filter or
-        order begins at the first page."""
+        """The keys of an address. `changes` replace some keys, and None removes a key. Another
+        filter or order begins at the first page."""
         keys: dict[str, str] = dict(self.choices)
         for name, (low, high) in self.ranges.items():
             keys |= {f"{name}_from": exact(low)} if math.isfinite(low) else {}
@@ -114,8 +114,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def exact(value: float) -> str:
-    """A number in an address: read again it is the very same, so that an attempt at the edge of a
-    range stays within it."""
+    """A number in an address. Read again, it is exactly the same, so that an attempt at the edge of
+    a range stays within the range."""
     return str(int(value)) if value.is_integer() else repr(value)
 
 
@@ -148,5 +148,5 @@ def _number(name: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or abs(value) > 2**53:
-        raise ConfigError(f"{name}={text[:40]!r} is no number: give one such as 3 or 0.5")
+        raise ConfigError(f"{name}={text[:40]!r} is not a number: give one such as 3 or 0.5")
     return value

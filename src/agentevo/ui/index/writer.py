@@ -1,9 +1,9 @@
-"""Writing rows of an index. Every method is one transaction, or part of the caller's.
+"""Writes rows of an index. Every method is a transaction, or part of the caller's transaction.
 
-Invariants. (1) `change` of a row is above that of all rows changed before. (2) A row whose
-content has changed (it was written at another time, or at another place) keeps nothing that was
-read out of the old content. (3) The search knows the text of a row if and only if
-`texts` does.
+Invariants. (1) `change` of a row is larger than that of all rows that changed before. (2) If a
+row's content has changed (it was written at another time, or at another place), it keeps no value
+that was read from the old content. (3) The search knows the text of a row if and only if `texts`
+contains it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from agentevo.ui.index.database import MAX_TEXT_BYTES
 from agentevo.ui.index.derived import Derived, TaskWords, judge_gap, unpack_text
 
 MAX_WORDS = 2_000
-"""Words that filters choose from; further ones are `other`."""
+"""The maximum number of words that filters choose from. Further words become `other`."""
 OTHER = "other"
 _LISTED = set(TrajectorySummary.__struct_fields__)
 _MADE = ("seq", "task", "agent", "decoding", "error_kind", "reason", "judge_gap")
 _GIVEN = (*sorted(_LISTED - {"id"}), *_MADE)
-"""Columns of a row that come from a summary, except the id."""
+"""The columns of a row that come from a summary, except the id."""
 _LEDGER = ("state", "trained_step", "drop_reason", "reason")
 _SAME = "seq = excluded.seq AND written_at = excluded.written_at"
 _NULL = dict.fromkeys(("lowest_logprob", "mean_logprob", "lowest_version"), "NULL")
 _OF_CONTENT = {"is_read": "0", "kind": "0", "difficulty": "0", **_NULL}
-"""Columns that are read from the turns -> their value before."""
+"""Maps the columns that are read from the turns to their initial values."""
 _UPSERT = (
     f"INSERT INTO attempts (id, change, {', '.join(_GIVEN)}) "
     f"VALUES (:id, :change, {', '.join(f':{name}' for name in _GIVEN)}) "
@@ -53,7 +53,7 @@ _UPSERT = (
 
 
 class IndexWriter:
-    """See the module. `rewards`: as in `derived.judge_gap`."""
+    """Writes rows of an index. `rewards`: as in `derived.judge_gap`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class IndexWriter:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """A transaction: all of the block or nothing."""
+        """A transaction: either the whole block takes effect or nothing."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -92,7 +92,8 @@ class IndexWriter:
         self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
 
     def put(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> None:
-        """Writes (seq, summary) of rows as the store has them now; what is there already stays."""
+        """Writes (seq, summary) of rows as the store has them now. Unchanged rows stay as they
+        are."""
         self._forget_clashes(rows)
         change = self._next_change()
         tasks = self._numbers_of_tasks(rows)
@@ -118,7 +119,7 @@ class IndexWriter:
         return numbers
 
     def _forget_clashes(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> None:
-        """Another row that has the number of one of these is gone from the store."""
+        """If another row has the number of one of these rows, it is gone from the store."""
         if not rows:
             return
 
@@ -146,7 +147,7 @@ class IndexWriter:
         }
 
     def word(self, text: str) -> int:
-        """The number of a word; above the limit it is that of OTHER."""
+        """The number of a word. Above the limit, the number of OTHER."""
         text = text[:200]
         number = self._words.get(text)
         if number is None:
@@ -169,7 +170,7 @@ class IndexWriter:
             )
 
     def read(self, rows: Sequence[tuple[int, Derived, TaskWords]]) -> None:
-        """Writes (place, what was read out of the turns, what the task is counted under)."""
+        """Writes (place, values read from the turns, words of the task)."""
         change = self._next_change()
         has_room = self.has_room()
         for place, derived, _ in rows:
@@ -204,7 +205,7 @@ class IndexWriter:
             self._db.execute("DELETE FROM texts WHERE place = ?", (place,))
 
     def put_steps(self, records: Iterable[StepRecord]) -> None:
-        """Remembers steps with which the rows agree; `mark` of one is a step's identity."""
+        """Records steps with which the rows agree. `mark` is a step's identity."""
         self._db.executemany(
             "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, 0, 0)",
             [
@@ -220,7 +221,7 @@ class IndexWriter:
         )
 
     def forget_steps(self, after: int) -> None:
-        """Deletes later steps, and what they noted about their attempts."""
+        """Deletes later steps, and the values that they added to their attempts."""
         self._db.execute("DELETE FROM steps WHERE step > ?", (after,))
         self._db.execute(
             "UPDATE attempts SET advantage = NULL, moved = NULL, change = ? WHERE trained_step > ?",
@@ -228,7 +229,8 @@ class IndexWriter:
         )
 
     def put_advantages(self, step: int, largest: Mapping[str, float]) -> None:
-        """`largest`: id -> the advantage of its tokens that is farthest from 0, with its sign."""
+        """`largest`: maps an id to the advantage of its tokens that is farthest from 0, with its
+        sign."""
         change = self._next_change()
         self._db.executemany(
             "UPDATE attempts SET advantage = ?, change = ? WHERE id = ? AND trained_step = ?",
@@ -237,7 +239,7 @@ class IndexWriter:
         self._db.execute("UPDATE steps SET has_advantages = 1 WHERE step = ?", (step,))
 
     def put_moves(self, step: int, largest: Mapping[str, float]) -> None:
-        """`largest`: id -> the largest log-prob change of one of its tokens."""
+        """`largest`: maps an id to the largest log-prob change of one of its tokens."""
         change = self._next_change()
         self._db.executemany(
             "UPDATE attempts SET moved = ?, change = ? WHERE id = ? AND trained_step = ?",
@@ -250,7 +252,7 @@ class IndexWriter:
         return int(newest) + 1
 
     def note_gaps(self, seqs: Sequence[int], after: int, times: Sequence[float]) -> None:
-        """Remembers numbers that were skipped before rows which were written a short time ago."""
+        """Records numbers that were skipped before rows which were written a short time ago."""
         now = time.time()
         for seq, written_at in zip(seqs, times, strict=True):
             if seq > after + 1 and now - written_at < GAP_S:
@@ -261,19 +263,20 @@ class IndexWriter:
 
 
 GAP_S = 600.0
-"""The longest seconds until a transaction with numbers commits: more than any store allows."""
+"""The longest time in seconds until a transaction with numbers commits: more than any store
+allows."""
 
 
 def decoding_of(row: TrajectorySummary) -> str:
-    """How a held-out attempt was decoded (`greedy`, `sampled`), as the run's own evaluation has
-    written it into the group's id, with what separates two evaluations of a step; else empty."""
+    """How a held-out attempt was decoded (`greedy`, `sampled`), as the run's evaluation wrote it
+    into the group's id, with the part that distinguishes two evaluations of a step. Else empty."""
     label = row.group_id.rpartition("@")[0].rpartition("/")
     is_labelled = row.split == "eval" and bool(label[1])
     return label[2] if is_labelled and label[2].endswith(("greedy", "sampled")) else ""
 
 
 def mark_of(record: StepRecord) -> str:
-    """What distinguishes one commit of a step from another."""
+    """The part that distinguishes a commit of a step from another commit of the same step."""
     return f"{record.committed_at!r} {record.record.get('chain', '')}"
 
 
