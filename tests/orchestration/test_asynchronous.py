@@ -171,7 +171,7 @@ def test_a_trainer_does_not_wait_for_ever_for_attempts_that_all_fail(
     tmp_path, small_config, quiet_view, monkeypatch
 ):
     config = small_config(tmp_path / "run", *PLAIN, "rollout.staleness=1", "rollout.policy=mask")
-    monkeypatch.setattr("agentevo.orchestration.rollout_sources.LOOK_S", 0.2)
+    monkeypatch.setattr("agentevo.orchestration.rollout_sources.POLL_INTERVAL_S", 0.2)
 
     async def broken(task, policy):
         if "/train@" in policy.name:
