@@ -9,7 +9,6 @@ FIELDS: dict[str, list[str]] = {
 }
 WORDS = {
     "do": ["stop", "save", "pause", "resume"],
-    "kind": ["own", "task", "train", "eval"],
     "which": ["start", "step_2", "best"],
     "messages": ['[{"role": "user", "content": "x"}]', "[", "{}", "[1]", "[[]]", "null", "1e999"],
 }
