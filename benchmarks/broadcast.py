@@ -38,7 +38,7 @@ from agentevo.models.load import load_model
 from agentevo.processes.serve import VersionFollower
 
 MODEL = "smollm2-135m-instruct"
-LOOK_S = 0.02
+POLL_INTERVAL_S = 0.02
 WAIT_S = 600.0
 
 
@@ -70,7 +70,7 @@ def follow(way: str, folder: str, dtype: str, told: Connection) -> None:
         while True:
             if await follower.look():
                 told.send((engine.version, time.monotonic()))
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     asyncio.run(work())
 
@@ -82,7 +82,7 @@ async def served(sender: WeightSender, engine: Connection, version: int) -> dict
     published = time.monotonic()
 
     while not engine.poll():
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
         await sender.look_after()
 
     serves, at = engine.recv()

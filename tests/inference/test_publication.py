@@ -199,7 +199,7 @@ def test_a_version_for_which_there_is_no_room_comes_when_there_is(
 
 def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_path, monkeypatch):
     """Under `wait` at staleness 0 no further version would ever come. It tells that it waits."""
-    monkeypatch.setattr(attempts, "LOOK_S", 0.1)
+    monkeypatch.setattr(attempts, "POLL_INTERVAL_S", 0.1)
     monkeypatch.setattr(attempts, "ALONE_S", 0.0)
 
     config = small_config(tmp_path / "run", "rollout.poll_s=0.02", "rollout.policy=wait")

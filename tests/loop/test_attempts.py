@@ -77,7 +77,7 @@ def test_a_request_that_comes_twice_is_done_once(tmp_path):
 
 @pytest.mark.slow
 def test_a_program_that_is_gone_is_given_up_though_nobody_asks(tmp_path, monkeypatch):
-    monkeypatch.setattr(attempts, "LOOK_S", 0.02)
+    monkeypatch.setattr(attempts, "POLL_INTERVAL_S", 0.02)
     given_up = []
     end = attempts.Attempts._ending
 

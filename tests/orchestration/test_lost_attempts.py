@@ -53,7 +53,7 @@ async def poison(store, names):
 @pytest.fixture
 def opened(small_config, tmp_path, monkeypatch):
     """`async with opened(*keys) as (config, store, lost, notes, stream)`."""
-    monkeypatch.setattr(attempts, "LOOK_S", 0.0)
+    monkeypatch.setattr(attempts, "POLL_INTERVAL_S", 0.0)
 
     @asynccontextmanager
     async def make(*keys):

@@ -30,7 +30,7 @@ def wait_for(condition, what, within_s=300.0):
 def quick(monkeypatch):
     """Everything a hundred times as fast."""
     for name, value in {
-        "LOOK_S": 0.01,
+        "POLL_INTERVAL_S": 0.01,
         "SOON_S": 0.2,
         "LONG_S": 2.0,
         "FIRST_DELAY_S": 0.005,

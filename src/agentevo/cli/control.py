@@ -14,7 +14,7 @@ import typer
 from agentevo.cli.arguments import RunDir, seconds
 from agentevo.errors import ConfigError
 
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 
 
 def control(
@@ -63,7 +63,7 @@ def control(
         if time.monotonic() >= ends:
             print(f"requested: {do} takes effect after the run's current step")
             return
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
     if not answer.is_done:
         raise ConfigError(f"{run_dir}: {do}: {answer.result}")

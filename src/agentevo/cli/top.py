@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agentevo.store import Store
     from agentevo.ui.run_state import RunReader, RunView
 
-SHORTEST_LOOK_S = 0.2
+MIN_POLL_INTERVAL_S = 0.2
 MOST_STORES = 20
 """Runs under way whose store is asked at each look."""
 KEYS = {"j": 1, "\x1b[B": 1, "k": -1, "\x1b[A": -1}
@@ -64,11 +64,13 @@ def top(
     if attempt:
         if len(runs or []) != 1:
             raise ConfigError("--attempt is an attempt of one run: give one folder of a run")
-        _watch_attempt(path_word((runs or [""])[0]), attempt, max(every_s, SHORTEST_LOOK_S), once)
+        _watch_attempt(
+            path_word((runs or [""])[0]), attempt, max(every_s, MIN_POLL_INTERVAL_S), once
+        )
         return
 
     look = _Looks(runs or [])
-    every_s = max(every_s, SHORTEST_LOOK_S)
+    every_s = max(every_s, MIN_POLL_INTERVAL_S)
     if once:
         _print(look())
         return

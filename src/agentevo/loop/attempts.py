@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 MARGIN_S = 60.0
 """How long to wait for a program after its attempt's time limit."""
-LOOK_S = 5.0
+POLL_INTERVAL_S = 5.0
 """Seconds between two checks for attempts whose program is gone."""
 KEPT = 1000
 """The number of ended attempts whose result is kept for repeated requests."""
@@ -299,7 +299,7 @@ class Attempts:
     async def _watch(self) -> None:
         """Ends attempts whose programs are gone."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             limit = self._timeout_s + MARGIN_S
             for handle in [
                 name for name, attempt in self._open.items() if attempt.is_silent(limit)

@@ -29,7 +29,7 @@ from agentevo.errors import AgentEvoError
 from agentevo.inference.directory import EngineDirectory
 from agentevo.orchestration.device_plan import plan_of
 
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 SOON_S = 20.0
 LONG_S = 200.0
 FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
@@ -164,7 +164,7 @@ class Children:
 
     def _watch(self) -> None:
         try:
-            while not self._ended.wait(LOOK_S) and self._failure is None:
+            while not self._ended.wait(POLL_INTERVAL_S) and self._failure is None:
                 for child in self._children:
                     self._look_after(child)
         except Exception as error:  # noqa: BLE001 (it would be lost, and children no longer replaced)
