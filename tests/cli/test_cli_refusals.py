@@ -123,8 +123,6 @@ def test_what_no_machine_could_take_is_refused_alike(agentevo, words, expected):
     ("words", "expected"),
     [
         (["eval", "out", "--rescore", "--limit", "3"], "--limit is for playing"),
-        (["eval", "small.yaml", "--grade", "made", "--limit", "3"], "--limit has no effect"),
-        (["eval", "small.yaml", "--grade", "made"], "--grade needs --out FOLDER"),
         (["chat", "tiny", "--answer", "4"], "add --task"),
         (["chat", "tiny", "--task", "2 + 2?", "--system", "Add."], "agent.system_prompt"),
         (["chat", "tiny", "--task", "2 + 2?", "--step", "3"], "is not the folder of a run"),

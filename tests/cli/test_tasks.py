@@ -82,5 +82,5 @@ def test_a_server_that_is_away_is_told_and_nothing_is_written(tmp_path, capsys):
 
 
 def test_only_a_folder_of_made_tasks_is_graded(tmp_path, capsys):
-    assert main(["eval", "x.yaml", "--grade", str(tmp_path), "--out", str(tmp_path / "n")]) == 2
+    assert main(["data", "grade", str(tmp_path), "x.yaml", "--out", str(tmp_path / "n")]) == 2
     assert "holds no tasks" in capsys.readouterr().err

@@ -272,7 +272,7 @@ def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
     graded = tmp_path / "graded"
     few = ["sampling.max_new_tokens=4", "agent.max_turns=1", "model.tiny.tokenizer=byte"]
     few += ["model.tiny.context_length=8192", "model.tiny.hidden_size=16", "model.tiny.num_heads=2"]
-    words_of_grade = ["eval", str(recipe), "--grade", str(out), "--out", str(graded), *few]
+    words_of_grade = ["data", "grade", str(out), str(recipe), "--out", str(graded), *few]
     assert main([*words_of_grade, "--attempts", "2"]) == 0
     assert len((graded / "reserve.jsonl").read_text().splitlines()) == 30
     assert (graded / "corpus.jsonl").read_text() == (out / "corpus.jsonl").read_text()

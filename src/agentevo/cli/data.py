@@ -12,7 +12,7 @@ import typer
 
 from agentevo.cli.arguments import Overrides, path_word
 from agentevo.cli.printing import tell_of_rows
-from agentevo.cli.tasks import make
+from agentevo.cli.tasks import grade, make
 from agentevo.errors import ConfigError
 
 data = typer.Typer(
@@ -28,6 +28,7 @@ CONVERSATIONS = "conversations"
 """What logs and traces are converted into."""
 
 data.command("make", context_settings={"ignore_unknown_options": True})(make)
+data.command("grade")(grade)
 
 
 @data.command()
@@ -271,7 +272,7 @@ def _prepare_demonstrations(
     from agentevo.console import to_stderr
     from agentevo.orchestration.demonstrations import demonstration_rows
     from agentevo.paths import check_new_folder
-    from agentevo.task_making.files import DEMONSTRATIONS
+    from agentevo.rollout.task_files import DEMONSTRATIONS
 
     config = load_config(recipe, overrides)
     if config.environment is None:

@@ -50,7 +50,7 @@ Attempts = Annotated[
         "--attempts",
         "-k",
         metavar="N",
-        help="Attempts per task, for pass@1 to pass@N. Default: 1; 4 with --grade.",
+        help="Attempts per task, for pass@1 to pass@N. Default: 1.",
     ),
 ]
 Against = Annotated[
@@ -92,18 +92,6 @@ Rescore = Annotated[
         "rewards=[math]), without playing.",
     ),
 ]
-Grade = Annotated[
-    Path | None,
-    typer.Option(
-        "--grade",
-        parser=path_word,
-        metavar="FOLDER",
-        help="Play the training tasks in this folder of `agentevo data make`, and write them with "
-        "each one's `success_rate` into the new folder --out. Tasks that all or none of the "
-        "attempts solve go to reserve.jsonl.",
-    ),
-]
-GRADING_ATTEMPTS = 4
 
 
 def evaluate(
@@ -123,7 +111,6 @@ def evaluate(
     resume: Resume = False,
     retry_failed: RetryFailed = False,
     rescore: Rescore = False,
-    grade: Grade = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate models on held-out tasks: success next to a random and an optimal player, or pass@k
@@ -132,12 +119,6 @@ def evaluate(
         reason = "is for playing, and --rescore does not play: leave it out"
         refuse_options(context, reason, allowed=("rescore", "out", "as_json"))
         _rescore(path_word(target), overrides or [], out, as_json)
-        return
-
-    if grade is not None:
-        reason = "has no effect with --grade: leave it out"
-        refuse_options(context, reason, allowed=("grade", "out", "attempts"))
-        _grade(grade, target, overrides or [], out, attempts)
         return
 
     if not (written_options(context).keys() - {"checkpoint"}) and _is_plain(target):
@@ -172,23 +153,6 @@ def _rescore(folder: Path, overrides: list[str], out: Path | None, as_json: bool
     if not as_json:
         _show_heading(summary)
     _show(summary, as_json)
-
-
-def _grade(
-    folder: Path, target: str, overrides: list[str], out: Path | None, attempts: int | None
-) -> None:
-    from agentevo.task_making.files import check_new
-    from agentevo.task_making.solvability import graded_folder
-
-    attempts = GRADING_ATTEMPTS if attempts is None else attempts
-    if out is None:
-        raise ConfigError("--grade needs --out FOLDER, a new folder for the graded tasks")
-    if not 2 <= attempts <= 1024:
-        raise ConfigError(f"--attempts {attempts}: --grade takes 2 to 1024 attempts per task")
-
-    check_new(out)
-    for line in graded_folder(folder, target, out, overrides, attempts=attempts, note=print_note):
-        print(line)
 
 
 def _measure(what: Any, as_json: bool) -> None:

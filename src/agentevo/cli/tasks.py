@@ -1,4 +1,5 @@
-"""`agentevo data make`: tasks made for a server of tools, or from documents."""
+"""`agentevo data make` makes tasks for a server of tools, or from documents; `agentevo data grade`
+grades them by difficulty."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import path_word, plain_options, refuse_options
+from agentevo.cli.arguments import Overrides, path_word, plain_options, refuse_options
 from agentevo.cli.documents import make_from_documents
 from agentevo.cli.printing import print_note
 from agentevo.errors import ConfigError
@@ -139,6 +140,38 @@ HarderThan = Annotated[
     list[str] | None,
     typer.Option(metavar="FILE", help="Make harder variants of these existing tasks."),
 ]
+
+MadeFolder = Annotated[
+    Path,
+    typer.Argument(
+        parser=path_word, metavar="FOLDER", help="The folder of tasks of `agentevo data make`."
+    ),
+]
+Target = Annotated[
+    str, typer.Argument(metavar="RECIPE|RUN_DIR", help="The agent and the model that play them.")
+]
+GradedAttempts = Annotated[
+    int, typer.Option("--attempts", min=2, max=1024, help="The number of attempts per task.")
+]
+
+
+def grade(
+    folder: MadeFolder,
+    target: Target,
+    out: Out,
+    overrides: Overrides = None,
+    attempts: GradedAttempts = 4,
+) -> None:
+    """Grade tasks by difficulty: play them, and write them with their success rates into a new
+    folder. Training tasks that all or none of the attempts solve go to reserve.jsonl there."""
+    from agentevo.task_making.files import check_new
+    from agentevo.task_making.solvability import graded_folder
+
+    check_new(out)
+    for line in graded_folder(
+        folder, target, out, overrides or [], attempts=attempts, note=print_note
+    ):
+        print(line)
 
 
 def make(

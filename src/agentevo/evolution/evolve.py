@@ -42,9 +42,9 @@ from agentevo.pipeline import Pipeline, build_pipeline, load_pipeline, read_stat
 from agentevo.pipeline.reading import checked_config
 from agentevo.pipeline.state import is_pipeline_folder
 from agentevo.prompts.budget import Budget, comparison
-from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
+from agentevo.rollout.task_files import DEMONSTRATIONS, HELD_OUT, TRAIN, write_rows
 from agentevo.task_making.document_files import is_document
-from agentevo.task_making.files import DEMONSTRATIONS, write_made
+from agentevo.task_making.files import write_made
 
 PIPELINE = "evolve.pipeline.yaml"
 RECIPE = "recipe.yaml"

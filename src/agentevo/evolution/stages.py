@@ -19,8 +19,7 @@ from typing import Any
 
 from agentevo.config import sources
 from agentevo.evolution.schema import EvolveSection
-from agentevo.rollout.task_files import HELD_OUT, TRAIN
-from agentevo.task_making.files import DEMONSTRATIONS
+from agentevo.rollout.task_files import DEMONSTRATIONS, HELD_OUT, TRAIN
 
 TEXTS = "texts.yaml"
 """The agent's texts before any search."""

@@ -23,6 +23,7 @@ from agentevo.types import Task
 
 TRAIN = "train.jsonl"
 HELD_OUT = "eval.jsonl"
+DEMONSTRATIONS = "demonstrations.jsonl"
 RENAME = "rename the column that has it to {}"
 """The remedy for a row without a required field."""
 GSM8K_SCORER = "numeric"

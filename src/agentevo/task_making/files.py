@@ -20,11 +20,10 @@ from typing import Any
 from agentevo.data.rows import read_rows
 from agentevo.errors import ConfigError
 from agentevo.files import atomic_folder, must_write
-from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
+from agentevo.rollout.task_files import DEMONSTRATIONS, HELD_OUT, TRAIN, write_rows
 from agentevo.task_making.scenario import CONTENT
 from agentevo.tools.state_checks import SOLVED_BY_CALLS
 
-DEMONSTRATIONS = "demonstrations.jsonl"
 RESERVE = "reserve.jsonl"
 CORPUS = "corpus.jsonl"
 DOCUMENTS = "documents.jsonl"

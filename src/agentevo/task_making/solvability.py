@@ -18,11 +18,10 @@ from agentevo.errors import ConfigError
 from agentevo.evaluation.evaluate import EvaluationRun, check_attempts, evaluate
 from agentevo.evaluation.results import ResultsFolder
 from agentevo.parsing import read_json_object
-from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
+from agentevo.rollout.task_files import DEMONSTRATIONS, HELD_OUT, TRAIN, write_rows
 from agentevo.task_making.files import (
     ACCOUNT,
     CORPUS,
-    DEMONSTRATIONS,
     RESERVE,
     made_rows,
     write_made,
